@@ -1,0 +1,41 @@
+"""Array fields of messages: dtype and number of dimensions are checked, elements are not."""
+
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
+
+
+def _checker(dtype: str, ndim: int) -> PlainValidator:
+    wanted = np.dtype(dtype)
+
+    def check(value: Any) -> NDArray[Any]:
+        if not isinstance(value, np.ndarray):
+            raise ValueError(f"must be an array of {wanted}, is a {type(value).__name__}")
+        if value.dtype != wanted:
+            raise ValueError(f"must be an array of {wanted}, is one of {value.dtype}")
+        if value.ndim != ndim:
+            raise ValueError(f"must have {ndim} dimension(s), has {value.ndim}")
+        return value
+
+    return PlainValidator(check)
+
+
+def _same(value: NDArray[Any]) -> NDArray[Any]:
+    return value
+
+
+def _schema(dtype: str, ndim: int) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "description": f"{dtype}[{', '.join('n' * ndim)}]"})
+
+
+IntVector = Annotated[
+    NDArray[np.int32], _checker("int32", 1), PlainSerializer(_same), _schema("int32", 1)
+]
+FloatVector = Annotated[
+    NDArray[np.float32], _checker("float32", 1), PlainSerializer(_same), _schema("float32", 1)
+]
+MaskVector = Annotated[
+    NDArray[np.uint8], _checker("uint8", 1), PlainSerializer(_same), _schema("uint8", 1)
+]

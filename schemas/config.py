@@ -1,0 +1,364 @@
+"""The configuration of a job: one typed tree.
+
+The text below a field is its documentation everywhere: `--help`, the JSON schema, the reference
+page. `when(...)` marks a key that only some choices read; setting it under another choice is an
+error, because it would have no effect.
+"""
+
+from typing import Any, Literal, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+AdvantageName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "opo",
+    "maxrl",
+    "grpo_per_turn",
+]
+LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce"]
+CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
+AggregationName = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio"]
+
+
+def when(key: str, *values: Any) -> dict[str, Any]:
+    """Say that a field is read only while `key` of the same section has one of `values`."""
+    return {"when": {"key": key, "values": list(values)}}
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @model_validator(mode="after")
+    def _no_ineffective_key(self) -> Self:
+        for name in self.model_fields_set:
+            extra = cast("dict[str, Any] | None", type(self).model_fields[name].json_schema_extra)
+            rule: dict[str, Any] | None = (extra or {}).get("when")
+            if rule is not None and getattr(self, rule["key"]) not in rule["values"]:
+                wanted = " or ".join(repr(value) for value in rule["values"])
+                raise ValueError(
+                    f"{name} has no effect while {rule['key']} is "
+                    f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']} to {wanted}"
+                )
+        return self
+
+
+class ModelConfig(Section):
+    """The model that learns."""
+
+    path: str
+    """Hugging Face folder, or the name of a model on the hub."""
+    attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
+    """Attention kernel; flash_attention_2 needs a GPU and the `flash-attn` extra."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of the chat template (`enable_thinking: false`), the same at every turn."""
+
+
+class EnvConfig(Section):
+    """The game, its data, and the hosts that run it."""
+
+    game: str
+    """Registered name (`tinkermq env list`) or `package.module:Class`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Arguments of the game's constructor."""
+    train_data: list[str] = Field(default_factory=list[str])
+    """Parquet or JSONL files of a dataset game; empty for a game that generates its states."""
+    val_data: list[str] = Field(default_factory=list[str])
+    """Validation files of a dataset game."""
+    num_val: int = Field(default=64, ge=0)
+    """Validation tasks: the first rows of `val_data` after a seeded shuffle, or generated seeds."""
+    hosts: int = Field(default=1, ge=0)
+    """Environment hosts that the pool runs; 0: the client hosts the game (`GameEnvironment`)."""
+    workers: int = Field(default=4, ge=1)
+    """Games that step at the same time in one host."""
+    isolation: Literal["thread", "process"] = "thread"
+    """Where games run. A hung game in a process is killed; in a thread it can only be given up."""
+    reset_timeout_s: float = Field(default=30.0, gt=0)
+    """A reset that takes longer fails its episode."""
+    step_timeout_s: float = Field(default=30.0, gt=0)
+    """A step that takes longer fails its episode."""
+    lease_s: float = Field(default=600.0, gt=0)
+    """An episode that is neither stepped nor closed for this long is freed."""
+
+
+class RolloutConfig(Section):
+    """How episodes are generated."""
+
+    group_size: int = Field(default=8, ge=1, le=4096)
+    """Episodes per task."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the learner computes log-probs at the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; log-probs are recorded before it."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0: all."""
+    max_turns: int = Field(default=1, ge=1)
+    """Answers of the policy per episode; each one reaches the game."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """A first prompt longer than this fails its task."""
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Tokens the policy may generate in one turn; binds at generation."""
+    max_response_tokens: int = Field(default=2048, ge=1)
+    """Tokens after the first prompt, observations included; binds at generation."""
+    max_tries: int = Field(default=3, ge=1)
+    """Tries of one episode before its task is given up."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest whole sequence: prompt and response."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+
+class GeneratorConfig(Section):
+    """The rollout generators."""
+
+    count: int = Field(default=1, ge=0)
+    """Generators the pool runs for this job; more can be added while it runs."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype of the engine."""
+    max_episodes: int = Field(default=256, ge=1)
+    """Episodes that run at the same time in one generator."""
+    max_requests: int = Field(default=256, ge=1)
+    """Requests that decode in one forward pass."""
+    kv_on_swap: Literal["keep", "recompute"] = "keep"
+    """What becomes of the cache of running requests at a weight swap."""
+    ack_wait_s: float = Field(default=30.0, ge=1)
+    """A task is given to another generator this long after its holder was last heard of."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads for torch."""
+
+
+class AlgorithmConfig(Section):
+    """Advantage, policy loss, off-policy correction, KL."""
+
+    advantage: AdvantageName = "grpo"
+    """How rewards become advantages."""
+    gamma: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        json_schema_extra=when("advantage", "reinforce_pp", "grpo_per_turn"),
+    )
+    """Discount: per token for reinforce_pp, per turn for grpo_per_turn."""
+    loss: LossName = "ppo"
+    """Policy loss."""
+    clip_low: float | None = Field(
+        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "dppo")
+    )
+    """Lower clip; default 0.2 (ppo, dppo), 3e-4 (gspo)."""
+    clip_high: float | None = Field(
+        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "cispo", "dppo")
+    )
+    """Upper clip; default 0.2 (ppo, dppo), 4e-4 (gspo), 5 (cispo)."""
+    dual_clip: float = Field(default=3.0, gt=1, json_schema_extra=when("loss", "ppo"))
+    """Bound of the loss for negative advantages."""
+    correction: CorrectionName = "tis"
+    """Off-policy correction by the recorded behaviour log-probs."""
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token", json_schema_extra=when("correction", "tis")
+    )
+    """Truncate each token's weight, or the product over the sequence."""
+    correction_cap: float | None = Field(
+        default=None, gt=0, json_schema_extra=when("correction", "tis", "mis", "icepop")
+    )
+    """Upper bound of the weight; default 2 (tis), 3 (mis), 5 (icepop)."""
+    proximal: Literal["forward", "loglinear"] = Field(
+        default="forward", json_schema_extra=when("correction", "decoupled")
+    )
+    """Proximal policy: a forward pass before the update, or interpolated by version."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL enters."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    loss_agg: AggregationName = "token-mean"
+    """How token losses become one number."""
+    loss_agg_length: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("loss_agg", "seq-mean-token-sum-norm")
+    )
+    """Constant length that divides; default `rollout.max_response_tokens`."""
+    filter_equal_rewards: bool = False
+    """Drop groups whose rewards are all equal; each gives its admission credit back (DAPO)."""
+    overlong_buffer: int = Field(default=0, ge=0)
+    """Soft penalty over the last so many response tokens; 0: none."""
+    overlong_factor: float = Field(default=1.0, ge=0)
+    """Largest overlong penalty."""
+
+    @model_validator(mode="after")
+    def _kl_keys_have_effect(self) -> Self:
+        if self.kl_coef == 0 and {"kl_estimator", "kl_in"} & self.model_fields_set:
+            raise ValueError("kl_estimator and kl_in have no effect while kl_coef is 0")
+        if self.overlong_buffer == 0 and "overlong_factor" in self.model_fields_set:
+            raise ValueError("overlong_factor has no effect while overlong_buffer is 0")
+        return self
+
+
+class LearnerConfig(Section):
+    """The optimiser and its memory."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, json_schema_extra=when("schedule", "linear", "cosine")
+    )
+    """Learning rate at the last step, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest gradient norm."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimiser updates per batch, each on a part of it; all of them make one version."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and optimiser state are float32."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights that generators get."""
+    row_tokens: int = Field(default=4096, ge=16)
+    """Sequences are packed into rows of at most this many tokens."""
+    microbatch_tokens: int = Field(default=16384, ge=16)
+    """Tokens of one forward and backward pass; the rest is accumulated."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once, not once per episode (same result; sdpa only)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads for torch."""
+
+
+class TrainingConfig(Section):
+    """How long, how far off-policy, and what is kept."""
+
+    num_steps: int | None = Field(default=None, ge=1)
+    """Optimiser steps; wins over `num_epochs`."""
+    num_epochs: int | None = Field(default=None, ge=1)
+    """Passes over the training data; without either, one."""
+    batch_size: int = Field(default=16, ge=1)
+    """Tasks per step."""
+    max_staleness: int = Field(default=2, ge=0)
+    """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy."""
+    staleness_policy: Literal["drop", "wait", "train"] = "drop"
+    """A group over the bound: dropped and issued again, waited for beforehand, or trained."""
+    tasks: Literal["data", "external"] = "data"
+    """Tasks come from the data, or only from clients that publish tasks or trajectories."""
+    test_freq: int = Field(default=0, ge=0)
+    """Validate every so many steps; 0: only before and after."""
+    validate_before_training: bool = True
+    """Validate the initial weights."""
+    save_freq: int = Field(default=0, ge=0)
+    """Checkpoint every so many steps; 0: only at the end."""
+    keep_last: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+    keep_every: int = Field(default=0, ge=0)
+    """Checkpoints of every so many steps are kept for good; 0: none."""
+    keep_rollouts: bool = False
+    """Never trim the rollout log: the run can be looked at and replayed."""
+
+
+class EvaluationConfig(Section):
+    """How versions are validated."""
+
+    samples: int = Field(default=1, ge=1)
+    """Episodes per validation task; over 1 gives pass@k."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    success_reward: float = 0.5
+    """An episode whose return is above this counts as a success."""
+
+
+class WeightsConfig(Section):
+    """How new weights reach the generators."""
+
+    transport: Literal["object", "file"] = "object"
+    """Through NATS, or through a folder that learner and generators share."""
+    folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
+    """The shared folder; default: the run folder."""
+    chunk_bytes: int = Field(
+        default=1 << 20, ge=1 << 16, le=8 << 20, json_schema_extra=when("transport", "object")
+    )
+    """Size of one message."""
+
+
+class LimitsConfig(Section):
+    """Bounds of the job's queues and logs, in bytes."""
+
+    task_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Task queue."""
+    rollout_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """Rollout log; a full log makes generators wait."""
+    log_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    """Log lines of the actors, and metrics and events; the oldest go first."""
+    max_restarts: int = Field(default=5, ge=0)
+    """An actor that fails more often within ten minutes fails the job."""
+
+
+class JobConfig(Section):
+    """Everything a training job is made of."""
+
+    name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
+    """Name of the run; default `<env>-<model>-<two words>`."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of data order, episodes and optimiser."""
+    output_dir: str = "outputs"
+    """Run folders are made here, on the pool."""
+    logger_backends: list[LoggerName] = Field(default_factory=lambda: ["jsonl"])
+    """Where metrics go besides the broker; jsonl always."""
+    project: str = "tinkermq"
+    """Project name at the experiment tracker."""
+    model: ModelConfig
+    env: EnvConfig
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Self:
+        if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "
+                f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
+            )
+        if self.learner.row_tokens > self.learner.microbatch_tokens:
+            raise ValueError(
+                f"learner.row_tokens ({self.learner.row_tokens}) is over "
+                f"learner.microbatch_tokens ({self.learner.microbatch_tokens})"
+            )
+        if self.rollout.max_tokens > self.learner.row_tokens:
+            raise ValueError(
+                f"an episode may have {self.rollout.max_tokens} tokens "
+                f"(rollout.max_prompt_tokens + rollout.max_response_tokens), a row of the learner "
+                f"holds {self.learner.row_tokens}: raise learner.row_tokens and "
+                "learner.microbatch_tokens"
+            )
+        if self.rollout.group_size == 1 and self.algorithm.filter_equal_rewards:
+            raise ValueError("filter_equal_rewards drops every group while group_size is 1")
+        if self.training.tasks == "external" and self.training.num_steps is None:
+            raise ValueError("training.tasks=external needs training.num_steps")
+        return self

@@ -1,0 +1,152 @@
+"""Jobs: their record, states, and what clients ask the scheduler for."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .message import Message
+
+JobState = Literal[
+    "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
+]
+FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+Role = Literal["learner", "generator", "evaluator", "environment"]
+MAY_FOLLOW: dict[str, frozenset[str]] = {
+    "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
+    "STARTING": frozenset({"RUNNING", "QUEUED", "FAILED", "CANCELLED", "LOST"}),
+    "RUNNING": frozenset({"PAUSED", "COMPLETED", "FAILED", "CANCELLED", "LOST"}),
+    "PAUSED": frozenset({"RUNNING", "COMPLETED", "FAILED", "CANCELLED", "LOST"}),
+    "LOST": frozenset({"QUEUED", "FAILED", "CANCELLED"}),
+    "COMPLETED": frozenset({"QUEUED"}),
+    "FAILED": frozenset({"QUEUED"}),
+    "CANCELLED": frozenset({"QUEUED"}),
+}
+"""Which state may follow which; a final state is left only by `resume`."""
+
+
+class ActorPlacement(Message):
+    """One actor of a job, and the node it was given to."""
+
+    name: str
+    """Name within the job: `learner`, `generator-0` …"""
+    role: Role
+    """What it does."""
+    node: str | None = None
+    """The node it was given to, or None while it waits for one."""
+    slots: int = Field(default=1, ge=0)
+    """Slots of the node that it holds."""
+    state: Literal["placed", "running", "exited", "failed"] = "placed"
+    """What the node last said of it."""
+    restarts: int = 0
+    """How often the node started it again."""
+
+
+class JobRecord(Message):
+    """All that the scheduler knows of a job, in the KV bucket of jobs."""
+
+    job: str
+    """Job id."""
+    name: str
+    """Readable name of the run; also the name of its folder."""
+    user: str
+    """Owner."""
+    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    """What it does."""
+    state: JobState
+    """Where it stands."""
+    reason: str = ""
+    """Why it is in this state."""
+    config: dict[str, Any]
+    """The effective configuration."""
+    configured: bool = True
+    """False while a client still has to complete the configuration (`set_config`, `fit`)."""
+    actors: list[ActorPlacement] = Field(default_factory=list[ActorPlacement])
+    """Its actors."""
+    attempt: int = Field(default=1, ge=1)
+    """1 + the number of times it was resumed."""
+    run_dir: str = ""
+    """Folder of the run on the pool."""
+    version: int = 0
+    """Newest policy version that the scheduler has heard of."""
+    created: float
+    """Seconds since the epoch."""
+    started: float | None = None
+    """When it first ran."""
+    finished: float | None = None
+    """When it came to its last state."""
+
+
+class SubmitRequest(Message):
+    """Submit a job: `rpc.<u>.scheduler.submit`."""
+
+    request_id: str = Field(min_length=1, max_length=64)
+    """Made by the client; the same id returns the same job."""
+    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    """What the job does."""
+    config: dict[str, Any]
+    """Configuration, checked against JobConfig."""
+    configured: bool = True
+    """False: the configuration is completed later by `configure`."""
+    fork_of: str | None = None
+    """`run@step` whose checkpoint the job starts from."""
+
+
+class JobRequest(Message):
+    """Name one job, by id or by name of its run."""
+
+    job: str
+    """Job id or run name."""
+
+
+class ConfigureRequest(Message):
+    """Complete the configuration of a job that was submitted without: `configure`."""
+
+    job: str
+    """Job id or run name."""
+    config: dict[str, Any]
+    """Keys to merge over those sent before."""
+    start: bool = False
+    """True: the configuration is complete, start the actors."""
+
+
+class StopRequest(Message):
+    """Stop a job: `stop`."""
+
+    job: str
+    """Job id or run name."""
+    now: bool = False
+    """Do not wait for a checkpoint."""
+    complete: bool = False
+    """End as COMPLETED instead of CANCELLED."""
+
+
+class ScaleRequest(Message):
+    """Change the number of generators or environment hosts of a job: `scale`."""
+
+    job: str
+    """Job id or run name."""
+    role: Literal["generator", "environment"]
+    """Which actors."""
+    count: int = Field(ge=0, le=1024)
+    """How many there shall be."""
+
+
+class ListRequest(Message):
+    """List jobs: `list`."""
+
+    all: bool = False
+    """Also those that have ended."""
+
+
+class JobReply(Message):
+    """One job."""
+
+    record: JobRecord
+    """Its record."""
+
+
+class JobList(Message):
+    """Jobs, newest first."""
+
+    records: list[JobRecord]
+    """Their records."""

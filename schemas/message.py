@@ -1,0 +1,82 @@
+"""The base of every message: a pydantic model that travels as a msgpack map with its version."""
+
+import reprlib
+from typing import Any, ClassVar, Self, cast
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .codec import MAX_MESSAGE_BYTES, pack, unpack
+from .errors import MessageError
+
+SCHEMA_VERSION = 1
+
+
+class Message(BaseModel):
+    """A message of the system.
+
+    Unknown keys are ignored, so that an older actor understands a newer one; an unknown `v` is
+    refused. Field docstrings become docs/messages.md.
+    """
+
+    model_config = ConfigDict(
+        extra="ignore",
+        frozen=True,
+        arbitrary_types_allowed=True,
+        use_attribute_docstrings=True,
+        ser_json_inf_nan="constants",
+    )
+
+    max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
+
+    def to_bytes(self) -> bytes:
+        """Pack to a msgpack map with the key `v`."""
+        return pack(self.to_map())
+
+    def to_map(self) -> dict[str, Any]:
+        """Return the plain map that is packed; arrays stay NumPy arrays."""
+        return {"v": SCHEMA_VERSION, **self.model_dump(mode="python")}
+
+    @classmethod
+    def from_bytes(cls, payload: bytes | memoryview) -> Self:
+        """Unpack and validate a payload.
+
+        Raises MessageError, naming the field, for anything that is not this message.
+        """
+        return cls.from_map(unpack(payload, max_bytes=cls.max_bytes))
+
+    @classmethod
+    def from_map(cls, value: Any) -> Self:
+        """Validate an unpacked map; see `from_bytes`."""
+        if not isinstance(value, dict):
+            raise MessageError(
+                f"a {cls.__name__} is a map, this is a {type(value).__name__}",
+                hint="see docs/messages.md",
+            )
+        fields = cast("dict[str, Any]", value)
+        version = fields.get("v")
+        if version != SCHEMA_VERSION:
+            raise MessageError(
+                f"{cls.__name__} has schema version {version!r}, this actor speaks "
+                f"{SCHEMA_VERSION}",
+                hint="run the same tinkermq release on both sides",
+            )
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise MessageError(
+                f"{cls.__name__} is malformed: {summarize(error)}", hint="see docs/messages.md"
+            ) from error
+
+
+class Empty(Message):
+    """A request or reply that says nothing beyond having been sent."""
+
+
+def summarize(error: ValidationError) -> str:
+    """Say each problem of a pydantic error in one short clause: where, what, which value."""
+    clauses: list[str] = []
+    for problem in error.errors()[:5]:
+        where = ".".join(str(part) for part in problem["loc"]) or "value"
+        shown = reprlib.repr(problem.get("input"))
+        clauses.append(f"{where}: {problem['msg']} (got {shown})")
+    return "; ".join(clauses)

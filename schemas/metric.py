@@ -1,0 +1,84 @@
+"""Metrics, events, log lines and evaluations of a job."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .message import Message
+
+
+class Metric(Message):
+    """Numbers of one step, on `metric`."""
+
+    step: int = Field(ge=0)
+    """Training step they belong to; 0 is before training."""
+    values: dict[str, float]
+    """Name to value; NaN marks what could not be computed."""
+    time: float
+    """Seconds since the epoch."""
+
+
+class Event(Message):
+    """Something that happened to the job, on `event`."""
+
+    kind: str
+    """Noun and verb, such as `job_started` or `checkpoint_saved`."""
+    source: str
+    """The actor that tells it."""
+    message: str = ""
+    """The reason, for people."""
+    data: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Key-values."""
+    time: float
+    """Seconds since the epoch."""
+
+
+class LogLines(Message):
+    """Lines that an actor wrote, on `log.<actor>`."""
+
+    actor: str
+    """The actor's name."""
+    attempt: int = Field(ge=1)
+    """Which start of the actor within the run wrote them."""
+    lines: list[str]
+    """Lines without their line ends."""
+    time: float
+    """Seconds since the epoch."""
+
+
+class EvalRecord(Message):
+    """One evaluation of one version, in the KV bucket of evaluations."""
+
+    version: int = Field(ge=0)
+    """The version to evaluate."""
+    step: int = Field(ge=0)
+    """Training step at which the result is reported."""
+    state: Literal["requested", "running", "done", "failed"] = "requested"
+    """Where it stands."""
+    values: dict[str, float] = Field(default_factory=dict[str, float])
+    """Results: `val/mean_score`, `val/pass@k` …"""
+    blame: str = ""
+    """Why it failed."""
+
+
+class Presence(Message):
+    """An actor's heartbeat, in the KV bucket of actors; gone 10 s after the last."""
+
+    actor: str
+    """Name within the job, or of the node or scheduler."""
+    role: str
+    """learner, generator, evaluator, environment, scheduler or node."""
+    host: str
+    """Host name of the machine."""
+    pid: int
+    """Process id there."""
+    state: str
+    """What it does now: `starting`, `working`, `waiting`, `paused` or `draining`."""
+    waits_for: str = ""
+    """Name of the wait it is in, and of whom it waits for."""
+    version: int | None = None
+    """Policy version it works with."""
+    numbers: dict[str, float] = Field(default_factory=dict[str, float])
+    """Its own figures: tokens/s, episodes running, share of time busy …"""
+    time: float
+    """Seconds since the epoch."""

@@ -1,0 +1,79 @@
+"""What the scheduler and the nodes say to each other."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from .job import Role
+from .message import Message
+
+
+class WantedActor(Message):
+    """An actor that a node shall run."""
+
+    user: str
+    """Owner of the job."""
+    job: str
+    """Job id."""
+    name: str
+    """Name within the job."""
+    role: Role
+    """What it does."""
+    slots: int = Field(default=1, ge=0)
+    """Slots that it holds."""
+    attempt: int = Field(default=1, ge=1)
+    """Attempt of the job: a higher one starts an exited actor again."""
+    run_dir: str
+    """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
+
+
+class NodeSync(Message):
+    """All actors that a node shall run, on `node.<n>.sync`: missing ones are started, others
+    stopped."""
+
+    scheduler: str
+    """The scheduler that asks."""
+    actors: list[WantedActor]
+    """The wanted actors."""
+
+
+class ActorStatus(Message):
+    """What became of one wanted actor."""
+
+    user: str
+    """Owner of the job."""
+    job: str
+    """Job id."""
+    name: str
+    """Name within the job."""
+    attempt: int
+    """Attempt of the job it was started for."""
+    state: Literal["running", "restarting", "exited", "failed"]
+    """exited: with code 0, done; failed: for good; restarting: waits for its next start."""
+    exit_code: int | None = None
+    """Exit code of the last process."""
+    restarts: int = 0
+    """How often it was started again."""
+    error: str = ""
+    """Last error it told."""
+    pid: int | None = None
+    """Process id."""
+
+
+class NodeStatus(Message):
+    """A node's answer to a sync, and its record in the KV bucket of nodes."""
+
+    node: str
+    """Name of the node."""
+    host: str
+    """Host name."""
+    slots: int
+    """Slots it can give away."""
+    slot_kind: Literal["gpu", "cpu"] = "cpu"
+    """What a slot is."""
+    slot_model: str = ""
+    """Model of the GPU or CPU."""
+    actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
+    """What it runs."""
+    time: float
+    """Seconds since the epoch."""

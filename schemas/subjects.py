@@ -1,0 +1,178 @@
+"""Every subject, stream, bucket and consumer name of the system, built here and nowhere else.
+
+Subjects are lower case, most general token first; `<u>` is the user, `<j>` the job id. Stream and
+bucket names hold user and job as whole tokens, so that permissions can name them.
+"""
+
+import re
+from dataclasses import dataclass
+
+from .errors import MessageError
+
+PREFIX = "tmq.v1"
+
+BUCKET_JOBS = "tmq-jobs"
+BUCKET_NODES = "tmq-nodes"
+BUCKET_ACTORS = "tmq-actors"
+BUCKET_EVALS = "tmq-evals"
+BUCKET_REQUESTS = "tmq-requests"
+BUCKET_LEASES = "tmq-leases"
+
+TASK_CONSUMER = "generators"
+
+_TOKEN = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
+
+
+def token(value: str, *, what: str) -> str:
+    """Return `value` if it may stand as one token of a subject, else raise MessageError."""
+    if not _TOKEN.match(value):
+        raise MessageError(
+            f"{what} {value!r} cannot be part of a subject",
+            hint="use 1 to 64 lower-case letters, digits, '-' and '_', starting with a letter "
+            "or digit",
+        )
+    return value
+
+
+def rpc(user: str, service: str, method: str) -> str:
+    """Subject of a request to a service on behalf of `user` (`*` for a service's own listening)."""
+    return f"{PREFIX}.rpc.{user}.{service}.{method}"
+
+
+def node(name: str, verb: str) -> str:
+    """Subject of a node: `sync` (request) or `heartbeat`."""
+    return f"{PREFIX}.node.{name}.{verb}"
+
+
+def user_of_rpc(subject: str) -> str:
+    """Return the user token of an RPC subject: identity is never taken from a payload."""
+    return subject.split(".")[3]
+
+
+def number_of(subject: str) -> int:
+    """Return the task number at the end of a task or rollout subject.
+
+    Raises MessageError when the last token is not a number.
+    """
+    last = subject.rsplit(".", 1)[-1]
+    if not last.isdigit() or len(last) > 18:
+        raise MessageError(f"subject {subject!r} does not end in a task number")
+    return int(last)
+
+
+@dataclass(frozen=True)
+class JobScope:
+    """The names of one job of one user."""
+
+    user: str
+    job: str
+
+    def __post_init__(self) -> None:
+        token(self.user, what="user")
+        token(self.job, what="job id")
+
+    @property
+    def key(self) -> str:
+        """Key of the job in the shared buckets."""
+        return f"{self.user}.{self.job}"
+
+    def _subject(self, tail: str) -> str:
+        return f"{PREFIX}.job.{self.user}.{self.job}.{tail}"
+
+    def _stream(self, kind: str) -> str:
+        return f"tmq-{self.user}-{self.job}-{kind}"
+
+    def task(self, number: int | str) -> str:
+        """Subject of task `number` (`*` for all)."""
+        return self._subject(f"task.{number}")
+
+    def rollout(self, number: int | str) -> str:
+        """Subject of the group of task `number` (`*` for all)."""
+        return self._subject(f"rollout.{number}")
+
+    @property
+    def batch(self) -> str:
+        """Subject of the learner's batch records."""
+        return self._subject("batch")
+
+    @property
+    def dead(self) -> str:
+        """Subject of tasks given up."""
+        return self._subject("dead")
+
+    @property
+    def metric(self) -> str:
+        """Subject of the metrics by step."""
+        return self._subject("metric")
+
+    @property
+    def event(self) -> str:
+        """Subject of the job's events."""
+        return self._subject("event")
+
+    def log(self, actor: str) -> str:
+        """Subject of one actor's log lines (`*` for all)."""
+        return self._subject(f"log.{actor}")
+
+    @property
+    def weights(self) -> str:
+        """Subject on which a new version is announced (core NATS, no stream)."""
+        return self._subject("weights")
+
+    @property
+    def env_describe(self) -> str:
+        """Subject on which any environment host describes its game."""
+        return self._subject("env.describe")
+
+    @property
+    def env_reset(self) -> str:
+        """Subject on which one of the environment hosts starts an episode."""
+        return self._subject("env.reset")
+
+    def env(self, host: str, verb: str) -> str:
+        """Subject of `step` or `close` at the host that holds the episode."""
+        return self._subject(f"env.{host}.{verb}")
+
+    def control(self, actor: str) -> str:
+        """Subject of control requests to one actor."""
+        return self._subject(f"ctl.{actor}")
+
+    @property
+    def stream_task(self) -> str:
+        """Work-queue stream of tasks."""
+        return self._stream("task")
+
+    @property
+    def stream_rollout(self) -> str:
+        """Log stream of finished groups."""
+        return self._stream("rollout")
+
+    @property
+    def stream_batch(self) -> str:
+        """Log stream of batch records."""
+        return self._stream("batch")
+
+    @property
+    def stream_dead(self) -> str:
+        """Log stream of tasks given up."""
+        return self._stream("dead")
+
+    @property
+    def stream_feed(self) -> str:
+        """Limited stream of metrics and events."""
+        return self._stream("feed")
+
+    @property
+    def stream_log(self) -> str:
+        """Limited stream of the actors' log lines."""
+        return self._stream("log")
+
+    @property
+    def bucket_weights(self) -> str:
+        """KV bucket of the weight manifests."""
+        return self._stream("weights")
+
+    @property
+    def object_weights(self) -> str:
+        """Object store of the weight payloads."""
+        return self._stream("weights")

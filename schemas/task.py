@@ -1,0 +1,58 @@
+"""Tasks: one prompt each, to be rolled out `group_size` times."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from .message import Message
+
+
+class Task(Message):
+    """One prompt to be rolled out, on the work-queue stream `task.<n>`.
+
+    It names a dataset row or a seed, never a prompt: the prompt is made in the environment host,
+    where the data is.
+    """
+
+    task: int = Field(ge=0)
+    """Number of the task within its job."""
+    sample: int | None = None
+    """Row of the training data, or None for a game that generates its states."""
+    seed: int = Field(ge=0)
+    """Seed of the group's episodes; each episode derives its own from it."""
+    min_version: int = Field(default=0, ge=0)
+    """A generator waits until its weights are at this version or newer."""
+    group_size: int = Field(ge=1, le=4096)
+    """Number of episodes."""
+    greedy_baseline: bool = False
+    """Add one greedy episode, for the remax baseline."""
+    reset_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments for the game's `reset`, from a client that publishes its own tasks."""
+
+
+class Blame(Message):
+    """Where and why something failed: exactly one boundary is blamed."""
+
+    boundary: Literal["engine", "environment", "sandbox", "task", "broker"]
+    """The boundary at which it failed."""
+    code: str
+    """The error's stable code."""
+    message: str
+    """What happened, with which value; a game's traceback where there is one."""
+    hint: str = ""
+    """What to do next."""
+
+
+class DeadLetter(Message):
+    """A task given up after its last attempt, on `dead`."""
+
+    task: Task
+    """The task as it was issued."""
+    blame: Blame
+    """The last error."""
+    num_attempts: int = Field(ge=1)
+    """How often it was tried."""
+    source: str
+    """The generator that gave it up."""
+    time: float
+    """Seconds since the epoch."""
