@@ -1,0 +1,310 @@
+"""What every actor has in common: start, logs, heartbeat, micro service, signals, end.
+
+An actor's module parses its arguments, then calls `run_actor` with a coroutine function. That
+function gets an `ActorContext` and returns when the work is done or `stopping` is set. Exit codes
+tell the node what to do: 0 done, 2 failed for good (a mistake of the user's that a restart cannot
+mend), anything else is a crash and the actor is started again.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+import uvloop
+
+from ..broker.connection import Broker, connect
+from ..broker.feed import publish_event
+from ..broker.kv import Bucket
+from ..broker.presence import PresenceBeat
+from ..broker.rpc import Service
+from ..schemas.config import JobConfig
+from ..schemas.control import ControlReply, ControlRequest
+from ..schemas.errors import NotFoundError, TinkermqError
+from ..schemas.job import JobRecord
+from ..schemas.load_config import parse_config
+from ..schemas.metric import Event, Presence
+from ..schemas.subjects import BUCKET_JOBS, JobScope
+from .logging import configure_logging
+
+EXIT_DONE = 0
+EXIT_CRASHED = 1
+EXIT_FAILED = 2
+SLOW_CALLBACK_S = 0.05
+_CONNECT_DEADLINE_S = 30.0
+_NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
+
+ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]
+
+
+@dataclass
+class ActorContext:
+    """What an actor works with: its connection, its name, its stop signal, its heartbeat."""
+
+    broker: Broker
+    role: str
+    name: str
+    log: structlog.stdlib.BoundLogger
+    stopping: asyncio.Event
+    service: Service
+    presence: Presence
+    numbers: dict[str, float] = field(default_factory=dict[str, float])
+    step: int | None = None
+    _waits: list[str] = field(default_factory=list[str])
+
+    def set_state(self, state: str, *, version: int | None = None) -> None:
+        """Say in the heartbeat what the actor does now."""
+        changes: dict[str, Any] = {"state": state}
+        if version is not None:
+            changes["version"] = version
+        self.presence = self.presence.model_copy(update=changes)
+
+    @contextlib.contextmanager
+    def waiting(self, for_what: str) -> Iterator[None]:
+        """Name a wait while it lasts, so that a stuck job says who waits for whom."""
+        self._waits.append(for_what)
+        try:
+            yield
+        finally:
+            self._waits.remove(for_what)
+
+    def beat(self) -> Presence:
+        """Return the heartbeat as of now."""
+        waits_for = self._waits[-1] if self._waits else ""
+        state = "draining" if self.stopping.is_set() else self.presence.state
+        return self.presence.model_copy(
+            update={
+                "waits_for": waits_for,
+                "state": state,
+                "numbers": dict(self.numbers),
+                "time": time.time(),
+            }
+        )
+
+
+@dataclass
+class JobContext(ActorContext):
+    """The context of an actor that belongs to a job."""
+
+    scope: JobScope = field(default_factory=lambda: JobScope("local", "none"))
+    record: JobRecord = field(kw_only=True)
+    config: JobConfig = field(kw_only=True)
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the run."""
+        return Path(self.record.run_dir)
+
+    async def event(self, kind: str, message: str = "", **data: Any) -> None:
+        """Publish an event of the job, and log it."""
+        self.log.info(kind, message=message, **data)
+        event = Event(kind=kind, source=self.name, message=message, data=data, time=time.time())
+        await publish_event(self.broker, self.scope, event)
+
+    async def serve_control(self, handler: ControlHandler | None = None) -> None:
+        """Answer control requests: `stop` drains, everything else is the actor's `handler`."""
+
+        async def control(request: ControlRequest) -> ControlReply:
+            detail: dict[str, Any] = {}
+            if handler is not None:
+                detail = await handler(request)
+            elif request.verb == "stop":
+                self.stopping.set()
+            return ControlReply(actor=self.name, step=self.step, detail=detail)
+
+        await self.service.endpoint(
+            "control", self.scope.control(self.name), ControlRequest, control
+        )
+
+
+def actor_arguments(role: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the arguments of an actor of a job; nothing heavy is imported before this."""
+    parser = argparse.ArgumentParser(prog=f"python -m tinkermq.actors.{role}")
+    _add_nats(parser)
+    parser.add_argument("--user", default="local", help="owner of the job (default: local)")
+    parser.add_argument("--job", required=True, help="job id")
+    parser.add_argument("--name", default=role, help=f"name within the job (default: {role})")
+    return parser.parse_args(argv)
+
+
+def _add_nats(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nats",
+        default=os.environ.get("TINKERMQ_NATS_URL", "nats://127.0.0.1:4222"),
+        help="URL of the broker (default: $TINKERMQ_NATS_URL)",
+    )
+
+
+def service_parser(role: str) -> argparse.ArgumentParser:
+    """Return the parser of an actor that belongs to no job, to be extended."""
+    parser = argparse.ArgumentParser(prog=f"python -m tinkermq.actors.{role}")
+    _add_nats(parser)
+    return parser
+
+
+def run_job_actor(
+    role: str,
+    main: Callable[[JobContext], Awaitable[None]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run one actor of a job until it is done; return the exit code."""
+    arguments = actor_arguments(role, argv)
+    scope = JobScope(arguments.user, arguments.job)
+
+    async def body(broker: Broker, stopping: asyncio.Event) -> None:
+        record = await _job_record(broker, scope)
+        service = await _start_service(broker, role, arguments.name, scope)
+        context = JobContext(
+            broker=broker,
+            role=role,
+            name=arguments.name,
+            log=structlog.get_logger(),
+            stopping=stopping,
+            service=service,
+            presence=_presence(role, arguments.name),
+            scope=scope,
+            record=record,
+            config=parse_config(record.config),
+        )
+        async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat):
+            try:
+                await main(context)
+            except TinkermqError as error:
+                if not _is_crash(error):
+                    await context.event("actor_failed", str(error), code=error.code)
+                raise
+        await service.stop()
+
+    return _run(role, arguments.nats, body, actor=arguments.name, job=arguments.job)
+
+
+def run_service_actor(
+    role: str, name: str, nats: str, main: Callable[[ActorContext], Awaitable[None]]
+) -> int:
+    """Run an actor that belongs to no job (scheduler, node); return the exit code."""
+
+    async def body(broker: Broker, stopping: asyncio.Event) -> None:
+        service = await _start_service(broker, role, name, None)
+        context = ActorContext(
+            broker=broker,
+            role=role,
+            name=name,
+            log=structlog.get_logger(),
+            stopping=stopping,
+            service=service,
+            presence=_presence(role, name),
+        )
+        async with PresenceBeat(broker, f"pool.{name}", context.beat):
+            await main(context)
+        await service.stop()
+
+    return _run(role, nats, body, actor=name)
+
+
+async def _start_service(broker: Broker, role: str, name: str, scope: JobScope | None) -> Service:
+    of_job = f" of job {scope.job}" if scope else ""
+    return await Service.start(
+        broker,
+        name=f"tinkermq-{role}",
+        description=f"tinkermq {role} {name}{of_job}",
+        metadata={"actor": name, **({"job": scope.job, "user": scope.user} if scope else {})},
+    )
+
+
+async def _job_record(broker: Broker, scope: JobScope) -> JobRecord:
+    entry = await Bucket(broker, BUCKET_JOBS, JobRecord).get(scope.key)
+    if entry is None:
+        raise NotFoundError(
+            f"there is no job {scope.job!r} of user {scope.user!r}",
+            hint="list the jobs with `tinkermq ps --all`",
+        )
+    return entry.value
+
+
+def _presence(role: str, name: str) -> Presence:
+    return Presence(
+        actor=name,
+        role=role,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        state="starting",
+        time=time.time(),
+    )
+
+
+def _run(
+    role: str,
+    nats: str,
+    body: Callable[[Broker, asyncio.Event], Awaitable[None]],
+    **bound: Any,
+) -> int:
+    log = configure_logging(role=role, **bound)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.slow_callback_duration = SLOW_CALLBACK_S
+        stopping = _stop_on_signal(loop, log)
+        broker = await connect(nats, name=bound["actor"], deadline_s=_CONNECT_DEADLINE_S)
+        try:
+            await body(broker, stopping)
+        finally:
+            await broker.close()
+
+    try:
+        with asyncio.Runner(
+            loop_factory=uvloop.new_event_loop, debug=bool(os.environ.get("TINKERMQ_DEBUG"))
+        ) as runner:
+            runner.run(main())
+    except Exception as raised:  # noqa: BLE001  the process edge: record, then tell the node
+        return _report_failure(log, raised)
+    return EXIT_DONE
+
+
+def _report_failure(log: structlog.stdlib.BoundLogger, raised: Exception) -> int:
+    error = root_cause(raised)
+    if isinstance(error, TinkermqError):
+        log.error("actor_failed", code=error.code, message=error.message, hint=error.hint)
+        return EXIT_CRASHED if _is_crash(error) else EXIT_FAILED
+    log.error("actor_crashed", exc_info=raised)
+    return EXIT_CRASHED
+
+
+def _is_crash(error: TinkermqError) -> bool:
+    return error.code in _NOT_PERMANENT
+
+
+def root_cause(raised: BaseException) -> BaseException:
+    """Return the one error inside an exception group, or the group's first."""
+    while isinstance(raised, BaseExceptionGroup):
+        inner = raised.exceptions
+        named = [error for error in inner if isinstance(error, TinkermqError)]
+        raised = (named or list(inner))[0]
+    return raised
+
+
+def _stop_on_signal(
+    loop: asyncio.AbstractEventLoop, log: structlog.stdlib.BoundLogger
+) -> asyncio.Event:
+    """Set the returned event at the first SIGTERM or SIGINT; a second one ends at once."""
+    stopping = asyncio.Event()
+
+    def stop() -> None:
+        if stopping.is_set():
+            log.warning("actor_stopped_at_once")
+            sys.stderr.flush()
+            os._exit(EXIT_CRASHED)
+        log.info("actor_draining")
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    return stopping
