@@ -66,6 +66,12 @@ class JobRecord(Message):
     """1 + the number of times it was resumed."""
     run_dir: str = ""
     """Folder of the run on the pool."""
+    fork_of: str | None = None
+    """`run@step` whose checkpoint the job starts from."""
+    stop: Literal["no", "drain", "now"] = "no"
+    """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
+    stop_complete: bool = False
+    """The stop that was asked for ends the job as COMPLETED."""
     version: int = 0
     """Newest policy version that the scheduler has heard of."""
     created: float
@@ -74,6 +80,13 @@ class JobRecord(Message):
     """When it first ran."""
     finished: float | None = None
     """When it came to its last state."""
+
+
+class RequestRecord(Message):
+    """The job that a submission made, in the KV bucket of requests: sending it again is harmless."""
+
+    job: str
+    """Job id."""
 
 
 class SubmitRequest(Message):

@@ -25,6 +25,10 @@ class WantedActor(Message):
     """Attempt of the job: a higher one starts an exited actor again."""
     run_dir: str
     """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads of its computation."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Failing more often within ten minutes is final."""
 
 
 class NodeSync(Message):
@@ -33,8 +37,12 @@ class NodeSync(Message):
 
     scheduler: str
     """The scheduler that asks."""
+    epoch: int = 0
+    """Of the scheduler's lease: a node refuses what an older holder still sends."""
     actors: list[WantedActor]
     """The wanted actors."""
+    kill: list[str] = Field(default_factory=list[str])
+    """Jobs (`<user>.<job>`) whose actors are ended without draining."""
 
 
 class ActorStatus(Message):
@@ -46,6 +54,8 @@ class ActorStatus(Message):
     """Job id."""
     name: str
     """Name within the job."""
+    slots: int = 0
+    """Slots that it holds until it has ended."""
     attempt: int
     """Attempt of the job it was started for."""
     state: Literal["running", "restarting", "exited", "failed"]
@@ -77,3 +87,21 @@ class NodeStatus(Message):
     """What it runs."""
     time: float
     """Seconds since the epoch."""
+
+
+class NodeList(Message):
+    """The nodes that answer: reply of the scheduler's `nodes`."""
+
+    nodes: list[NodeStatus]
+    """Their last answers, by name."""
+
+
+class SchedulerLease(Message):
+    """Which scheduler reconciles, in the KV bucket of leases; taken over once it stands still."""
+
+    holder: str
+    """Host, process id and a random part."""
+    epoch: int
+    """Grows with every new holder."""
+    beat: int = 0
+    """Grows with every renewal."""
