@@ -1,0 +1,250 @@
+"""Advantages: how rewards become a weight for each generated token.
+
+Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns). Every
+function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
+compute in float64 and return float32.
+
+A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import ConfigError
+from .sequences import is_last_of_sequence, lengths_by_sequence, positions_in_sequence
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What the advantage functions read; each says what it needs beyond the first three."""
+
+    rewards_S: Tensor
+    """Outcome reward: the return of each episode."""
+    group_S: Tensor
+    """int64: the task group of each sequence."""
+    seq_N: Tensor
+    """int64: the sequence of each generated token."""
+    token_rewards_N: Tensor | None = None
+    """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
+    turn_N: Tensor | None = None
+    """int64: the turn of each token within its sequence, from 0; needed by grpo_per_turn."""
+    baseline_S: Tensor | None = None
+    """Reward of the greedy episode of the same task; needed by remax."""
+    gamma: float = 1.0
+    """Discount: per token in reinforce_pp, per turn in grpo_per_turn."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, those without generated tokens included."""
+        return len(self.rewards_S)
+
+
+AdvantageFn = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """Statistics of the peers of each element, broadcast back to the elements."""
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def _peers(values: Tensor, key: Tensor) -> _Peers:
+    """Compare each value with those of the same key.
+
+    Where all are equal the mean is that value itself, so that the deviation is exactly 0 and not
+    a rounding error that a division by a tiny std would blow up.
+    """
+    num_keys = int(key.max()) + 1 if len(key) else 0
+    zeros = values.new_zeros(num_keys)
+    count = torch.bincount(key, minlength=num_keys)
+    mean = zeros.index_add(0, key, values) / count.clamp(min=1)
+    squares = zeros.index_add(0, key, (values - mean[key]) ** 2)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    lowest = zeros.scatter_reduce(0, key, values, reduce="amin", include_self=False)[key]
+    highest = zeros.scatter_reduce(0, key, values, reduce="amax", include_self=False)[key]
+    equal, alone = lowest == highest, (count == 1)[key]
+    mean = torch.where(equal, values, mean[key]).masked_fill(alone, 0.0)
+    std = std[key].masked_fill(equal, 0.0).masked_fill(alone, 1.0)
+    return _Peers(count[key], mean, std)
+
+
+def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, _Peers]:
+    rewards_S = inputs.rewards_S.double()
+    group_S: Any = inputs.group_S  # torch leaves `unique` untyped
+    key_S: Tensor = group_S.unique(return_inverse=True)[1]
+    return rewards_S, key_S, _peers(rewards_S, key_S)
+
+
+def _to_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return advantages_S[inputs.seq_N].float()
+
+
+def _token_rewards(inputs: AdvantageInputs) -> Tensor:
+    if inputs.token_rewards_N is not None:
+        return inputs.token_rewards_N.double()
+    outcome_N = inputs.rewards_S.double()[inputs.seq_N]
+    return outcome_N * is_last_of_sequence(inputs.seq_N)
+
+
+def _reward_to_go(rewards_SP: Tensor, gamma: float) -> Tensor:
+    """R_p = r_p + γ R_{p+1} along each row."""
+    returns_SP = rewards_SP.clone()
+    for place in range(rewards_SP.shape[1] - 2, -1, -1):
+        returns_SP[:, place] += gamma * returns_SP[:, place + 1]
+    return returns_SP
+
+
+def _whiten(values_N: Tensor, epsilon: float) -> Tensor:
+    if not len(values_N) or values_N.min() == values_N.max():
+        return torch.zeros_like(values_N)
+    return (values_N - values_N.mean()) * torch.rsqrt(values_N.var() + epsilon)
+
+
+def grpo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300)."""
+    rewards_S, _, peers = _groups(inputs)
+    return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Tensor:
+    """R − mean: without the std, which overweights easy and hard tasks (arXiv 2503.20783).
+
+    Its loss is summed and divided by a constant length: `loss_agg=seq-mean-token-sum-norm`.
+    """
+    rewards_S, _, peers = _groups(inputs)
+    return _to_tokens(rewards_S - peers.mean, inputs)
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """G/(G−1) · (R − mean): each episode against the mean of the others (arXiv 2402.14740)."""
+    rewards_S, _, peers = _groups(inputs)
+    scale_S = torch.where(peers.count > 1, peers.count / (peers.count - 1).clamp(min=1), 1.0)
+    return _to_tokens(scale_S * (rewards_S - peers.mean), inputs)
+
+
+def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+    """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
+    place_N = positions_in_sequence(inputs.seq_N, inputs.num_seqs)
+    longest = int(place_N.max()) + 1 if len(place_N) else 0
+    rewards_N = _token_rewards(inputs)
+    rewards_SP = rewards_N.new_zeros(inputs.num_seqs, longest)
+    rewards_SP[inputs.seq_N, place_N] = rewards_N
+    returns_SP = _reward_to_go(rewards_SP, inputs.gamma)
+    return _whiten(returns_SP[inputs.seq_N, place_N], epsilon).float()
+
+
+def reinforce_pp_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+    """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
+    rewards_S, _, peers = _groups(inputs)
+    return _whiten((rewards_S - peers.mean)[inputs.seq_N], epsilon).float()
+
+
+def remax(inputs: AdvantageInputs) -> Tensor:
+    """R − R(greedy episode of the same task) (arXiv 2310.10505)."""
+    if inputs.baseline_S is None:
+        raise ConfigError(
+            "advantage=remax got no greedy baseline",
+            hint="run one greedy episode per task, or choose advantage=grpo",
+        )
+    return _to_tokens(inputs.rewards_S.double() - inputs.baseline_S.double(), inputs)
+
+
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """R − Σ len·R / Σ len: the length-weighted baseline (arXiv 2505.23585)."""
+    rewards_S, key_S, peers = _groups(inputs)
+    lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
+    zeros = rewards_S.new_zeros(len(rewards_S))
+    weighted = zeros.index_add(0, key_S, lengths_S * rewards_S)
+    total = zeros.index_add(0, key_S, lengths_S)
+    baseline_S = (weighted / total.clamp(min=1.0))[key_S]
+    equal_or_alone_S = (peers.std == 0) | (peers.count == 1)
+    return _to_tokens(rewards_S - torch.where(equal_or_alone_S, peers.mean, baseline_S), inputs)
+
+
+def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """(R − mean) / (mean + ε): hard tasks weigh more. Rewards must be at least 0."""
+    rewards_S, _, peers = _groups(inputs)
+    if len(rewards_S) and rewards_S.min() < 0:
+        raise ConfigError(
+            f"advantage=maxrl divides by the group's mean reward; a reward is "
+            f"{float(rewards_S.min()):g}",
+            hint="give rewards of at least 0, or choose advantage=grpo",
+        )
+    scale_S = torch.where(peers.count > 1, peers.mean + epsilon, 1.0)
+    return _to_tokens((rewards_S - peers.mean) / scale_S, inputs)
+
+
+def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
+
+    A turn that only one episode of its group reached has nothing to be compared with: 0.
+    """
+    if inputs.turn_N is None:
+        raise ConfigError(
+            "advantage=grpo_per_turn got no turns",
+            hint="pass turn_N, or choose advantage=grpo",
+        )
+    seq_N, turn_N = inputs.seq_N, inputs.turn_N
+    num_turns = int(turn_N.max()) + 1 if len(turn_N) else 0
+    rewards_SP = inputs.rewards_S.new_zeros(inputs.num_seqs, num_turns, dtype=torch.float64)
+    rewards_SP.index_put_((seq_N, turn_N), _token_rewards(inputs), accumulate=True)
+    returns_SP = _reward_to_go(rewards_SP, inputs.gamma)
+    advantages_SP = torch.zeros_like(returns_SP)
+    reached_SP = torch.zeros_like(returns_SP, dtype=torch.bool)
+    reached_SP[seq_N, turn_N] = True
+    seq, turn = reached_SP.nonzero(as_tuple=True)
+    _, key_S, group = _groups(inputs)
+    peers = _peers(returns_SP[seq, turn], key_S[seq] * num_turns + turn)
+    normalised = (returns_SP[seq, turn] - peers.mean) / (peers.std + epsilon)
+    lonely = (peers.count == 1) & (group.count[seq] > 1)
+    advantages_SP[seq, turn] = normalised.masked_fill(lonely, 0.0)
+    return advantages_SP[seq_N, turn_N].float()
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "maxrl": maxrl,
+    "grpo_per_turn": grpo_per_turn,
+}
+
+
+def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Tensor:
+    """Compute the advantage of each generated token: float32[N].
+
+    `options` are the keyword arguments of the function called `name`.
+    """
+    if name not in ADVANTAGES:
+        close = difflib.get_close_matches(name, ADVANTAGES, n=1)
+        raise ConfigError(
+            f"advantage={name} does not exist",
+            hint=f"did you mean {close[0]}?" if close else f"choose one of {', '.join(ADVANTAGES)}",
+        )
+    return ADVANTAGES[name](inputs, **options)
+
+
+def overlong_penalty(lengths_S: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
+    """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
+
+    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476.
+    """
+    if not 0 < buffer <= max_len:
+        raise ConfigError(
+            f"overlong_buffer is {buffer}, the longest response has {max_len} tokens",
+            hint=f"set algorithm.overlong_buffer between 1 and {max_len}",
+        )
+    excess_S = lengths_S.float() - (max_len - buffer)
+    return (-excess_S / buffer * factor).clamp(max=0.0)

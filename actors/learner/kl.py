@@ -1,0 +1,57 @@
+"""KL to a frozen reference, estimated from the sampled tokens, and entropy.
+
+With x = log π − log π_ref the estimators are k1 = x, k2 = x²/2, k3 = e^(−x) − 1 + x
+(http://joschu.net/blog/kl-approx.html). In the loss the gradient flows through `logprobs_N`; the
+gradient of k1 is 0 in expectation, so k1 belongs in the reward.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import ConfigError
+from .losses import log_ratio
+
+
+def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Give x: unbiased, high variance, may be negative."""
+    return log_ratio(logprobs_N, reference_N)
+
+
+def k2(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Give x²/2: biased, never negative; its gradient is that of the KL."""
+    return log_ratio(logprobs_N, reference_N) ** 2 / 2
+
+
+def k3(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Give e^(−x) − 1 + x: unbiased, never negative."""
+    x_N = log_ratio(logprobs_N, reference_N)
+    return torch.exp(-x_N) - 1 + x_N
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_per_token(name: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
+    """Estimate KL(π‖π_ref) at each token; differentiable in `logprobs_N`."""
+    if name not in KL_ESTIMATORS:
+        raise ConfigError(f"kl_estimator={name} does not exist", hint="choose k1, k2 or k3")
+    return KL_ESTIMATORS[name](logprobs_N, reference_N)
+
+
+def rewards_with_kl(
+    name: str, token_rewards_N: Tensor, logprobs_N: Tensor, reference_N: Tensor, coef: float
+) -> Tensor:
+    """Subtract the KL from the reward of each token; no gradient.
+
+    An outcome advantage takes the sum over each sequence as its `rewards_S`.
+    """
+    kl_N = kl_per_token(name, logprobs_N.detach(), reference_N.detach())
+    return token_rewards_N - coef * kl_N
+
+
+def entropy_from_logits(logits_NV: Tensor) -> Tensor:
+    """Compute the entropy of each distribution over the vocabulary, in nats: N values."""
+    probs_NV = torch.softmax(logits_NV, dim=-1)
+    return torch.logsumexp(logits_NV, dim=-1) - (probs_NV * logits_NV).sum(dim=-1)

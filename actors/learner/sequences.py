@@ -1,0 +1,39 @@
+"""Sums and counts over sequences of flat tokens.
+
+Shapes: N generated tokens, S sequences. The tokens of a sequence are contiguous and in order;
+`seq_N` says which sequence each token belongs to.
+"""
+
+import torch
+from torch import Tensor
+
+
+def sum_by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Sum the tokens of each sequence: S values, 0 for a sequence without tokens."""
+    return values_N.new_zeros(num_seqs).index_add(0, seq_N, values_N)
+
+
+def lengths_by_sequence(seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Count the tokens of each sequence: int64[S]."""
+    return torch.bincount(seq_N, minlength=num_seqs)
+
+
+def mean_by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Average the tokens of each sequence: S values, 0 for a sequence without tokens."""
+    lengths_S = lengths_by_sequence(seq_N, num_seqs).clamp(min=1)
+    return sum_by_sequence(values_N, seq_N, num_seqs) / lengths_S
+
+
+def positions_in_sequence(seq_N: Tensor, num_seqs: int) -> Tensor:
+    """Number the tokens of each sequence from 0: int64[N]."""
+    index_N = torch.arange(len(seq_N), device=seq_N.device)
+    first_S = torch.zeros(num_seqs, dtype=torch.int64, device=seq_N.device)
+    first_S = first_S.scatter_reduce(0, seq_N, index_N, reduce="amin", include_self=False)
+    return index_N - first_S[seq_N]
+
+
+def is_last_of_sequence(seq_N: Tensor) -> Tensor:
+    """Mark the last token of each sequence: bool[N]."""
+    last_N = torch.ones_like(seq_N, dtype=torch.bool)
+    last_N[:-1] = seq_N[1:] != seq_N[:-1]
+    return last_N
