@@ -1,0 +1,297 @@
+"""The engine's thread: continuous batching, one tick after another.
+
+A tick gives free rows to waiting requests (prefill), feeds one token to every running row
+(decode), and hands the results of rows that ended to the event loop in one call. Commands (submit,
+cancel, swap, release, close) arrive as callables and run between two ticks. What fails here fails
+every request that is pending, visibly.
+"""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...schemas.errors import EngineError
+from .decoder import SlotDecoder, Span
+from .engine import EngineStats, FinishReason, Generation, KvOnSwap
+from .parking import Parked, ParkingLot
+from .rows import IndexVector, Request, RowTable
+from .sampling import sample
+from .shadow import ShadowWeights
+
+Outcome = tuple[str, Generation | EngineError]
+"""A request's id and what became of it."""
+_RATE_WINDOW_S = 10.0
+
+
+class EngineWorker:
+    """Everything that happens in the engine's thread; `run` is its body."""
+
+    def __init__(
+        self,
+        decoder: SlotDecoder,
+        weights: ShadowWeights,
+        version: int,
+        deliver: Callable[[list[Outcome]], None],
+        ended: Callable[[EngineError], None],
+        parked_tokens: int,
+    ) -> None:
+        self.version = version
+        self._decoder = decoder
+        self._weights = weights
+        self._deliver = deliver
+        self._ended = ended
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
+        self._lot = ParkingLot(parked_tokens)
+        self._outcomes: list[Outcome] = []
+        self._closing = False
+        self._generated = self._prefilled = self._reused = 0
+        self._busy_s = self._last_pause_s = 0.0
+        self._marks: deque[tuple[float, int, float]] = deque([(time.monotonic(), 0, 0.0)])
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Have a command run in the engine's thread, between two ticks."""
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Serve until closed; then say why no request will be answered any more."""
+        reason = EngineError("the engine was closed", hint="start it again")
+        try:
+            while not self._closing:
+                self._take_commands()
+                if self._rows.num or self._waiting:
+                    self._tick()
+                self._flush()
+        except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
+            reason = EngineError(
+                f"the engine failed: {type(error).__name__}: {error}",
+                hint="see the generator's log; its tasks go to another generator",
+            )
+            reason.__cause__ = error
+        self._ended(reason)
+
+    # Commands -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                self._outcomes.append((request_id, _nothing()))
+                return
+        for row, request in enumerate(self._rows.requests):
+            if request.request_id == request_id:
+                self._outcomes.append((request_id, self._rows.result(row, "cancelled")))
+                self._remove(np.arange(self._rows.num) == row)
+                return
+
+    def release(self, conversation: str) -> None:
+        """Forget a parked conversation."""
+        self._lot.drop(conversation)
+
+    def swap(
+        self, version: int, fresh: list[torch.Tensor], kv: KvOnSwap, done: Callable[[], None]
+    ) -> None:
+        """Take prepared weights; then call `done` (in this thread)."""
+        started = time.perf_counter()
+        self._weights.swap(fresh)
+        self.version = version
+        self._lot.clear()
+        if kv == "recompute" and self._rows.num:
+            self._recompute()
+        self._last_pause_s = time.perf_counter() - started
+        done()
+
+    def close(self) -> None:
+        """End `run`."""
+        self._closing = True
+
+    def stats(self) -> EngineStats:
+        """Read the counters; safe in any thread."""
+        _, generated, _ = first = self._marks[0]
+        elapsed = max(time.monotonic() - first[0], 1e-6)
+        return EngineStats(
+            version=self.version,
+            running=self._rows.num,
+            waiting=len(self._waiting),
+            parked=len(self._lot),
+            tokens_per_s=(self._generated - generated) / elapsed,
+            busy_share=min(1.0, (self._busy_s - first[2]) / elapsed),
+            generated_tokens=self._generated,
+            prefilled_tokens=self._prefilled,
+            reused_tokens=self._reused,
+            busy_s=self._busy_s,
+            last_pause_s=self._last_pause_s,
+            cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
+        )
+
+    # One tick -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _tick(self) -> None:
+        started = time.perf_counter()
+        while self._waiting and self._rows.num < self._decoder.cache.max_slots:
+            self._admit()
+        if self._rows.num:
+            self._decode()
+        self._busy_s += time.perf_counter() - started
+        self._mark()
+
+    def _admit(self) -> None:
+        """Give free rows to the requests that waited longest, and draw their first tokens."""
+        free = self._decoder.cache.max_slots - self._rows.num
+        requests = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        rows = self._rows.add(requests, self.version)
+        self._decoder.cache.reserve(self._rows.num, 1)
+        spans: list[Span] = []
+        owners: list[list[int]] = []
+        shared: dict[bytes, int] = {}
+        for row, request in zip(rows.tolist(), requests, strict=True):
+            start = self._resume(row, request)
+            key = request.prompt.tobytes()
+            if start == 0 and key in shared:
+                owners[shared[key]].append(row)
+                self._reused += len(request.prompt)
+                continue
+            if start == 0:
+                shared[key] = len(spans)
+            spans.append(Span(row, start, request.prompt[start:]))
+            owners.append([row])
+            self._reused += start
+        self._prefill(spans, owners)
+        self._retire()
+
+    def _resume(self, row: int, request: Request) -> int:
+        """Fill a row from its parked conversation; return how many tokens that gave."""
+        if request.conversation is None:
+            return 0
+        parked = self._lot.resume(request.conversation, request.prompt)
+        if parked is None:
+            return 0
+        self._decoder.cache.reserve(row + 1, len(parked.tokens))
+        self._decoder.cache.put(row, parked.states)
+        return len(parked.tokens)
+
+    def _prefill(self, spans: Sequence[Span], owners: Sequence[Sequence[int]]) -> None:
+        """Compute each prompt once, copy it to the rows that share it, draw a token per row."""
+        for batch, logits_BV in self._decoder.prefill(spans):
+            rows: list[int] = []
+            picks: list[int] = []
+            for position, index in enumerate(batch.tolist()):
+                rows += owners[index]
+                picks += [position] * len(owners[index])
+                self._prefilled += len(spans[index].tokens)
+            self._share([(spans[index].slot, owners[index]) for index in batch.tolist()])
+            if len(picks) > len(batch):
+                logits_BV = logits_BV[torch.tensor(picks, device=logits_BV.device)]
+            self._draw(np.array(rows), logits_BV)
+
+    def _share(self, slots: Sequence[tuple[int, Sequence[int]]]) -> None:
+        pairs = [(slot, row) for slot, rows in slots for row in rows if row != slot]
+        if not pairs:
+            return
+        source, target = torch.tensor(pairs, device=self._decoder.device).T
+        longest = int(self._rows.length_R[[slot for slot, _ in pairs]].max())
+        self._decoder.cache.copy(source, target, longest)
+
+    def _decode(self) -> None:
+        rows = np.arange(self._rows.num)
+        position = self._rows.length_R[: self._rows.num] - 1
+        logits_BV = self._decoder.decode(self._rows.tokens_RT[rows, position], position)
+        self._draw(rows, logits_BV)
+        self._retire()
+
+    def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
+        tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
+        self._rows.append(rows, tokens, logprobs, self.version)
+        self._generated += len(rows)
+
+    def _retire(self) -> None:
+        """Take out the rows that ended."""
+        stop, full, broken = self._rows.ended()
+        gone = stop | full | broken
+        if not gone.any():
+            return
+        for row in np.flatnonzero(gone).tolist():
+            request = self._rows.requests[row]
+            if broken[row]:
+                self._outcomes.append((request.request_id, self._not_finite()))
+                continue
+            reason: FinishReason = "stop" if stop[row] else "length"
+            self._outcomes.append((request.request_id, self._rows.result(row, reason)))
+            self._park(row, request)
+        if broken.any():
+            self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
+        self._remove(gone)
+
+    def _park(self, row: int, request: Request) -> None:
+        """Keep the row's cache for the next turn, if it stems from one version alone."""
+        if request.conversation is None or self._rows.cache_version_R[row] != self.version:
+            return
+        cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
+        tokens = self._rows.tokens_RT[row, :cached].copy()
+        self._lot.park(request.conversation, Parked(tokens, self._decoder.cache.take(row, cached)))
+
+    def _remove(self, gone: NDArray[np.bool_]) -> None:
+        source, target = self._rows.remove(gone)
+        if len(source):
+            self._decoder.cache.copy(
+                torch.from_numpy(source).to(self._decoder.device),
+                torch.from_numpy(target).to(self._decoder.device),
+                int(self._rows.length_R[target].max()),
+            )
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Compute the cache of all running rows anew, with the weights of now."""
+        cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
+        spans = [
+            Span(row, 0, self._rows.tokens_RT[row, :length]) for row, length in enumerate(cached)
+        ]
+        for _ in self._decoder.prefill(spans):
+            pass
+        self._rows.cache_version_R[: self._rows.num] = self.version
+
+    # Around it ------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        """Run the commands that are there; without work, wait for one."""
+        if not self._rows.num and not self._waiting and not self._outcomes:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _flush(self) -> None:
+        if self._outcomes:
+            outcomes, self._outcomes = self._outcomes, []
+            self._deliver(outcomes)
+
+    def _mark(self) -> None:
+        now = time.monotonic()
+        if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
+            self._marks.append((now, self._generated, self._busy_s))
+        while len(self._marks) > 1 and now - self._marks[1][0] > _RATE_WINDOW_S:
+            self._marks.popleft()
+
+    def _not_finite(self) -> EngineError:
+        return EngineError(
+            f"the model of version {self.version} computes logits that are not finite",
+            hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
+        )
+
+
+def _nothing() -> Generation:
+    return Generation(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
+    )

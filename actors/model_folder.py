@@ -1,0 +1,126 @@
+"""Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ..schemas.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model_folder(path: str) -> None:
+    """Raise ModelError, naming the missing file, unless `path` can hold a model.
+
+    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_file():
+            raise ModelError(
+                f"model.path is a file: {path}",
+                hint="name the folder that holds config.json and the weights",
+            )
+        if _is_hub_name(path):
+            return
+        raise ModelError(
+            f"there is no model folder {path}",
+            hint="make it with `save_pretrained`, or name a model of the hub as owner/name",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{path} is no model folder: config.json is missing",
+            hint="a model folder is what `model.save_pretrained(folder)` writes",
+        )
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(
+            f"{path} holds no weights: model.safetensors is missing",
+            hint="copy the *.safetensors files beside config.json",
+        )
+
+
+def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """Read a model's configuration; ModelError if there is none or it is unknown."""
+    from transformers import AutoConfig
+
+    check_model_folder(path)
+    try:
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the configuration of model {path} cannot be read: {error}",
+            hint="see whether config.json is complete and its model_type is one of transformers'",
+        ) from error
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> "PreTrainedModel":
+    """Load a causal language model in evaluation mode, on the CPU.
+
+    Raises ModelError for a folder that is none, and for weights that do not fill the model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    check_model_folder(path)
+    try:
+        loaded = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+                path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            ),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"model {path} cannot be loaded: {error}",
+            hint="`AutoModelForCausalLM.from_pretrained` must be able to open it",
+        ) from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
+            hint="copy all *.safetensors files of the model; they would be random otherwise",
+        )
+    return model.eval()
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load a model's tokenizer; ModelError naming the missing file if there is none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json is missing",
+            hint="write it with `tokenizer.save_pretrained(folder)`",
+        )
+    try:
+        return cast(
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the tokenizer of model {path} cannot be read: {error}",
+            hint="`AutoTokenizer.from_pretrained` must be able to open it",
+        ) from error
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
