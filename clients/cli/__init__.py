@@ -1,0 +1,5 @@
+"""The command line: `tinkermq`."""
+
+from .main import main
+
+__all__ = ["main"]

@@ -1,0 +1,89 @@
+"""The commands of the command line; each module is imported when its command is used."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cyclopts import App, CycloptsError, Parameter
+
+
+class _Command(NamedTuple):
+    name: str
+    place: str
+    help: str
+    """Shown in the list of commands, which imports none of them."""
+
+
+_GROUPS: dict[str, list[_Command]] = {
+    "Stack": [
+        _Command("up", "stack:up", "Start broker, scheduler and one node on this machine."),
+        _Command("down", "stack:down", "Stop what `up` started."),
+        _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
+        _Command("version", "version:version", "Print versions."),
+    ],
+    "Runs": [
+        _Command("train", "train:train", "Submit a training job and watch it."),
+        _Command("ps", "runs:ps", "List runs."),
+        _Command("watch", "train:watch", "Watch a run live."),
+        _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
+        _Command("resume", "runs:resume", "Let a run go on from its last checkpoint."),
+        _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
+        _Command("scale", "runs:scale", "Change the number of generators or environments."),
+    ],
+    "Looking into a run": [
+        _Command("logs", "logs:logs", "Print what the actors of a run wrote."),
+        _Command("rollouts", "rollouts:rollouts", "Read a run's rollouts."),
+        _Command("eval", "evals:evaluate", "Evaluate a version of a run, or a checkpoint."),
+        _Command("replay", "evals:replay", "Train a finished run again from its log."),
+        _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
+    ],
+    "Writing one": [
+        _Command("config show", "config:show", "Print the effective configuration."),
+        _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
+        _Command("env list", "envs:list_games", "List the games."),
+        _Command("env check", "envs:check", "Prove that a game is sound, without a model."),
+        _Command("env serve", "envs:serve", "Host a run's game in this process."),
+    ],
+}
+_FAMILIES = {
+    "config": "Look at the configuration of a job.",
+    "env": "List, check and serve games.",
+}
+
+
+def build_app() -> App:
+    """Return the command line with all its commands."""
+    app = App(
+        name="tinkermq",
+        help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
+        "`--debug` to show the traceback of an error.",
+        version_flags=[],
+        default_parameter=Parameter(negative=()),
+        # A wrong command line ends with 2, not with the parser's own exit.
+        exit_on_error=False,
+        suppress_keyboard_interrupt=False,
+        result_action="return_value",
+    )
+    families = {
+        name: App(name=name, help=text, group="Writing one") for name, text in _FAMILIES.items()
+    }
+    for family in families.values():
+        app.command(family)
+    for group, commands in _GROUPS.items():
+        for command in commands:
+            family, _, name = command.name.rpartition(" ")
+            place = f"{__package__}.{command.place}"
+            if family:
+                families[family].command(place, name=name, help=command.help)
+            else:
+                app.command(place, name=name, help=command.help, group=group)
+    return app
+
+
+def run_app(tokens: Sequence[str]) -> int:
+    """Parse and run one command line; return its exit code."""
+    app = build_app()
+    try:
+        result: object = app(list(tokens))
+    except CycloptsError:
+        return 2
+    return result if isinstance(result, int) else 0

@@ -1,0 +1,113 @@
+"""What commands print: text for a terminal, plain lines for a pipe, JSON for a program."""
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:  # a command that prints plain text starts without rich
+    from rich.console import Console
+
+Row = Sequence[object]
+
+
+@cache
+def stdout() -> "Console":
+    """The console of the output; without colour when piped or under NO_COLOR."""
+    from rich.console import Console
+
+    return Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+
+
+@cache
+def stderr() -> "Console":
+    """The console of notes and errors."""
+    from rich.console import Console
+
+    return Console(stderr=True, soft_wrap=not sys.stderr.isatty(), highlight=False)
+
+
+def is_terminal() -> bool:
+    """Whether somebody looks at the output as it comes."""
+    return sys.stdout.isatty()
+
+
+def say(text: str) -> None:
+    """Print one line that may hold rich markup."""
+    stdout().print(text)
+
+
+def say_plain(text: str) -> None:
+    """Print text as it is: no markup, no wrapping."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def note(text: str) -> None:
+    """Print one line about the work, not of its result, on the error stream."""
+    stderr().print(text)
+
+
+def print_json(value: Any) -> None:
+    """Print one JSON document on one line when piped, indented on a terminal."""
+    say_plain(json.dumps(jsonable(value), indent=2 if is_terminal() else None, allow_nan=False))
+
+
+def print_json_line(value: Any) -> None:
+    """Print one line of a JSON stream."""
+    say_plain(json.dumps(jsonable(value), allow_nan=False))
+
+
+def jsonable(value: Any) -> Any:
+    """Return `value` with what JSON lacks replaced: NaN by null, arrays by lists, bytes by hex."""
+    if isinstance(value, Mapping):
+        fields = cast("Mapping[Any, Any]", value)
+        return {str(key): jsonable(inner) for key, inner in fields.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner) for inner in cast("Sequence[Any]", value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, bytes):
+        return value.hex()
+    if hasattr(value, "tolist"):
+        return jsonable(value.tolist())
+    return value
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print rows in columns: a table on a terminal, aligned text without a frame when piped."""
+    texts = [["" if cell is None else str(cell) for cell in row] for row in rows]
+    if not is_terminal():
+        _print_aligned(columns, texts)
+        return
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column)
+    for row in texts:
+        table.add_row(*(escape(cell) for cell in row))
+    stdout().print(table)
+
+
+def _print_aligned(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    lines = [list(columns), *rows]
+    widths = [max(len(line[place]) for line in lines) for place in range(len(columns))]
+    for line in lines:
+        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        say_plain("  ".join(cells).rstrip())
+
+
+def duration(seconds: float) -> str:
+    """Return a duration as people say it: `45s`, `3m 20s`, `2h 05m`."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m"

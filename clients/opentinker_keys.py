@@ -1,0 +1,243 @@
+"""The configuration keys that users of OpenTinker know, translated to a job's own.
+
+One table says for every such key which of our keys it means, or why it has no effect here and what
+to use instead. A configuration may mix both kinds; a key that neither side knows is an error that
+names the closest one. What a key means is kept: `max_new_tokens` bounds the whole episode after
+the first prompt, observations included, which here is `rollout.max_response_tokens`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, cast
+
+from ..schemas.config import JobConfig
+from ..schemas.errors import ConfigError
+from ..schemas.load_config import all_keys
+from .names import did_you_mean
+
+_ADVANTAGES = {
+    "grpo_per_step": "grpo_per_turn",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "rloo_vectorized": "rloo",
+    "grpo_vectorized": "grpo",
+}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_BACKENDS = {"file": "jsonl"}
+
+
+class Translation(NamedTuple):
+    """What a known key becomes: our key and the way its value changes, or a refusal."""
+
+    target: str = ""
+    convert: Callable[[Any], Any] = lambda value: value
+    refusal: str = ""
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _advantage(value: Any) -> str:
+    if value == "gae":
+        raise ConfigError(
+            "adv_estimator='gae' needs a critic, and no critic is trained here",
+            hint="use a group estimator: adv_estimator=grpo with rollout_n > 1",
+        )
+    return _ADVANTAGES.get(str(value), str(value))
+
+
+def _top_k(value: Any) -> int:
+    return max(0, int(value))
+
+
+def _generators(value: Any) -> int:
+    return max(1, int(value) - 1)
+
+
+def _run_name(value: Any) -> str:
+    letters = (char if char.isalnum() and char.isascii() else "-" for char in str(value).lower())
+    return "".join(letters).strip("-")[:64]
+
+
+def _backends(value: Any) -> list[str]:
+    return [_BACKENDS.get(name, name) for name in _as_list(value)]
+
+
+def _to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Translation:
+    return Translation(target=target, convert=convert)
+
+
+def _no(refusal: str) -> Translation:
+    return Translation(refusal=refusal)
+
+
+_CONNECTION = "it is not part of a job: give it to SchedulerClient(scheduler_url, api_key=…)"
+_HOSTED = "games are reached through the broker: pass a GameEnvironment, or set env.game"
+_LORA = "all weights are trained: remove the lora section and set learner.lr"
+
+TABLE: dict[str, Translation] = {
+    "tokenizer_path": _to("model.path"),
+    "model_path": _to("model.path"),
+    "adv_estimator": _to("algorithm.advantage", _advantage),
+    "rollout_n": _to("rollout.group_size"),
+    "max_prompt_tokens": _to("rollout.max_prompt_tokens"),
+    "max_new_tokens": _to("rollout.max_response_tokens"),
+    "temperature": _to("rollout.temperature"),
+    "top_p": _to("rollout.top_p"),
+    "top_k": _to("rollout.top_k", _top_k),
+    "batch_size": _to("training.batch_size"),
+    "val_batch_size": _to("env.num_val"),
+    "num_steps": _to("training.num_steps"),
+    "num_epochs": _to("training.num_epochs"),
+    "save_freq": _to("training.save_freq"),
+    "test_freq": _to("training.test_freq"),
+    "validate_before_training": _to("training.validate_before_training"),
+    "learning_rate": _to("learner.lr"),
+    "lr": _to("learner.lr"),
+    "num_gpus": _to("generator.count", _generators),
+    "data_path": _to("env.train_data", _as_list),
+    "data_paths": _to("env.train_data", _as_list),
+    "val_data_path": _to("env.val_data", _as_list),
+    "val_data_paths": _to("env.val_data", _as_list),
+    "project_name": _to("project"),
+    "experiment_name": _to("name", _run_name),
+    "checkpoint_path": _to("output_dir"),
+    "logger_backends": _to("logger_backends", _backends),
+    "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
+    "multi_turn.per_turn_reward_gamma": _to("algorithm.gamma"),
+    "multi_turn.per_turn_training": _no("use adv_estimator=grpo_per_turn"),
+    "multi_turn.weave_project": _no("use project_name and logger_backends"),
+    "multi_turn.experiment_name": _no("use experiment_name"),
+    "lora": _no(_LORA),
+    "algorithm": _no("every job runs the agent loop: remove it; adv_estimator chooses the rest"),
+    "enable_agent_loop": _no("every job runs the agent loop: remove it"),
+    "agent_num_workers": _no("use generator.max_episodes and env.workers"),
+    "num_workers": _no("data is read where the game is hosted: use env.workers for the games"),
+    "interaction": _no(_HOSTED),
+    "env_host": _no(_HOSTED),
+    "env_port": _no(_HOSTED),
+    "env_endpoint": _no(_HOSTED),
+    "env_shards": _no("use env.hosts and env.workers"),
+    "scheduler_url": _no(_CONNECTION),
+    "scheduler_api_key": _no(_CONNECTION),
+    "api_key": _no(_CONNECTION),
+    "server_url": _no("give it to ServiceClient(server_url)"),
+    "reward_function": _no("a reward belongs in the game: compute it in step()"),
+    "wandb_key": _no("set WANDB_API_KEY where the tracker runs: a job's record holds no secret"),
+    "tensor_parallel_size": _no("use generator.count"),
+    "gpu_memory_utilization": _no("the transformers engine takes what it needs"),
+}
+
+
+def translate(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` as a tree of our own keys.
+
+    Dotted keys become sections. Raises ConfigError for a key that is unknown, that has no effect
+    here, or that says something else than another key for the same thing.
+    """
+    tree: dict[str, Any] = {}
+    flat = dict(flatten(config))
+    _take_turn_limits(flat, tree)
+    _take_kl(flat, tree)
+    for key, value in flat.items():
+        entry = _find(key, value)
+        if entry is None:
+            _put(tree, key, value, key)
+        elif entry.refusal:
+            raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
+        elif value is not None:
+            _put(tree, entry.target, entry.convert(value), key)
+    return tree
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of a tree under dotted keys; free maps of ours stay whole."""
+    leaves: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value and name not in _OURS:
+            leaves += flatten(cast("Mapping[str, Any]", value), f"{name}.")
+        elif value is not None or name in _OURS:
+            leaves.append((name, value))
+    return leaves
+
+
+_OURS = frozenset(all_keys())
+_SECTIONS = frozenset(JobConfig.model_fields) - _OURS
+
+
+def _find(key: str, value: Any) -> Translation | None:
+    """Return the table's entry for a key, or None for a key of ours."""
+    if key in TABLE:
+        return TABLE[key]
+    if key in _OURS or (key in _SECTIONS and value == {}):
+        return None
+    section = key.split(".")[0]
+    # `algorithm` is a word there and a section here.
+    if section in TABLE and TABLE[section].refusal and section not in _SECTIONS:
+        return TABLE[section]
+    raise ConfigError(
+        f"unknown configuration key {key}",
+        hint=did_you_mean(
+            key, [*_OURS, *TABLE], otherwise="see `tinkermq config schema` for all keys"
+        ),
+    )
+
+
+def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
+    *sections, last = target.split(".")
+    place = tree
+    for section in sections:
+        place = place.setdefault(section, {})
+    if last in place and place[last] != value:
+        raise ConfigError(
+            f"{source}={value!r} and another key both set {target}, to different values",
+            hint=f"keep one of them; {target} is the key here",
+        )
+    place[last] = value
+
+
+def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The smaller of the two limits that is not 0 (no limit) bounds the policy's answers."""
+    names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
+    limits = [int(flat.pop(name) or 0) for name in names if name in flat]
+    bounds = [limit for limit in limits if limit > 0]
+    if bounds:
+        _put(tree, "rollout.max_turns", min(bounds), " / ".join(names))
+    elif limits:
+        raise ConfigError(
+            "multi_turn sets no limit on the turns", hint="set multi_turn.max_assistant_turns"
+        )
+
+
+def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The four `kl.*` keys: coefficient, estimator, and where the penalty enters."""
+    keys = ("kl.use_kl_in_reward", "kl.use_kl_loss", "kl.kl_loss_coef", "kl.kl_loss_type")
+    in_reward, in_loss, coef, kind = (flat.pop(key, None) for key in keys)
+    if in_reward and in_loss:
+        raise ConfigError(
+            "kl.use_kl_in_reward and kl.use_kl_loss are both on", hint="choose one of them"
+        )
+    if not (in_reward or in_loss):
+        return
+    _put(tree, "algorithm.kl_coef", 0.001 if coef is None else float(coef), "kl.kl_loss_coef")
+    _put(tree, "algorithm.kl_in", "reward" if in_reward else "loss", "kl.use_kl_in_reward")
+    if kind is not None:
+        if kind not in _KL_ESTIMATORS:
+            raise ConfigError(
+                f"kl.kl_loss_type={kind!r} has no counterpart here",
+                hint=did_you_mean(str(kind), _KL_ESTIMATORS),
+            )
+        _put(tree, "algorithm.kl_estimator", _KL_ESTIMATORS[kind], "kl.kl_loss_type")
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the leaves of `over` laid over it."""
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value))
+        else:
+            result[key] = value
+    return result
