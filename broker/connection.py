@@ -1,0 +1,515 @@
+"""One connection to the broker, and the only way requests leave it.
+
+nats-py carries the bytes; this module adds what a long-lived actor needs. The first connect is
+bounded and says why it failed. Later losses of the connection heal by themselves within some ten
+milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
+that idempotent ones (`retry`) are sent again as soon as the server is back. Errors that NATS tells
+only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
+subject raises. Payloads are measured before they are sent, because the server closes the
+connection of who sends too much.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import nats.errors
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.errors import APIError, NoStreamResponseError
+
+from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.subjects import token
+
+T = TypeVar("T")
+
+RECONNECT_WAIT_S = 0.05
+REQUEST_TIMEOUT_S = 5.0
+RETRY_PAUSE_S = 0.05
+RECONNECT_GRACE_S = 2.0
+PENDING_BYTES = 64 * 2**20
+_HEADER_ROOM = 1024
+_DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
+_NO_RESPONDERS = "503"
+
+_log = structlog.get_logger()
+
+
+class ConnectionLost(BrokerError):
+    """The connection broke while a request was in flight: it may or may not have arrived."""
+
+
+class NoResponders(BrokerError):
+    """Nobody listens on the subject of a request."""
+
+
+class Broker:
+    """A connection; make one with `connect`."""
+
+    def __init__(self, url: str, name: str, user: str) -> None:
+        """Prepare a connection that `connect` opens."""
+        self.url = url
+        self.name = name
+        self.user = user
+        self.nc = Client()
+        self.js: JetStreamContext = self.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
+        self.closed = asyncio.Event()
+        """Set once the connection is closed for good, on purpose or not."""
+        self._closing = False
+        self._connected = asyncio.Event()
+        self._replies: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._numbers = itertools.count()
+        self._inbox = ""
+        self._on_reconnect: list[Callable[[], None]] = []
+        self._on_disconnect: list[Callable[[], None]] = []
+        self._on_error: list[Callable[[BrokerError], None]] = []
+        self._refused: asyncio.Future[BrokerError] | None = None
+        self._last_error: Exception | None = None
+        self.reconnected_at = float("-inf")
+        """Monotonic time of the last reconnect."""
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest payload that this server takes, with room for headers."""
+        return self.nc.max_payload - _HEADER_ROOM
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is up right now."""
+        return self.nc.is_connected
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each reconnect; returns a function that takes it off again."""
+        return _add(self._on_reconnect, callback)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` at each loss of the connection; returns a function that takes it off."""
+        return _add(self._on_disconnect, callback)
+
+    def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
+        """Call `callback` with each denied subject and slow consumer; returns its removal."""
+        return _add(self._on_error, callback)
+
+    async def close(self) -> None:
+        """Send what is pending and close."""
+        self._closing = True
+        if self.nc.is_connected:
+            with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError):
+                await self.nc.flush(timeout=2)
+        await self.nc.close()
+
+    async def __aenter__(self) -> "Broker":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def check_open(self) -> None:
+        """Raise BrokerError if the connection is closed for good."""
+        if self.nc.is_closed:
+            raise BrokerError(
+                f"the connection to {shown_url(self.url)} is closed"
+                + (f": {self._last_error}" if self._last_error else ""),
+                hint="connect again",
+            )
+
+    async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
+        """Wait until the connection is up; `deadline` is a loop time.
+
+        Raises DeadlineError.
+        """
+        try:
+            async with asyncio.timeout_at(deadline):
+                await self._connected.wait()
+        except TimeoutError:
+            raise self._unreachable(waiting_for) from None
+
+    def check_size(self, size: int, *, what: str) -> None:
+        """Raise MessageError if a payload of `size` bytes cannot be sent."""
+        if size > self.max_payload_bytes:
+            raise MessageError(
+                f"{what} has {size:,} bytes, the server takes at most "
+                f"{self.max_payload_bytes:,} in one message",
+                hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
+                "raise max_payload in the configuration of nats-server",
+            )
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Publish without confirmation: while the connection is down the message may be lost."""
+        self.check_size(len(payload), what=f"a message on {subject}")
+        self.check_open()
+        with contextlib.suppress(nats.errors.OutboundBufferLimitError):
+            await self.nc.publish(subject, payload, headers=dict(headers) if headers else None)
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Msg:
+        """Send one request and return its reply.
+
+        Raises ConnectionLost, NoResponders, TimeoutError, MessageError (too large), or
+        BrokerError for a denied subject.
+        """
+        self.check_size(len(payload), what=f"a request on {subject}")
+        reply, future = self.expect_reply(subject)
+        try:
+            await self.send(subject, payload, reply=reply, headers=headers)
+            async with asyncio.timeout(timeout_s):
+                message = await future
+        finally:
+            self._replies.pop(reply, None)
+        return message
+
+    def expect_reply(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
+        """Return a fresh reply subject and the future of what comes back on it.
+
+        For pipelines: `send` with it, then await the future under a deadline. The future fails
+        with ConnectionLost when the connection breaks.
+        """
+        reply = f"{self._inbox}.{next(self._numbers)}"
+        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._replies[reply] = (subject, future)
+        return reply, future
+
+    async def send(
+        self,
+        subject: str,
+        payload: "bytes | memoryview",
+        *,
+        reply: str = "",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish with a reply subject; raises ConnectionLost while the connection is down."""
+        self.check_open()
+        if not self.nc.is_connected:
+            raise ConnectionLost(f"not connected to {shown_url(self.url)}", hint="try again")
+        await self.nc.publish(
+            subject,
+            cast("bytes", payload),  # any buffer of bytes will do
+            reply=reply,
+            headers=dict(headers) if headers else None,
+        )
+
+    async def api(self, verb: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Ask the JetStream API (`verb` is what follows `$JS.API.`) and return its answer.
+
+        Raises nats' APIError for a refusal, and what `request` raises.
+        """
+        payload = json.dumps(request).encode() if request is not None else b""
+        reply = await self.request(f"$JS.API.{verb}", payload)
+        return _checked(reply)
+
+    async def store(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> int:
+        """Publish to a stream once; return the sequence under which it is stored.
+
+        Raises nats' APIError for a refusal, and what `request` raises.
+        """
+        reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
+        return int(_checked(reply)["seq"])
+
+    async def retry(
+        self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
+    ) -> T:
+        """Do something idempotent again and again until the broker answers.
+
+        Raises DeadlineError, which names `waiting_for`, when it has not by then, and NoResponders
+        when nobody listens although the connection has been up for a while.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        while True:
+            await self.wait_connected(deadline, waiting_for=waiting_for)
+            try:
+                return await attempt()
+            except NoResponders:
+                if self._settled():
+                    raise
+            except (ConnectionLost, TimeoutError, *_TRANSIENT) as error:
+                self.check_open()
+                if loop.time() + RETRY_PAUSE_S >= deadline:
+                    raise self._unreachable(waiting_for) from error
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _settled(self) -> bool:
+        """Whether those who answered before the last reconnect have had time to come back."""
+        return time.monotonic() - self.reconnected_at > RECONNECT_GRACE_S
+
+    async def append(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float,
+        waiting_for: str,
+    ) -> int:
+        """Store a message as `store` does, and again until it is confirmed.
+
+        Only for what may be sent twice: the headers or the stream's limits refuse the second.
+        Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
+        """
+        try:
+            return await self.retry(
+                lambda: self.store(subject, payload, headers=headers),
+                deadline_s=deadline_s,
+                waiting_for=waiting_for,
+            )
+        except NoResponders as error:
+            raise NotFoundError(
+                f"no stream stores {subject}",
+                hint="the job may have ended and been removed (`tinkermq ps --all`)",
+            ) from error
+
+    def _unreachable(self, waiting_for: str) -> DeadlineError:
+        self.check_open()
+        return DeadlineError(
+            f"{waiting_for}: {shown_url(self.url)} did not answer in time",
+            hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
+        )
+
+    async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
+        """Connect for the first time; `connect` calls this."""
+        self._refused = asyncio.get_running_loop().create_future()
+        opening = asyncio.create_task(self._open(credentials))
+        try:
+            done, _ = await asyncio.wait(
+                {opening, self._refused},
+                timeout=deadline_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if opening in done:
+                await opening
+                return
+            raise self._refused.result() if done else self._not_there(deadline_s)
+        finally:
+            self._refused = None
+            if not opening.done():
+                opening.cancel()
+                await asyncio.wait({opening})
+
+    async def _open(self, credentials: Mapping[str, Any]) -> None:
+        try:
+            await self.nc.connect(
+                self.url,
+                name=self.name,
+                error_cb=self._error,
+                disconnected_cb=self._disconnected,
+                reconnected_cb=self._reconnected,
+                closed_cb=self._closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=cast("int", RECONNECT_WAIT_S),  # seconds, fractions are fine
+                connect_timeout=2,
+                ping_interval=10,
+                pending_size=PENDING_BYTES,
+                inbox_prefix=f"_INBOX_{self.user}",
+                **credentials,
+            )
+        except asyncio.CancelledError:
+            await self.nc.close()
+            raise
+        self._inbox = self.nc.new_inbox()
+        await self.nc.subscribe(f"{self._inbox}.*", cb=self._take_reply)
+        self._connected.set()
+
+    def _not_there(self, deadline_s: float) -> BrokerError:
+        why = f" ({self._last_error})" if self._last_error else ""
+        return BrokerError(
+            f"no NATS server answers at {shown_url(self.url)} within {deadline_s:g} s{why}",
+            hint="start one with `tinkermq up`, or give the URL of one that runs (--nats-url, "
+            "TINKERMQ_NATS_URL)",
+        )
+
+    async def _take_reply(self, message: Msg) -> None:
+        subject, future = self._replies.pop(message.subject, ("", None))
+        if future is None or future.done():
+            return
+        if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
+            future.set_exception(
+                NoResponders(
+                    f"nobody listens on {subject}",
+                    hint="see whether the actor that answers there runs (`nats micro ls`)",
+                )
+            )
+        else:
+            future.set_result(message)
+
+    async def _error(self, error: Exception) -> None:
+        self._last_error = error
+        denied = _DENIED.search(str(error).lower())
+        if denied:
+            self._deny(denied[1], denied[2])
+        elif isinstance(error, nats.errors.SlowConsumerError):
+            self._report(
+                "messages_dropped",
+                BrokerError(
+                    f"messages on {error.subject} were dropped: they came faster than this "
+                    "process took them",
+                    hint="the event loop of this process was blocked, or its handler is too slow",
+                ),
+            )
+        elif _is_refusal(error):
+            self._refuse(error)
+        elif self._connected.is_set() and self.nc.is_connected:
+            _log.warning("broker_error", error=repr(error))
+
+    def _deny(self, operation: str, subject: str) -> None:
+        error = BrokerError(
+            f"user {self.user!r} may not {_OPERATIONS.get(operation, operation)} {subject!r}",
+            hint="use the credentials of the subject's owner, or grant the right at the broker",
+        )
+        for wanted, future in list(self._replies.values()):
+            if wanted.lower() == subject and not future.done():
+                future.set_exception(error)
+        self._report("subject_denied", error)
+
+    def _refuse(self, error: Exception) -> None:
+        refusal = BrokerError(
+            f"the NATS server at {shown_url(self.url)} refuses this user: {error}",
+            hint="check the API key, or the user and password in the URL",
+        )
+        if self._refused is not None and not self._refused.done():
+            self._refused.set_result(refusal)
+        else:
+            self._report("connection_refused", refusal)
+
+    def _report(self, event: str, error: BrokerError) -> None:
+        _log.error(event, message=error.message, hint=error.hint)
+        for callback in list(self._on_error):
+            callback(error)
+
+    async def _disconnected(self) -> None:
+        if self._connected.is_set() and not self._closing:
+            _log.warning("broker_disconnected", url=shown_url(self.url))
+        self._connected.clear()
+        lost = ConnectionLost(
+            f"the connection to {shown_url(self.url)} broke during a request", hint="try again"
+        )
+        for _, future in list(self._replies.values()):
+            if not future.done():
+                future.set_exception(lost)
+        for callback in list(self._on_disconnect):
+            callback()
+
+    async def _reconnected(self) -> None:
+        _log.info("broker_reconnected", url=shown_url(self.url))
+        self.reconnected_at = time.monotonic()
+        self._last_error = None
+        self._connected.set()
+        for callback in list(self._on_reconnect):
+            callback()
+
+    async def _closed(self) -> None:
+        self.closed.set()
+        if not self._closing and self._inbox:
+            self._report(
+                "broker_connection_closed",
+                BrokerError(
+                    f"the connection to {shown_url(self.url)} was closed by the server: "
+                    f"{self.nc.last_error}",
+                    hint="the credentials may have expired or been revoked",
+                ),
+            )
+
+
+_OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
+_TRANSIENT = (
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.NoRespondersError,
+    nats.errors.TimeoutError,
+    nats.errors.ConnectionReconnectingError,
+    NoStreamResponseError,
+)
+
+
+async def connect(
+    url: str, *, name: str, user: str = "local", deadline_s: float = 10.0, **credentials: Any
+) -> Broker:
+    """Connect to the broker and check that it has JetStream.
+
+    `credentials` are nats-py's (`user_credentials`, `password` …); a user and password may also
+    stand in the URL.
+
+    Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
+    has JetStream disabled.
+    """
+    token(user, what="user")
+    _check_url(url)
+    broker = Broker(url, name, user)
+    await broker.open(deadline_s, credentials)
+    try:
+        await broker.retry(
+            lambda: broker.api("INFO"), deadline_s=deadline_s, waiting_for="JetStream"
+        )
+    except (NoResponders, DeadlineError, APIError) as error:
+        await broker.close()
+        raise without_jetstream(url) from error
+    except BaseException:
+        await broker.close()
+        raise
+    return broker
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname:
+        raise BrokerError(
+            f"{shown_url(url)!r} is not the URL of a NATS server",
+            hint="write nats://host:port, such as nats://127.0.0.1:4222",
+        )
+
+
+def shown_url(url: str) -> str:
+    """Return the URL without user and password, for messages and logs."""
+    return re.sub(r"//[^@/]*@", "//", url)
+
+
+def without_jetstream(url: str) -> BrokerError:
+    """Return the error of a server that does not store messages."""
+    return BrokerError(
+        f"the NATS server at {shown_url(url)} has JetStream disabled",
+        hint="start it with `nats-server -js`, or let `tinkermq up` start one",
+    )
+
+
+def _is_refusal(error: Exception) -> bool:
+    text = str(error).lower()
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
+
+
+def _checked(reply: Msg) -> dict[str, Any]:
+    """Return the JSON answer of JetStream, or raise its error."""
+    answer = cast("dict[str, Any]", json.loads(reply.data))
+    if "error" in answer:
+        APIError.from_error(answer["error"])
+    return answer
+
+
+def _add(callbacks: list[Callable[..., None]], callback: Callable[..., None]) -> Callable[[], None]:
+    callbacks.append(callback)
+
+    def remove() -> None:
+        if callback in callbacks:
+            callbacks.remove(callback)
+
+    return remove

@@ -1,0 +1,204 @@
+"""The streams and buckets: what is made for each job, what all jobs share, and their bounds.
+
+Every stream has a byte bound and a description. Work and results (tasks, rollouts, batch records)
+refuse what does not fit, which makes the publisher wait; metrics, events and log lines lose their
+oldest. Making a stream that is there already changes it to the wanted configuration.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nats.js.errors import APIError, NotFoundError as StreamNotFound
+
+from ..schemas.config import LimitsConfig
+from ..schemas.errors import BrokerError
+from ..schemas.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    BUCKET_LEASES,
+    BUCKET_NODES,
+    BUCKET_REQUESTS,
+    JobScope,
+)
+from .connection import Broker
+
+PRESENCE_TTL_S = 10
+REQUEST_TTL_S = 7 * 24 * 3600
+BATCH_BYTES = 1 << 30
+DEAD_BYTES = 64 << 20
+MANIFEST_BYTES = 256 << 20
+WEIGHTS_BYTES = 64 << 30
+BUCKET_BYTES = 256 << 20
+_DEADLINE_S = 30.0
+_NAME_IN_USE = 10058
+_NO_SPACE = (10028, 10047)
+_NS = 1_000_000_000
+
+StreamConfig = Mapping[str, Any]
+
+
+async def create_job_streams(
+    broker: Broker, scope: JobScope, limits: LimitsConfig, *, weights_bytes: int = WEIGHTS_BYTES
+) -> None:
+    """Make all streams of a job; harmless when they are there.
+
+    Raises BrokerError when the server refuses one, DeadlineError.
+    """
+    for config in job_streams(scope, limits, weights_bytes):
+        await ensure_stream(broker, config)
+
+
+async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
+    """Delete all streams of a job with all that they hold; harmless when they are gone."""
+    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+        await delete_stream(broker, config["name"])
+
+
+async def create_shared(broker: Broker) -> None:
+    """Make the buckets that all jobs share; harmless when they are there."""
+    shared = (
+        (BUCKET_JOBS, "Job records, by <user>.<job>", 0),
+        (BUCKET_NODES, "Nodes of the pool and their slots", 0),
+        (BUCKET_ACTORS, "Heartbeats of actors; a missing key is a missing actor", PRESENCE_TTL_S),
+        (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
+        (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
+        (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
+    )
+    for bucket, description, ttl_s in shared:
+        await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))
+
+
+def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:
+    """Return the configuration of every stream of a job."""
+    job = f"job {scope.job} of {scope.user}"
+    once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}
+    return [
+        _stream(
+            scope.stream_task,
+            f"Tasks of {job} that no generator has finished",
+            [scope.task("*")],
+            limits.task_bytes,
+            retention="workqueue",
+            **once,
+        ),
+        _stream(
+            scope.stream_rollout,
+            f"Finished groups of {job}, one per task",
+            [scope.rollout("*")],
+            limits.rollout_bytes,
+            **once,
+        ),
+        _stream(
+            scope.stream_batch,
+            f"Batch records of {job}, one per optimiser step",
+            [scope.batch],
+            BATCH_BYTES,
+            discard="new",
+        ),
+        _stream(scope.stream_dead, f"Tasks of {job} given up", [scope.dead], DEAD_BYTES),
+        _stream(
+            scope.stream_feed,
+            f"Metrics and events of {job}",
+            [scope.metric, scope.event],
+            limits.log_bytes,
+        ),
+        _stream(
+            scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes
+        ),
+        bucket_config(
+            scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES
+        ),
+        object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),
+    ]
+
+
+def _stream(
+    name: str, description: str, subjects: list[str], max_bytes: int, **more: Any
+) -> StreamConfig:
+    return {
+        "name": name,
+        "description": description,
+        "subjects": subjects,
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old",
+        "max_bytes": max_bytes,
+        "num_replicas": 1,
+        "allow_direct": True,
+        **more,
+    }
+
+
+def bucket_config(
+    bucket: str, description: str, *, ttl_s: int = 0, max_bytes: int = BUCKET_BYTES
+) -> StreamConfig:
+    """Return the stream of a KV bucket in the layout of ADR-8; `ttl_s` 0 keeps keys for ever."""
+    return _stream(
+        f"KV_{bucket}",
+        description,
+        [f"$KV.{bucket}.>"],
+        max_bytes,
+        discard="new",
+        max_msgs_per_subject=1,
+        max_age=ttl_s * _NS,
+        duplicate_window=min(ttl_s or 120, 120) * _NS,
+        allow_rollup_hdrs=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
+    )
+
+
+def object_store_config(bucket: str, description: str, max_bytes: int) -> StreamConfig:
+    """Return the stream of an object store in the layout of ADR-20."""
+    return _stream(
+        f"OBJ_{bucket}",
+        description,
+        [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
+        max_bytes,
+        discard="new",
+        allow_rollup_hdrs=True,
+    )
+
+
+async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
+    """Make a stream, or change the one of that name to this configuration."""
+    name = config["name"]
+    try:
+        await _ask(broker, f"STREAM.CREATE.{name}", config)
+    except APIError as error:
+        if error.err_code != _NAME_IN_USE:
+            raise _refused(name, config, error) from error
+        try:
+            await _ask(broker, f"STREAM.UPDATE.{name}", config)
+        except APIError as update_error:
+            raise _refused(name, config, update_error) from update_error
+
+
+async def delete_stream(broker: Broker, name: str) -> None:
+    """Delete a stream with all that it holds; harmless when it is gone."""
+    try:
+        await _ask(broker, f"STREAM.DELETE.{name}", None)
+    except StreamNotFound:
+        return
+
+
+async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
+    """Return what the server says of a stream; raises nats' NotFoundError when it is gone."""
+    return await _ask(broker, f"STREAM.INFO.{name}", None)
+
+
+async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[str, Any]:
+    return await broker.retry(
+        lambda: broker.api(verb, request), deadline_s=_DEADLINE_S, waiting_for=f"$JS.API.{verb}"
+    )
+
+
+def _refused(name: str, config: StreamConfig, error: APIError) -> BrokerError:
+    hint = "look at it with `nats stream info`"
+    if error.err_code in _NO_SPACE:
+        hint = (
+            f"its bound of {config['max_bytes']:,} bytes does not fit: raise max_file_store of "
+            "nats-server, lower `limits` in the job's configuration, or delete old jobs"
+        )
+    return BrokerError(f"the server refuses the stream {name}: {error.description}", hint=hint)
