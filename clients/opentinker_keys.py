@@ -9,7 +9,7 @@ the first prompt, observations included, which here is `rollout.max_response_tok
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
-from ..schemas.config import JobConfig
+from ..schemas.config import JobConfig, LearnerConfig, RolloutConfig
 from ..schemas.errors import ConfigError
 from ..schemas.load_config import all_keys
 from .names import did_you_mean
@@ -137,6 +137,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     tree: dict[str, Any] = {}
     flat = dict(flatten(config))
+    _take_lora(flat)
     _take_turn_limits(flat, tree)
     _take_kl(flat, tree)
     for key, value in flat.items():
@@ -147,6 +148,8 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
         elif value is not None:
             _put(tree, entry.target, entry.convert(value), key)
+    if "max_new_tokens" in flat:
+        _fit_lengths(tree)
     return tree
 
 
@@ -155,11 +158,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     leaves: list[tuple[str, Any]] = []
     for key, value in config.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value and name not in _OURS:
-            leaves += flatten(cast("Mapping[str, Any]", value), f"{name}.")
+        inner = _section(value)
+        if inner and name not in _OURS:
+            leaves += flatten(inner, f"{name}.")
         elif value is not None or name in _OURS:
             leaves.append((name, value))
     return leaves
+
+
+def _section(value: Any) -> Mapping[str, Any] | None:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
 
 
 _OURS = frozenset(all_keys())
@@ -195,6 +203,32 @@ def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
             hint=f"keep one of them; {target} is the key here",
         )
     place[last] = value
+
+
+def _take_lora(flat: dict[str, Any]) -> None:
+    """A rank of 0 switches the whole section off."""
+    if flat.get("lora.lora_rank") == 0:
+        for key in [key for key in flat if key.startswith("lora.")]:
+            del flat[key]
+
+
+def _fit_lengths(tree: dict[str, Any]) -> None:
+    """Give the lengths that OpenTinker leaves open room for `max_new_tokens`.
+
+    Without `max_tokens_per_turn` a turn may use the whole budget; the learner's rows must hold
+    the longest episode.
+    """
+    rollout = tree["rollout"]
+    rollout.setdefault("max_turn_tokens", rollout["max_response_tokens"])
+    prompt = rollout.get("max_prompt_tokens", RolloutConfig().max_prompt_tokens)
+    longest = prompt + rollout["max_response_tokens"]
+    learner = tree.setdefault("learner", {})
+    if "row_tokens" not in learner and longest > LearnerConfig().row_tokens:
+        learner["row_tokens"] = longest
+    if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
+        learner["microbatch_tokens"] = longest
+    if not learner:
+        del tree["learner"]
 
 
 def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:

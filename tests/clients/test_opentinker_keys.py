@@ -1,0 +1,100 @@
+"""Configurations written for OpenTinker mean the same here, or say why not."""
+
+import pytest
+from tinkermq.clients.opentinker_keys import TABLE, merged, translate
+from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.load_config import all_keys, parse_config
+
+MATH = {
+    "tokenizer_path": "Qwen/Qwen2.5-1.5B",
+    "adv_estimator": "grpo",
+    "rollout_n": 8,
+    "batch_size": 64,
+    "val_batch_size": 100,
+    "num_steps": 1000,
+    "save_freq": 100,
+    "test_freq": 50,
+    "max_prompt_tokens": 1024,
+    "max_new_tokens": 8192,
+    "temperature": 1.0,
+    "multi_turn": {"max_user_turns": 0, "max_assistant_turns": 3, "max_tokens_per_turn": 1024},
+    "lora": {"lora_rank": 0, "lora_alpha": 16},
+    "kl": {"use_kl_loss": True, "kl_loss_coef": 0.002, "kl_loss_type": "low_var_kl"},
+    "data_path": "train.parquet",
+    "experiment_name": "Qwen2.5-3B try",
+}
+
+
+def test_a_whole_opentinker_configuration_becomes_a_valid_job() -> None:
+    config = parse_config(merged(translate(MATH), {"env": {"game": "math"}}))
+    assert config.model.path == "Qwen/Qwen2.5-1.5B"
+    assert config.algorithm.advantage == "grpo"
+    assert config.rollout.group_size == 8
+    assert (config.training.batch_size, config.training.num_steps) == (64, 1000)
+    assert (config.training.save_freq, config.training.test_freq) == (100, 50)
+    assert config.env.num_val == 100
+    assert config.rollout.max_response_tokens == 8192
+    assert config.rollout.max_turn_tokens == 1024
+    assert config.rollout.max_turns == 3
+    assert config.learner.row_tokens == 1024 + 8192
+    assert (config.algorithm.kl_coef, config.algorithm.kl_in) == (0.002, "loss")
+    assert config.name == "qwen2-5-3b-try"
+
+
+@pytest.mark.parametrize("key", sorted(key for key in TABLE if TABLE[key].target))
+def test_every_translation_ends_in_a_key_that_exists(key: str) -> None:
+    assert TABLE[key].target in all_keys()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("grpo_per_step", "grpo_per_turn"),
+        ("reinforce_plus_plus", "reinforce_pp"),
+        ("reinforce_plus_plus_baseline", "reinforce_pp_baseline"),
+        ("rloo", "rloo"),
+        ("remax", "remax"),
+        ("opo", "opo"),
+    ],
+)
+def test_estimators_keep_their_meaning(theirs: str, ours: str) -> None:
+    assert translate({"adv_estimator": theirs})["algorithm"]["advantage"] == ours
+
+
+def test_our_own_keys_pass_through_nested_or_dotted() -> None:
+    ours = {"learner": {"lr": 1e-4}, "env": {"game": "addition", "kwargs": {"digits": 2}}}
+    assert translate(ours) == ours
+    assert translate({"learner.lr": 1e-4}) == {"learner": {"lr": 1e-4}}
+
+
+def test_without_a_limit_per_turn_a_turn_may_use_the_whole_budget() -> None:
+    assert translate({"max_new_tokens": 256})["rollout"]["max_turn_tokens"] == 256
+
+
+@pytest.mark.parametrize("key", sorted(key for key in TABLE if TABLE[key].refusal))
+def test_a_key_without_effect_names_what_to_use(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} has no effect here") as caught:
+        translate({key: "x"})
+    assert caught.value.hint == TABLE[key].refusal
+
+
+def test_keys_below_a_refused_section_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"lora\.lora_rank has no effect"):
+        translate({"lora": {"lora_rank": 64}})
+
+
+def test_an_unknown_key_names_the_closest_of_both_kinds() -> None:
+    with pytest.raises(ConfigError, match="unknown") as caught:
+        translate({"rolout_n": 8})
+    assert caught.value.hint == "did you mean rollout_n?"
+
+
+def test_two_keys_for_the_same_thing_must_agree() -> None:
+    with pytest.raises(ConfigError, match=r"both set training\.batch_size"):
+        translate({"training": {"batch_size": 8}, "batch_size": 16})
+
+
+def test_a_critic_is_refused_with_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="critic") as caught:
+        translate({"adv_estimator": "gae"})
+    assert "grpo" in caught.value.hint
