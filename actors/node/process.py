@@ -1,0 +1,201 @@
+"""One actor of a job as a child process, kept alive until it is done, fails for good, or is
+stopped.
+
+Exit 0 is done; exit 2 is a mistake that a restart cannot mend; any other end is a crash, and the
+actor is started again, later each time. The child leads a process group of its own and dies with
+the node, so nothing is left behind whichever of them is killed.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Literal
+
+import structlog
+
+from ...schemas.node import ActorStatus, WantedActor
+from .backoff import Backoff
+from .command import Command, actor_environment, die_with
+from .output import ActorOutput, LogFile, SendLines
+
+STOP_DEADLINE_S = 20.0
+EXIT_FAILED = 2
+_PIPE_DEADLINE_S = 1.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class ActorProcess:
+    """Runs one wanted actor; `run` is the owner's task, `status` what the scheduler is told."""
+
+    def __init__(
+        self,
+        wanted: WantedActor,
+        *,
+        command: Command,
+        nats_url: str,
+        send: SendLines,
+        stop_deadline_s: float = STOP_DEADLINE_S,
+    ) -> None:
+        self.wanted = wanted
+        self.stopping = False
+        self.ended = False
+        self._command = command(wanted)
+        self._environment = actor_environment(wanted, nats_url)
+        self._stop_deadline_s = stop_deadline_s
+        self._backoff = Backoff(wanted.max_restarts)
+        folder = Path(wanted.run_dir) / "logs" / f"attempt_{wanted.attempt}"
+        self._output = ActorOutput(
+            wanted.name, wanted.attempt, LogFile(folder / f"{wanted.name}.log"), send
+        )
+        self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
+        self._num_starts = 0
+        self._exit_code: int | None = None
+        self._error = ""
+        self._process: asyncio.subprocess.Process | None = None
+        self._stop = asyncio.Event()
+        self._kill = asyncio.Event()
+
+    @property
+    def status(self) -> ActorStatus:
+        """What became of the actor so far."""
+        wanted = self.wanted
+        return ActorStatus(
+            user=wanted.user,
+            job=wanted.job,
+            name=wanted.name,
+            slots=0 if self.ended else wanted.slots,
+            attempt=wanted.attempt,
+            state=self._state,
+            exit_code=self._exit_code,
+            restarts=max(self._num_starts - 1, 0),
+            error=self._error,
+            pid=self._process.pid if self._process and self._state == "running" else None,
+        )
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Ask the process to drain (SIGTERM), or end it at once; harmless when repeated."""
+        self.stopping = True
+        self._stop.set()
+        if kill:
+            self._kill.set()
+
+    async def run(self) -> None:
+        """Start the actor, again after a crash, until it has ended; then `ended` is True."""
+        flusher = asyncio.create_task(self._output.flush_forever())
+        try:
+            while not self._stop.is_set():
+                self._exit_code = await self._run_once()
+                delay_s = self._judge(self._exit_code)
+                if delay_s is None:
+                    break
+                await _wait(self._stop, delay_s)
+        finally:
+            flusher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await flusher
+            await self._output.drain()
+            if self.stopping and self._state in {"running", "restarting"}:
+                self._state = "exited"
+            self.ended = True
+
+    def _judge(self, exit_code: int) -> float | None:
+        """Note how a process ended; return the delay before the next start, None for no more."""
+        if exit_code == 0 or self.stopping:
+            self._state = "exited"
+            return None
+        self._error = self._output.errors.reason(exit_code)
+        delay_s = self._backoff.after_failure(time.monotonic())
+        if exit_code == EXIT_FAILED or delay_s is None:
+            self._state = "failed"
+            if exit_code != EXIT_FAILED:
+                self._error = f"crashed {self._backoff.num_failures} times: {self._error}"
+            delay_s = None
+        else:
+            self._state = "restarting"
+        _log.warning(
+            "actor_ended",
+            job=self.wanted.job,
+            child=self.wanted.name,
+            exit_code=exit_code,
+            restart_in_s=delay_s,
+        )
+        return delay_s
+
+    async def _run_once(self) -> int:
+        """Run one process from start to end and return its exit code."""
+        self._output.errors.forget()
+        self._num_starts += 1
+        reading, writing = os.pipe()
+        try:
+            process = await self._start(writing)
+        except OSError as error:
+            os.close(reading)
+            self._output.take([f"cannot start {self._command[0]}: {error}"])
+            return 1
+        finally:
+            os.close(writing)
+        self._process = process
+        self._state = "running"
+        _log.info("actor_started", job=self.wanted.job, child=self.wanted.name, pid=process.pid)
+        reader = asyncio.create_task(self._output.read(reading))
+        try:
+            return await self._watch(process)
+        finally:
+            _kill_group(process.pid)
+            with contextlib.suppress(TimeoutError):  # a grandchild may still hold the pipe
+                await asyncio.wait_for(reader, _PIPE_DEADLINE_S)
+
+    async def _start(self, output: int) -> asyncio.subprocess.Process:
+        """Start the process; its output goes to a pipe of ours, so that waiting for its end does
+        not wait for grandchildren that hold the pipe too.
+        """
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=self._environment,
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+        )
+
+    async def _watch(self, process: asyncio.subprocess.Process) -> int:
+        """Wait for the process's end, ending it when a stop was asked for."""
+        ended = asyncio.create_task(process.wait())
+        stop = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({ended, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                await self._end(process, ended)
+            return await ended
+        finally:
+            if not ended.done():  # cancelled: the node ends
+                _kill_group(process.pid)
+            stop.cancel()
+
+    async def _end(self, process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+        if not self._kill.is_set():
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()  # only itself: it drains with its own children's help
+            kill = asyncio.create_task(self._kill.wait())
+            await asyncio.wait(
+                {ended, kill},
+                timeout=self._stop_deadline_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            kill.cancel()
+        if not ended.done():
+            _kill_group(process.pid)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
+        os.killpg(pid, signal.SIGKILL)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), seconds)

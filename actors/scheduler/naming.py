@@ -1,0 +1,27 @@
+"""Names of runs: `<env>-<model>-<two words>`, from whatever of the configuration is there."""
+
+import re
+from typing import Any, cast
+
+_PART_CHARS = 20
+_NOT_NAME = re.compile(r"[^a-z0-9]+")
+
+
+def run_name(config: dict[str, Any]) -> str:
+    """Make a readable name for a run that was given none."""
+    from coolname import generate_slug  # loads word lists that an idle scheduler does without
+
+    game = _leaf(config, "env", "game").rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+    model = _leaf(config, "model", "path").rstrip("/").rsplit("/", 1)[-1]
+    parts = [part for part in (_plain(game), _plain(model)) if part]
+    return "-".join([*(parts or ["job"]), generate_slug(2)])[:64]
+
+
+def _leaf(config: dict[str, Any], section: str, key: str) -> str:
+    inner = config.get(section)
+    value = cast("dict[str, Any]", inner).get(key) if isinstance(inner, dict) else None
+    return value if isinstance(value, str) else ""
+
+
+def _plain(text: str) -> str:
+    return _NOT_NAME.sub("-", text.lower()).strip("-")[:_PART_CHARS].strip("-")

@@ -1,0 +1,69 @@
+"""Which actors a job is made of, and what they hold.
+
+On a node a slot is a GPU or a CPU share. The learner and each generator compute all the time and
+hold one slot; the evaluator and the environment hosts hold none, so that a laptop with two cores
+runs a whole job.
+"""
+
+from collections.abc import Sequence
+
+from ...schemas.config import JobConfig
+from ...schemas.job import ActorPlacement, JobRecord, Role
+from ...schemas.node import WantedActor
+
+SLOTS: dict[Role, int] = {"learner": 1, "generator": 1, "evaluator": 0, "environment": 0}
+
+
+def actors_for(config: JobConfig) -> list[ActorPlacement]:
+    """Return the actors of a training job, none of them placed yet."""
+    actors = [_actor("learner", "learner")]
+    actors += [_actor("generator", f"generator-{i}") for i in range(config.generator.count)]
+    if config.env.num_val > 0:
+        actors.append(_actor("evaluator", "evaluator-0"))
+    actors += [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
+    return actors
+
+
+def scaled(actors: Sequence[ActorPlacement], role: Role, count: int) -> list[ActorPlacement]:
+    """Return the actors with `count` of one role: the newest leave first, free names are reused."""
+    kept: list[ActorPlacement] = []
+    left = count
+    for actor in actors:
+        if actor.role == role:
+            if left == 0:
+                continue
+            left -= 1
+        kept.append(actor)
+    taken = {actor.name for actor in kept}
+    free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
+    return kept + [_actor(role, next(free)) for _ in range(left)]
+
+
+def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors as they were before they were given to nodes."""
+    return [_actor(actor.role, actor.name) for actor in actors]
+
+
+def slots_of(actors: Sequence[ActorPlacement]) -> int:
+    """Return the slots that the actors hold together."""
+    return sum(actor.slots for actor in actors)
+
+
+def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
+    """Return what a node must know to run one actor."""
+    threads = {"learner": config.learner.threads, "generator": config.generator.threads}
+    return WantedActor(
+        user=record.user,
+        job=record.job,
+        name=actor.name,
+        role=actor.role,
+        slots=actor.slots,
+        attempt=record.attempt,
+        run_dir=record.run_dir,
+        threads=threads.get(actor.role, 1),
+        max_restarts=config.limits.max_restarts,
+    )
+
+
+def _actor(role: Role, name: str) -> ActorPlacement:
+    return ActorPlacement(name=name, role=role, slots=SLOTS[role])

@@ -1,0 +1,119 @@
+"""A job's next state, from its record and what the nodes say of its actors. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord, JobState
+from ...schemas.node import ActorStatus
+
+
+@dataclass(frozen=True)
+class Transition:
+    """A state and the reason for it."""
+
+    state: JobState
+    reason: str
+
+
+def next_state(
+    record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
+) -> Transition | None:
+    """Return the state that the job moves to now, or None if it stays.
+
+    `statuses` is what nodes last said, by actor name; what they say of an older attempt is
+    ignored. `silent` are the nodes not heard of for too long.
+    """
+    if record.state in FINAL_STATES or record.state == "QUEUED":
+        return None
+    if record.state == "LOST":
+        return Transition("QUEUED", f"queued again: {record.reason}")
+    said = {
+        actor.name: status
+        for actor in record.actors
+        if (status := statuses.get(actor.name)) is not None and status.attempt == record.attempt
+    }
+    learner = next(actor for actor in record.actors if actor.role == "learner")
+    return (
+        _lost(learner, silent)
+        or _failed(said)
+        or _stopped(record, said.get(learner.name))
+        or _ended(record, said.get(learner.name))
+        or _started(record, said)
+    )
+
+
+def _lost(learner: ActorPlacement, silent: frozenset[str]) -> Transition | None:
+    if learner.node is None or learner.node not in silent:
+        return None
+    return Transition("LOST", f"node {learner.node!r} of the learner was silent for too long")
+
+
+def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
+    for name, status in said.items():
+        if status.state == "failed":
+            told = status.error or f"it ended with code {status.exit_code}"
+            return Transition("FAILED", f"{name} failed: {told}")
+    return None
+
+
+def _stopped(record: JobRecord, learner: ActorStatus | None) -> Transition | None:
+    """End a job that shall stop while its learner has no process that could drain."""
+    if record.stop == "no":
+        return None
+    if record.stop == "now":
+        return _end(record, "stopped without a checkpoint")
+    if learner is None and record.state == "STARTING":
+        return Transition("CANCELLED", "stopped before it ran")
+    if learner is not None and learner.state == "restarting":
+        return _end(record, "stopped while the learner was down")
+    return None
+
+
+def _ended(record: JobRecord, learner: ActorStatus | None) -> Transition | None:
+    if learner is None or learner.state != "exited":
+        return None
+    if record.state == "STARTING":
+        return Transition("RUNNING", "the learner ran to its end")
+    if record.stop != "no":
+        return _end(record, "stopped with a checkpoint")
+    return Transition("COMPLETED", "the learner has finished")
+
+
+def _end(record: JobRecord, reason: str) -> Transition:
+    complete = record.stop_complete and record.state != "STARTING"
+    return Transition("COMPLETED" if complete else "CANCELLED", reason)
+
+
+def _started(record: JobRecord, said: Mapping[str, ActorStatus]) -> Transition | None:
+    if record.state != "STARTING":
+        return None
+    placed = [actor.name for actor in record.actors if actor.node is not None]
+    up = [name for name in placed if name in said and said[name].state in {"running", "exited"}]
+    if len(up) < len(placed):
+        return None
+    return Transition("RUNNING", "all actors run")
+
+
+def told_placements(
+    record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
+) -> list[ActorPlacement]:
+    """Return the job's actors with what the nodes said of them entered.
+
+    An actor other than the learner whose node fell silent has no node any more and is placed
+    again; that of the learner makes the whole job LOST (`next_state`).
+    """
+    return [_told(record, actor, statuses.get(actor.name), silent) for actor in record.actors]
+
+
+def _told(
+    record: JobRecord,
+    actor: ActorPlacement,
+    status: ActorStatus | None,
+    silent: frozenset[str],
+) -> ActorPlacement:
+    if actor.node in silent and actor.role != "learner":
+        return actor.model_copy(update={"node": None, "state": "placed"})
+    if status is None or status.attempt != record.attempt or actor.node is None:
+        return actor
+    state = "running" if status.state == "restarting" else status.state
+    return actor.model_copy(update={"state": state, "restarts": status.restarts})

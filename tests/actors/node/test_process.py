@@ -1,0 +1,240 @@
+"""An actor's process: started, watched, started again, stopped. Real processes throughout."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.node.process import ActorProcess
+from tinkermq.schemas.metric import LogLines
+from tinkermq.schemas.node import WantedActor
+
+
+def wanted(run_dir: Path, **changes: object) -> WantedActor:
+    fields = {"user": "local", "job": "j1", "name": "learner", "role": "learner"}
+    return WantedActor.model_validate({**fields, "run_dir": str(run_dir), **changes})
+
+
+def script(text: str) -> Callable[[WantedActor], list[str]]:
+    return lambda _: [sys.executable, "-c", text]
+
+
+class Sink:
+    """Takes the lines that would go to the broker."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    async def __call__(self, lines: LogLines) -> None:
+        self.lines += lines.lines
+
+
+def process(run_dir: Path, text: str, sink: Sink | None = None, **changes: object) -> ActorProcess:
+    return ActorProcess(
+        wanted(run_dir, **changes),
+        command=script(text),
+        nats_url="nats://127.0.0.1:1",
+        send=sink or Sink(),
+        stop_deadline_s=0.5,
+    )
+
+
+async def until(condition: Callable[[], bool], what: str) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  processes tell by no event
+            await asyncio.sleep(0.01)
+    assert condition(), what
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_exit_zero_is_done_and_its_output_is_kept_and_sent(tmp_path: Path) -> None:
+    sink = Sink()
+    actor = process(tmp_path, "print('hello'); print('no line end', end='')", sink)
+    await asyncio.wait_for(actor.run(), 10)
+    assert actor.ended
+    assert (actor.status.state, actor.status.exit_code) == ("exited", 0)
+    assert actor.status.slots == 0
+    assert sink.lines == ["hello", "no line end"]
+    log = tmp_path / "logs" / "attempt_1" / "learner.log"
+    assert log.read_text() == "hello\nno line end\n"
+
+
+async def test_exit_two_is_final_and_tells_the_error_of_the_actor(tmp_path: Path) -> None:
+    told = {"event": "actor_failed", "code": "data", "message": "no file 'x'", "hint": "make it"}
+    text = f"import sys; print({json.dumps(told)!r}); print('bye'); sys.exit(2)"
+    actor = process(tmp_path, text)
+    await asyncio.wait_for(actor.run(), 10)
+    assert (actor.status.state, actor.status.restarts) == ("failed", 0)
+    assert actor.status.error == "data: no file 'x'\n  make it"
+
+
+async def test_a_crash_is_started_again_until_it_is_done(tmp_path: Path) -> None:
+    text = (
+        "import sys, pathlib; p = pathlib.Path('count'); "
+        f"p = pathlib.Path({str(tmp_path)!r}) / 'count'; "
+        "n = int(p.read_text()) if p.exists() else 0; p.write_text(str(n + 1)); "
+        "sys.exit(0 if n == 2 else 1)"
+    )
+    actor = process(tmp_path, text)
+    await asyncio.wait_for(actor.run(), 20)
+    assert (actor.status.state, actor.status.restarts) == ("exited", 2)
+
+
+async def test_too_many_crashes_are_final_and_show_the_end_of_the_output(tmp_path: Path) -> None:
+    text = "import sys; print('last words'); sys.exit(1)"
+    actor = process(tmp_path, text, max_restarts=1)
+    await asyncio.wait_for(actor.run(), 20)
+    assert (actor.status.state, actor.status.restarts) == ("failed", 1)
+    assert actor.status.error == "crashed 2 times: exit code 1\nlast words"
+
+
+async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
+    actor = process(tmp_path, "import time; time.sleep(60)")
+    run = asyncio.create_task(actor.run())
+    await until(lambda: actor.status.pid is not None, "started")
+    first = actor.status.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: actor.status.pid not in (None, first), "started again")
+    assert actor.status.restarts == 1
+    actor.stop()
+    await asyncio.wait_for(run, 10)
+    assert actor.status.state == "exited"
+
+
+async def test_stop_lets_an_actor_drain(tmp_path: Path) -> None:
+    sink = Sink()
+    text = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (print('drained'), sys.exit(0)))\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    actor = process(tmp_path, text, sink)
+    run = asyncio.create_task(actor.run())
+    await until(lambda: "up" in sink.lines, "started")
+    actor.stop()
+    await asyncio.wait_for(run, 10)
+    assert sink.lines == ["up", "drained"]
+    assert (actor.status.state, actor.status.exit_code) == ("exited", 0)
+
+
+HANGS = (
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "print('up', flush=True)\ntime.sleep(60)"
+)
+
+
+async def test_an_actor_that_ignores_the_stop_is_killed_after_the_deadline(tmp_path: Path) -> None:
+    sink = Sink()
+    actor = process(tmp_path, HANGS, sink)
+    run = asyncio.create_task(actor.run())
+    await until(lambda: "up" in sink.lines, "started")
+    started = time.monotonic()
+    actor.stop()
+    await asyncio.wait_for(run, 10)
+    assert 0.4 < time.monotonic() - started < 3
+    assert (actor.status.state, actor.status.exit_code) == ("exited", -9)
+
+
+async def test_kill_does_not_wait_for_draining(tmp_path: Path) -> None:
+    sink = Sink()
+    actor = process(tmp_path, HANGS, sink)
+    actor._stop_deadline_s = 60.0
+    run = asyncio.create_task(actor.run())
+    await until(lambda: "up" in sink.lines, "started")
+    actor.stop()
+    await asyncio.sleep(0.05)
+    actor.stop(kill=True)
+    await asyncio.wait_for(run, 5)
+    assert actor.status.exit_code == -9
+
+
+async def test_grandchildren_end_with_their_actor(tmp_path: Path) -> None:
+    sink = Sink()
+    text = (
+        "import subprocess, sys\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(p.pid, flush=True)"
+    )
+    actor = process(tmp_path, text, sink)
+    await asyncio.wait_for(actor.run(), 10)
+    pid = int(sink.lines[0])
+    await until(lambda: not alive(pid), "the grandchild has ended")
+    assert actor.status.state == "exited"
+
+
+async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Path) -> None:
+    actor = ActorProcess(
+        wanted(tmp_path, max_restarts=0),
+        command=lambda _: ["/nonexistent/python"],
+        nats_url="",
+        send=Sink(),
+    )
+    await asyncio.wait_for(actor.run(), 10)
+    assert actor.status.state == "failed"
+    assert "cannot start /nonexistent/python" in actor.status.error
+
+
+async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: Path) -> None:
+    sink = Sink()
+    text = (
+        "import os; e = os.environ; "
+        "print(e['OMP_NUM_THREADS'], e['TINKERMQ_NATS_URL'], e['TINKERMQ_LOG_FORMAT'])"
+    )
+    await asyncio.wait_for(process(tmp_path, text, sink, threads=3).run(), 10)
+    assert sink.lines == ["3 nats://127.0.0.1:1 json"]
+
+
+NODE = """
+import asyncio, sys
+from tinkermq.actors.node.process import ActorProcess
+from tinkermq.schemas.node import WantedActor
+
+async def send(_): pass
+
+async def main():
+    wanted = WantedActor(user="u", job="j", name="a", role="learner", run_dir=sys.argv[1])
+    command = lambda _: [sys.executable, "-c", "import time; time.sleep(60)"]
+    actor = ActorProcess(wanted, command=command, nats_url="", send=send)
+    run = asyncio.create_task(actor.run())
+    while actor.status.pid is None:
+        await asyncio.sleep(0.01)
+    print(f'pid={actor.status.pid}', flush=True)
+    await run
+
+asyncio.run(main())
+"""
+
+
+async def test_actors_die_with_a_killed_node(tmp_path: Path) -> None:
+    node = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NODE, str(tmp_path), stdout=asyncio.subprocess.PIPE
+    )
+    assert node.stdout is not None
+    pid = 0
+    async with asyncio.timeout(20):
+        while not pid:
+            line = (await node.stdout.readline()).decode()
+            pid = int(line.removeprefix("pid=")) if line.startswith("pid=") else 0
+    assert alive(pid)
+    node.kill()
+    await node.wait()
+    await until(lambda: not alive(pid), "the actor died with its node")
+
+
+@pytest.mark.parametrize("size", [0, 1, 5_000])
+async def test_output_in_one_long_line_is_cut_not_lost(tmp_path: Path, size: int) -> None:
+    sink = Sink()
+    await asyncio.wait_for(process(tmp_path, f"print('x' * {size * 20})", sink).run(), 10)
+    assert "".join(sink.lines) == "x" * size * 20
