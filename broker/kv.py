@@ -1,0 +1,193 @@
+"""Typed key-value buckets that change by compare-and-set.
+
+A bucket is a stream in the layout of ADR-8, so that `nats kv` reads and writes it too. Keys may
+have dots; a prefix is a number of whole tokens. Everything here survives a restart of the server:
+reads and idempotent writes are repeated, and a compare-and-set whose answer was lost is recognised
+by reading the key back.
+"""
+
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
+from nats.js.errors import APIError
+
+from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
+from ..schemas.message import Message
+from .connection import Broker, NoResponders
+from .stored import StoredMessage, get_all, get_last
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+DEADLINE_S = 30.0
+_TOMBSTONE_TTL_S = 3600
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_OPERATION = "KV-Operation"
+_TTL = "Nats-TTL"
+_WRONG_SEQUENCE = (10071, 10164)
+WRITE_ID = "Tmq-Write"
+"""Header with a random id, by which a writer whose answer was lost recognises its own write."""
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[M]):
+    """The value of a key, and the revision to update it from."""
+
+    key: str
+    value: M
+    revision: int
+
+
+class Bucket(Generic[M]):
+    """A bucket whose values are messages of one kind.
+
+    `ttl_s` (whole seconds) lets a key vanish unless it is written again; each write sets it anew,
+    and a write without it makes the key stay.
+    """
+
+    def __init__(
+        self, broker: Broker, name: str, model: type[M], *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Name a bucket that `streams` has made."""
+        self._broker = broker
+        self.name = name
+        self._model = model
+        self._deadline_s = deadline_s
+        self._stream = f"KV_{name}"
+        self._prefix = f"$KV.{name}."
+
+    async def get(self, key: str) -> Entry[M] | None:
+        """Return the entry, or None if there is none.
+
+        Raises MessageError for a value that is not of this bucket's kind.
+        """
+        found = await self._last(key)
+        return None if found is None or _is_deleted(found) else self._entry(found)
+
+    async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+        """Write whatever was there before; return the revision."""
+        headers = _ttl_header(ttl_s)
+        return await self._write(key, value.to_bytes(), headers)
+
+    async def create(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+        """Write a key that must not be there yet; return the revision.
+
+        Raises ConflictError if it is.
+        """
+        found = await self._last(key)
+        if found is not None and not _is_deleted(found):
+            raise self._conflict(key, "it is there already")
+        return await self._swap(key, value.to_bytes(), found.seq if found else 0, ttl_s)
+
+    async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
+        """Write a key that must still be at `revision`; return the new revision.
+
+        Raises ConflictError if somebody else wrote first.
+        """
+        return await self._swap(key, value.to_bytes(), revision, ttl_s)
+
+    async def delete(self, key: str, *, revision: int | None = None) -> None:
+        """Delete a key; with `revision`, only if it is still there at that revision.
+
+        Raises ConflictError if somebody else wrote first.
+        """
+        headers = {_OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
+        if revision is not None:
+            headers[_EXPECTED] = str(revision)
+        try:
+            await self._write(key, b"", headers)
+        except APIError as error:
+            raise self._lost_or_refused(key, error) from error
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """Return all keys, or those below the tokens of `prefix`, in order."""
+        return sorted(message.subject[len(self._prefix) :] for message in await self._all(prefix))
+
+    async def items(self, prefix: str = "") -> list[Entry[M]]:
+        """Return all entries, or those below the tokens of `prefix`, by key.
+
+        A value that cannot be read is left out, and logged: one bad key must not hide the rest.
+        """
+        entries: list[Entry[M]] = []
+        for message in await self._all(prefix):
+            try:
+                entries.append(self._entry(message))
+            except MessageError as error:
+                _log.error("key_malformed", bucket=self.name, key=message.subject, error=str(error))
+        return sorted(entries, key=lambda entry: entry.key)
+
+    async def _all(self, prefix: str) -> list[StoredMessage]:
+        subject = f"{self._prefix}{prefix.rstrip('.')}.>" if prefix else f"{self._prefix}>"
+        messages = await self._read(lambda: get_all(self._broker, self._stream, subject))
+        newest = {message.subject: message for message in messages}
+        return [message for message in newest.values() if not _is_deleted(message)]
+
+    async def _last(self, key: str) -> StoredMessage | None:
+        return await self._read(lambda: get_last(self._broker, self._stream, self._prefix + key))
+
+    async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await self._broker.retry(
+                attempt, deadline_s=self._deadline_s, waiting_for=f"bucket {self.name}"
+            )
+        except NoResponders as error:
+            raise self._missing() from error
+
+    async def _swap(self, key: str, payload: bytes, revision: int, ttl_s: int | None) -> int:
+        headers = {_EXPECTED: str(revision), WRITE_ID: uuid.uuid4().hex, **_ttl_header(ttl_s)}
+        try:
+            return await self._write(key, payload, headers)
+        except APIError as error:
+            found = await self._last(key)
+            if found is not None and found.headers.get(WRITE_ID) == headers[WRITE_ID]:
+                return found.seq  # an earlier attempt of ours was stored, and its answer was lost
+            raise self._lost_or_refused(key, error) from error
+
+    async def _write(self, key: str, payload: bytes, headers: dict[str, str]) -> int:
+        try:
+            return await self._broker.append(
+                self._prefix + key,
+                payload,
+                headers=headers or None,
+                deadline_s=self._deadline_s,
+                waiting_for=f"key {key} of bucket {self.name}",
+            )
+        except NotFoundError as error:
+            raise self._missing() from error
+
+    def _entry(self, message: StoredMessage) -> Entry[M]:
+        key = message.subject[len(self._prefix) :]
+        return Entry(key, self._model.from_bytes(message.payload), message.seq)
+
+    def _conflict(self, key: str, why: str) -> ConflictError:
+        return ConflictError(
+            f"key {key!r} of bucket {self.name} was not written: {why}",
+            hint="read it again and decide anew",
+        )
+
+    def _lost_or_refused(self, key: str, error: APIError) -> BrokerError | ConflictError:
+        if error.err_code in _WRONG_SEQUENCE:
+            return self._conflict(key, "somebody else wrote it first")
+        return BrokerError(
+            f"key {key!r} of bucket {self.name} was refused: {error.description}",
+            hint="look at the bucket with `nats kv info`",
+        )
+
+    def _missing(self) -> NotFoundError:
+        return NotFoundError(
+            f"there is no bucket {self.name}",
+            hint="start the pool with `tinkermq up`; a job's own buckets end with the job",
+        )
+
+
+def _is_deleted(message: StoredMessage) -> bool:
+    return _OPERATION in message.headers or "Nats-Marker-Reason" in message.headers
+
+
+def _ttl_header(ttl_s: int | None) -> dict[str, str]:
+    return {} if ttl_s is None else {_TTL: f"{ttl_s}s"}

@@ -1,0 +1,73 @@
+"""Heartbeats: who is there, what they do, and whom they wait for.
+
+An actor writes its `Presence` every two seconds into a bucket whose keys vanish after ten; a
+missing key is a missing actor. Keys are `<user>.<job>.<actor>`, or `pool.<name>` for actors that
+belong to no job.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import structlog
+
+from ..schemas.errors import BrokerError, DeadlineError
+from ..schemas.metric import Presence
+from ..schemas.subjects import BUCKET_ACTORS
+from .connection import Broker
+from .kv import Bucket, Entry
+
+INTERVAL_S = 2.0
+_DELETE_DEADLINE_S = 2.0
+
+_log = structlog.get_logger()
+
+
+class PresenceBeat:
+    """Writes a heartbeat for as long as its block runs, and takes it away at the end."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        key: str,
+        beat: Callable[[], Presence],
+        *,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        """`beat` makes the heartbeat as of now; it is called on the event loop."""
+        self._bucket = presences(broker)
+        self._closing = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_DELETE_DEADLINE_S)
+        self._key = key
+        self._beat = beat
+        self._interval_s = interval_s
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "PresenceBeat":
+        await self._bucket.put(self._key, self._beat())
+        self._task = asyncio.create_task(self._run(), name=f"presence of {self._key}")
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        with contextlib.suppress(BrokerError, DeadlineError):  # the TTL removes it otherwise
+            await self._closing.delete(self._key)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            try:
+                await self._bucket.put(self._key, self._beat())
+            except (BrokerError, DeadlineError) as error:
+                _log.warning("presence_failed", key=self._key, error=str(error))
+
+
+def presences(broker: Broker) -> Bucket[Presence]:
+    """Return the bucket of heartbeats."""
+    return Bucket(broker, BUCKET_ACTORS, Presence)
+
+
+async def list_presences(broker: Broker, prefix: str = "") -> list[Entry[Presence]]:
+    """Return the heartbeats of all actors, or of those below `prefix` (`<user>.<job>`)."""
+    return await presences(broker).items(prefix)
