@@ -126,11 +126,14 @@ class Broker:
 
         Raises DeadlineError.
         """
+        if self._connected.is_set() and not self.nc.is_closed:
+            return
         try:
             async with asyncio.timeout_at(deadline):
                 await self._connected.wait()
         except TimeoutError:
             raise self._unreachable(waiting_for) from None
+        self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
         """Raise MessageError if a payload of `size` bytes cannot be sent."""
@@ -243,7 +246,7 @@ class Broker:
             try:
                 return await attempt()
             except NoResponders:
-                if self._settled():
+                if self.settled():
                     raise
             except (ConnectionLost, TimeoutError, *_TRANSIENT) as error:
                 self.check_open()
@@ -251,7 +254,7 @@ class Broker:
                     raise self._unreachable(waiting_for) from error
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _settled(self) -> bool:
+    def settled(self) -> bool:
         """Whether those who answered before the last reconnect have had time to come back."""
         return time.monotonic() - self.reconnected_at > RECONNECT_GRACE_S
 
@@ -421,6 +424,7 @@ class Broker:
 
     async def _closed(self) -> None:
         self.closed.set()
+        self._connected.set()  # wakes those who wait; they find it closed
         if not self._closing and self._inbox:
             self._report(
                 "broker_connection_closed",

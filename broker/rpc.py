@@ -1,0 +1,283 @@
+"""Requests and replies: typed services over NATS micro, and typed calls.
+
+A service is listed and counted by `nats micro ls|info|stats`. Each request runs in a task of its
+own, so that a slow one does not hold up the next and a call that comes back to its caller does not
+deadlock; their number is bounded. Whatever a payload holds, the answer is a reply or an error
+reply, and the service goes on: an error of ours travels as code, message and hint, anything
+unexpected is logged here and travels as `internal` without its details. Who asks is told by the
+subject, which the broker enforces, never by the payload.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import nats.micro
+import structlog
+from nats.aio.msg import Msg
+from nats.micro.request import Request
+from nats.micro.service import Service as MicroService
+
+from ..schemas.errors import (
+    BrokerError,
+    DeadlineError,
+    NotFoundError,
+    TinkermqError,
+    error_from_reply,
+)
+from ..schemas.message import Message
+from ..schemas.reply import ErrorReply
+from ..schemas.subjects import user_of_rpc
+from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+MAX_RUNNING = 1024
+VERSION = "0.1.0"
+_ERROR_CODE = "Nats-Service-Error-Code"
+_ERROR_TEXT = "Nats-Service-Error"
+_DRAIN_S = 5.0
+_MAX_ERROR_CHARS = 200
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What is known of a request besides its payload."""
+
+    subject: str
+    """The subject it came on."""
+
+    @property
+    def user(self) -> str:
+        """The user on whose behalf it was sent; only for `rpc.<user>.…` subjects."""
+        return user_of_rpc(self.subject)
+
+
+Handler = Callable[..., Awaitable[Message]]
+"""`async handler(request) -> reply`, or `async handler(request, context) -> reply`."""
+
+
+class Service:
+    """A micro service with typed endpoints; make one with `Service.start`."""
+
+    def __init__(self, broker: Broker, micro: MicroService) -> None:
+        """Wrap a service that has been started."""
+        self._broker = broker
+        self._micro = micro
+        self._running: set[asyncio.Task[None]] = set()
+        self._free = asyncio.Semaphore(MAX_RUNNING)
+
+    @classmethod
+    async def start(
+        cls,
+        broker: Broker,
+        *,
+        name: str,
+        description: str,
+        version: str = VERSION,
+        metadata: Mapping[str, str] | None = None,
+    ) -> "Service":
+        """Register a service; `nats micro ls` shows `name` and `description`."""
+        micro = await nats.micro.add_service(
+            broker.nc,
+            name=name,
+            version=version,
+            description=description,
+            metadata=dict(metadata or {}),
+        )
+        return cls(broker, micro)
+
+    async def endpoint(
+        self,
+        name: str,
+        subject: str,
+        request_model: type[Q],
+        handler: Handler,
+        *,
+        queue: str = "q",
+    ) -> None:
+        """Answer requests on `subject` with `handler`.
+
+        Endpoints on the same subject and `queue` share its requests, also across processes.
+        """
+        endpoint = _Endpoint(self._broker, request_model, _with_context(handler))
+
+        async def take(request: Request) -> None:
+            await self._free.acquire()
+            task = asyncio.create_task(endpoint.answer(request), name=f"{name} request")
+            self._running.add(task)
+            task.add_done_callback(self._done)
+
+        await self._micro.add_endpoint(
+            name=name, subject=subject, queue_group=queue, handler=take
+        )
+        endpoint.micro = cast("Any", self._micro)._endpoints[-1]
+        await self._broker.nc.flush()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._free.release()
+
+    async def stop(self, drain_s: float = _DRAIN_S) -> None:
+        """Take no more requests, and give those that run `drain_s` to finish."""
+        if not self._broker.nc.is_closed:
+            await self._micro.stop()
+        running = set(self._running)
+        if running:
+            _, late = await asyncio.wait(running, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def __aenter__(self) -> "Service":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+
+class _Endpoint:
+    """Answers the requests of one endpoint."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        request_model: type[Message],
+        handler: Callable[[Any, RequestContext], Awaitable[Message]],
+    ) -> None:
+        self._broker = broker
+        self._request_model = request_model
+        self._handler = handler
+        self.micro: Any = None
+
+    async def answer(self, request: Request) -> None:
+        """Handle one request; nothing that it holds or causes comes out of here as an error."""
+        started = time.perf_counter_ns()
+        payload, headers = await self._reply_to(request)
+        self._count(time.perf_counter_ns() - started, headers)
+        message = cast("Msg", cast("Any", request)._msg)
+        if not message.reply:
+            return
+        try:
+            await message._client.publish(message.reply, payload, headers=headers)
+        except Exception as error:  # noqa: BLE001  the caller is gone or the connection is down
+            _log.warning("reply_failed", subject=request.subject, error=repr(error))
+
+    async def _reply_to(self, request: Request) -> tuple[bytes, dict[str, str] | None]:
+        try:
+            query = self._request_model.from_bytes(request.data)
+            reply = await self._handler(query, RequestContext(request.subject))
+            payload = reply.to_bytes()
+            self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
+            return payload, None
+        except TinkermqError as error:
+            return _error_reply(error.code, error.message, error.hint)
+        except Exception as error:
+            # the boundary of the service: record here, tell the caller nothing of our insides
+            _log.exception("request_failed", subject=request.subject)
+            return _error_reply(
+                "internal",
+                f"the service failed on {request.subject}: {type(error).__name__}",
+                "its log has the details",
+            )
+
+    def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
+        """Count what nats.micro cannot see, as the handlers run in tasks of their own."""
+        self.micro._processing_time += duration_ns
+        if headers is not None:
+            self.micro._num_errors += 1
+            self.micro._last_error = f"{headers[_ERROR_CODE]}: {headers[_ERROR_TEXT]}"
+
+
+def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
+    line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
+    body = ErrorReply(code=code, message=message, hint=hint).to_bytes()
+    return body, {_ERROR_CODE: code, _ERROR_TEXT: line or code}
+
+
+def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
+    """Let handlers that do not need the context go without it."""
+    if len(inspect.signature(handler).parameters) >= 2:
+        return handler
+
+    def without(request: Any, _: RequestContext) -> Awaitable[Message]:
+        return handler(request)
+
+    return without
+
+
+async def call(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    reply_model: type[R],
+    *,
+    timeout_s: float,
+    waiting_for: str,
+    idempotent: bool = False,
+) -> R:
+    """Send a request and return its reply.
+
+    `waiting_for` names whom this waits for, for the message of DeadlineError. With `idempotent`
+    the request is sent again when the connection broke under it.
+
+    Raises the error that the service raised, DeadlineError, NotFoundError when nobody answers on
+    the subject, ConnectionLost, MessageError for a request that is too large or a malformed reply.
+    """
+    payload = request.to_bytes()
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    try:
+        reply = await _send(broker, subject, payload, deadline, waiting_for, idempotent)
+    except TimeoutError:
+        raise DeadlineError(
+            f"{waiting_for} did not answer on {subject} within {timeout_s:g} s",
+            hint="see what it does: `nats micro stats`, or its log",
+        ) from None
+    except NoResponders:
+        raise NotFoundError(
+            f"{waiting_for} is not there: nobody answers on {subject}",
+            hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
+        ) from None
+    if _ERROR_CODE in (reply.headers or {}):
+        raise _error_of(reply)
+    return reply_model.from_bytes(reply.data)
+
+
+async def _send(
+    broker: Broker,
+    subject: str,
+    payload: bytes,
+    deadline: float,
+    waiting_for: str,
+    idempotent: bool,
+) -> Msg:
+    loop = asyncio.get_running_loop()
+    while True:
+        await broker.wait_connected(deadline, waiting_for=waiting_for)
+        try:
+            return await broker.request(subject, payload, timeout_s=deadline - loop.time())
+        except ConnectionLost:
+            if not idempotent:
+                raise
+        except NoResponders:
+            if broker.settled():
+                raise  # otherwise the service may be reconnecting, too
+        if loop.time() + RETRY_PAUSE_S > deadline:
+            raise TimeoutError
+        await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _error_of(reply: Msg) -> TinkermqError:
+    headers = reply.headers or {}
+    try:
+        error = ErrorReply.from_bytes(reply.data)
+    except ValueError:  # a service of other make: only the headers are common
+        text = headers.get(_ERROR_TEXT, "")
+        return BrokerError(f"the request was refused: {headers[_ERROR_CODE]} {text}".strip())
+    return error_from_reply(error.code, error.message, error.hint)
