@@ -1,0 +1,200 @@
+"""Advantages against tables worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinkermq.actors.learner.advantages import (
+    ADVANTAGES,
+    AdvantageInputs,
+    compute_advantages,
+    overlong_penalty,
+)
+from tinkermq.schemas.errors import ConfigError
+
+OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
+
+
+def inputs(rewards, groups, lengths=None, **extra):
+    lengths = lengths or [1] * len(rewards)
+    return AdvantageInputs(
+        rewards_S=torch.tensor(rewards, dtype=torch.float32),
+        group_S=torch.tensor(groups),
+        seq_N=torch.repeat_interleave(torch.arange(len(rewards)), torch.tensor(lengths)),
+        **{
+            name: torch.tensor(value) if isinstance(value, list) else value
+            for name, value in extra.items()
+        },
+    )
+
+
+def assert_advantages(name, given_inputs, expected, **options):
+    actual = compute_advantages(name, given_inputs, **options)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor(expected).float(), atol=1e-6, rtol=1e-6)
+
+
+def test_grpo_divides_by_the_unbiased_std_of_the_group():
+    # group 7: mean 2, std sqrt((1+0+1)/2) = 1; group 3: mean 5, std sqrt(2)
+    case = inputs([1, 2, 3, 4, 6], [7, 7, 7, 3, 3], [2, 1, 1, 1, 1])
+    root = 1 / (math.sqrt(2) + 1e-6)
+    one = 1 / (1 + 1e-6)
+    assert_advantages("grpo", case, [-one, -one, 0, one, -root, root])
+
+
+def test_dr_grpo_subtracts_the_mean_only():
+    case = inputs([1, 2, 3, 4, 6], [7, 7, 7, 3, 3], [2, 1, 1, 1, 1])
+    assert_advantages("dr_grpo", case, [-1, -1, 0, 1, -1, 1])
+
+
+def test_rloo_compares_with_the_mean_of_the_others():
+    # 1 − (2+6)/2 = −3; 2 − (1+6)/2 = −1.5; 6 − 1.5 = 4.5
+    assert_advantages("rloo", inputs([1, 2, 6], [0, 0, 0]), [-3, -1.5, 4.5])
+
+
+def test_opo_weighs_the_baseline_by_length():
+    # (3·1 + 1·5) / 4 = 2
+    assert_advantages("opo", inputs([1, 5], [0, 0], [3, 1]), [-1, -1, -1, 3])
+
+
+def test_maxrl_divides_by_the_mean():
+    # mean 1/4
+    expected = [0.75 / 0.250001] + [-0.25 / 0.250001] * 3
+    assert_advantages("maxrl", inputs([1, 0, 0, 0], [0] * 4), expected)
+
+
+def test_maxrl_refuses_negative_rewards():
+    with pytest.raises(ConfigError, match=r"a reward is -0\.5") as caught:
+        compute_advantages("maxrl", inputs([1, -0.5], [0, 0]))
+    assert "grpo" in caught.value.hint
+
+
+def test_remax_subtracts_the_greedy_episode():
+    case = inputs([1, 0, 3], [0, 0, 1], [1, 2, 1], baseline_S=[0.5, 0.5, 4.0])
+    assert_advantages("remax", case, [0.5, -0.5, -0.5, -1])
+    with pytest.raises(ConfigError, match="no greedy baseline"):
+        compute_advantages("remax", inputs([1], [0]))
+
+
+def test_reinforce_pp_whitens_the_discounted_reward_to_go():
+    # returns: 1/2 then 1 in the first sequence, 3 in the second; mean 1.5, unbiased variance 1.75
+    case = inputs([1, 3], [0, 0], [2, 1], gamma=0.5)
+    scale = 1 / math.sqrt(1.75 + 1e-8)
+    assert_advantages("reinforce_pp", case, [-scale, -0.5 * scale, 1.5 * scale])
+
+
+def test_reinforce_pp_uses_rewards_where_they_lie():
+    # returns with γ = 1: 3, 1, 1 | 0
+    case = inputs([3, 0], [0, 0], [3, 1], token_rewards_N=[2.0, 0.0, 1.0, 0.0])
+    returns = torch.tensor([3.0, 1.0, 1.0, 0.0])
+    expected = (returns - returns.mean()) / (returns.var() + 1e-8).sqrt()
+    assert_advantages("reinforce_pp", case, expected.tolist())
+
+
+def test_reinforce_pp_baseline_whitens_over_tokens():
+    # centred −1 (three tokens) and 1 (one): mean −1/2, unbiased variance 1
+    expected = [-0.5, -0.5, -0.5, 1.5]
+    assert_advantages("reinforce_pp_baseline", inputs([0, 2], [0, 0], [3, 1]), expected)
+
+
+def test_grpo_per_turn_compares_equal_turns_of_a_group():
+    # returns (γ = 1/2): first episode 1 + 1, 2; second 3 + 2, 4. Means 3.5 and 3.
+    case = inputs(
+        [3, 7],
+        [0, 0],
+        [3, 2],
+        turn_N=[0, 0, 1, 0, 1],
+        token_rewards_N=[0.0, 1.0, 2.0, 3.0, 4.0],
+        gamma=0.5,
+    )
+    first = 1.5 / (math.sqrt(4.5) + 1e-6)
+    second = 1 / (math.sqrt(2) + 1e-6)
+    assert_advantages("grpo_per_turn", case, [-first, -first, -second, first, second])
+
+
+def test_a_turn_that_no_other_episode_reached_gets_nothing():
+    case = inputs(
+        [1, 3], [0, 0], [2, 1], turn_N=[0, 1, 0], token_rewards_N=[0.0, 1.0, 3.0], gamma=1.0
+    )
+    first = 1 / (math.sqrt(2) + 1e-6)
+    assert_advantages("grpo_per_turn", case, [-first, 0, first])
+
+
+def test_eight_equal_episodes_of_several_turns_get_exactly_nothing():
+    rewards = [-0.3 * 3] * 8
+    case = inputs(
+        rewards,
+        [0] * 8,
+        [3] * 8,
+        turn_N=[0, 1, 2] * 8,
+        token_rewards_N=[-0.1, -0.3, -0.5] * 8,
+        gamma=0.95,
+    )
+    assert torch.equal(compute_advantages("grpo_per_turn", case), torch.zeros(24))
+
+
+def test_grpo_per_turn_needs_turns():
+    with pytest.raises(ConfigError, match="no turns"):
+        compute_advantages("grpo_per_turn", inputs([1], [0]))
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_per_turn"])
+def test_a_group_of_one_has_no_baseline(name):
+    case = inputs([0.5, 2.0], [4, 9], [2, 1], turn_N=[0, 0, 0])
+    assert_advantages(name, case, [0.5, 0.5, 2.0])
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax", "reinforce_pp_baseline"}))
+@given(reward=st.floats(0, 1e3, width=32), size=st.integers(2, 9))
+def test_equal_rewards_give_exactly_zero(name, reward, size):
+    case = inputs([reward] * size, [0] * size, turn_N=[0] * size)
+    assert torch.equal(compute_advantages(name, case), torch.zeros(size))
+
+
+@pytest.mark.parametrize("name", OUTCOME)
+@given(data=st.data())
+def test_the_order_of_sequences_and_the_names_of_groups_do_not_matter(name, data):
+    size = data.draw(st.integers(2, 10))
+    rewards = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+    groups = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
+    order = data.draw(st.permutations(range(size)))
+    before = compute_advantages(name, inputs(rewards, groups))
+    after = compute_advantages(
+        name,
+        inputs([rewards[place] for place in order], [100 - 7 * groups[place] for place in order]),
+    )
+    torch.testing.assert_close(after, before[list(order)], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax"}))
+def test_a_sequence_without_generated_tokens_is_counted_in_its_group(name):
+    case = inputs([0.0, 1.0, 1.0], [0, 0, 0], [2, 0, 1], turn_N=[0, 0, 0])
+    advantages = compute_advantages(name, case)
+    assert advantages.shape == (3,)
+    assert torch.isfinite(advantages).all()
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax"}))
+def test_an_empty_batch_has_no_advantages(name):
+    none = torch.zeros(0, dtype=torch.int64)
+    case = AdvantageInputs(torch.zeros(0), none, none, turn_N=none)
+    assert compute_advantages(name, case).shape == (0,)
+
+
+def test_an_unknown_advantage_names_the_closest():
+    with pytest.raises(ConfigError, match="advantage=gpro") as caught:
+        compute_advantages("gpro", inputs([1], [0]))
+    assert caught.value.hint == "did you mean grpo?"
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    lengths = torch.tensor([10, 80, 85, 90, 100])
+    expected = torch.tensor([0.0, 0.0, -0.5, -1.0, -2.0])
+    torch.testing.assert_close(overlong_penalty(lengths, 100, 20, factor=2.0), expected)
+
+
+def test_an_overlong_buffer_over_the_longest_response_is_refused():
+    with pytest.raises(ConfigError, match="overlong_buffer is 200"):
+        overlong_penalty(torch.tensor([1]), 100, 200)
