@@ -1,0 +1,237 @@
+"""The queue of a job's tasks.
+
+A work-queue stream with one message per subject: a number that is queued or held is not queued
+twice. Generators hold tasks on a lease; a lease that is not renewed within `ack_wait_s` goes to
+somebody else. Nothing raises while the server restarts, it takes longer. A task is done only after
+its group is in the rollout log, so a late `done` of a lease that expired is harmless.
+"""
+
+import asyncio
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from nats.aio.msg import Msg
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as NatsNotFound
+
+from ..schemas.errors import BrokerError, MessageError
+from ..schemas.subjects import TASK_CONSUMER, JobScope, number_of
+from ..schemas.task import Task
+from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .pull import NS, ConsumerGone, PullInbox
+from .stored import get_all, missing
+
+MAX_LEASES = 8192
+PUBLISH_DEADLINE_S = 60.0
+_PULL_EXPIRES_S = 5.0
+_PULL_GRACE_S = 1.0
+_API_DEADLINE_S = 60.0
+_MALFORMED_DELAY_S = 3600
+_FULL_PAUSE_S = 0.1
+_WRONG_SEQUENCE = (10071, 10164)
+_STORE_FAILED = 10077
+
+_log = structlog.get_logger()
+
+
+@dataclass
+class Lease:
+    """A task, held until `done` or `give_back`, or until it is not renewed in time."""
+
+    task: Task
+    num_delivered: int
+    """How often the task was handed out, this time included."""
+    _message: Msg = field(repr=False)
+    _broker: Broker = field(repr=False)
+
+    async def keep(self) -> None:
+        """Renew the lease; call it every third of `ack_wait_s`."""
+        await self._say(b"+WPI")
+
+    async def done(self) -> None:
+        """Take the task off the queue; call it after its group is confirmed in the log."""
+        await self._say(b"+ACK")
+
+    async def give_back(self, delay_s: float = 0.0) -> None:
+        """Let somebody else have the task, after `delay_s`."""
+        await self._say(b'-NAK {"delay": %d}' % int(delay_s * NS))
+
+    async def _say(self, what: bytes) -> None:
+        # A lost word is harmless: the lease expires, and the next holder finds the group in the log.
+        await self._broker.publish(self._message.reply, what)
+
+
+class TaskQueue:
+    """Publishes and pulls the tasks of one job."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        ack_wait_s: float = 30.0,
+        *,
+        max_leases: int = MAX_LEASES,
+    ) -> None:
+        """`max_leases` bounds the tasks that all generators together hold."""
+        self._broker = broker
+        self._scope = scope
+        self._stream = scope.stream_task
+        self._ack_wait_s = ack_wait_s
+        self._max_leases = max_leases
+        self._inbox = PullInbox(broker)
+        self._has_consumer = False
+
+    async def publish(self, task: Task, *, deadline_s: float = PUBLISH_DEADLINE_S) -> bool:
+        """Queue a task; return False if its number is queued or held already.
+
+        Waits while the queue is full. Raises DeadlineError, BrokerError when it stays full,
+        NotFoundError when the job is gone.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        payload = task.to_bytes()
+        while True:
+            try:
+                await self._broker.append(
+                    self._scope.task(task.task),
+                    payload,
+                    headers={"Nats-Expected-Last-Subject-Sequence": "0"},
+                    deadline_s=deadline - loop.time(),
+                    waiting_for=f"task {task.task} to be queued",
+                )
+                return True
+            except APIError as error:
+                if _is_there(error):
+                    return False
+                if error.err_code != _STORE_FAILED or loop.time() > deadline - _FULL_PAUSE_S:
+                    raise self._refused(task, error) from error
+            await asyncio.sleep(_FULL_PAUSE_S)
+
+    async def pull(self, num: int, timeout_s: float) -> list[Lease]:
+        """Return up to `num` tasks as soon as there is one; none after `timeout_s`.
+
+        Raises NotFoundError when the job is gone, DeadlineError when the server stays away for a
+        minute.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            try:
+                messages = await self._pull(num, deadline - loop.time())
+            except (ConnectionLost, TimeoutError) as error:
+                _log.info("pull_repeated", stream=self._stream, reason=str(error))
+            except (ConsumerGone, NoResponders):
+                self._has_consumer = False
+            else:
+                leases = [lease for m in messages if (lease := await self._lease(m))]
+                if leases or loop.time() >= deadline:
+                    return leases
+                continue
+            if loop.time() >= deadline:
+                return []
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def pending_numbers(self) -> set[int]:
+        """Return the numbers of all tasks that are queued or held."""
+        try:
+            messages = await self._broker.retry(
+                lambda: get_all(self._broker, self._stream, self._scope.task("*")),
+                deadline_s=_API_DEADLINE_S,
+                waiting_for=f"the tasks of job {self._scope.job}",
+            )
+        except NoResponders as error:
+            raise missing(self._stream) from error
+        return {number_of(message.subject) for message in messages}
+
+    async def close(self) -> None:
+        """Hand back what arrived but was not pulled."""
+        for message in self._inbox.take_arrived():
+            await self._broker.publish(message.reply, b"-NAK")
+        await self._inbox.close()
+
+    async def _pull(self, num: int, timeout_s: float) -> list[Msg]:
+        """Take what is there at once; if nothing is, wait for the first and look again."""
+        await self._broker.wait_connected(
+            asyncio.get_running_loop().time() + _API_DEADLINE_S,
+            waiting_for=f"tasks of job {self._scope.job}",
+        )
+        await self._inbox.open()
+        if not self._has_consumer:
+            await self._make_consumer()
+        messages = await self._request({"batch": num, "no_wait": True}, num, 0.0)
+        if messages or timeout_s <= 0:
+            return messages
+        wait_s = min(timeout_s, _PULL_EXPIRES_S)
+        messages = await self._request({"batch": 1, "expires": int(wait_s * NS)}, 1, wait_s)
+        if messages and num > 1:
+            with contextlib.suppress(ConnectionLost, TimeoutError):
+                rest = num - 1
+                messages += await self._request({"batch": rest, "no_wait": True}, rest, 0.0)
+        return messages
+
+    async def _request(self, request: dict[str, Any], num: int, wait_s: float) -> list[Msg]:
+        await self._inbox.ask(self._stream, TASK_CONSUMER, request)
+        messages: list[Msg] = []
+        while len(messages) < num:
+            message = await self._inbox.next(wait_s + _PULL_GRACE_S)
+            if message is None:
+                break
+            messages.append(message)
+        return messages
+
+    async def _lease(self, message: Msg) -> Lease | None:
+        """Make a lease of a message; a malformed one is recorded and put far away."""
+        num_delivered = int(message.reply.split(".")[-5])
+        try:
+            task = Task.from_bytes(message.data)
+            if task.task != number_of(message.subject):
+                raise MessageError(f"task {task.task} came on {message.subject}")
+        except MessageError as error:
+            _log.error("task_malformed", subject=message.subject, error=str(error))
+            delay = b'-NAK {"delay": %d}' % (_MALFORMED_DELAY_S * NS)
+            await self._broker.publish(message.reply, delay)
+            return None
+        return Lease(task, num_delivered, message, self._broker)
+
+    async def _make_consumer(self) -> None:
+        config = {
+            "durable_name": TASK_CONSUMER,
+            "description": f"Generators of job {self._scope.job}",
+            "ack_policy": "explicit",
+            "ack_wait": int(self._ack_wait_s * NS),
+            "max_deliver": -1,
+            "max_ack_pending": self._max_leases,
+            "max_waiting": 4096,
+            "deliver_policy": "all",
+            "filter_subject": self._scope.task("*"),
+        }
+        request = {"stream_name": self._stream, "config": config}
+        verb = f"CONSUMER.CREATE.{self._stream}.{TASK_CONSUMER}.{self._scope.task('*')}"
+        try:
+            await self._broker.retry(
+                lambda: self._broker.api(verb, request),
+                deadline_s=_API_DEADLINE_S,
+                waiting_for=f"the consumer of {self._stream}",
+            )
+        except NatsNotFound as error:
+            raise missing(self._stream) from error
+        except APIError as error:
+            raise BrokerError(
+                f"the server refuses the consumer of {self._stream}: {error.description}",
+                hint="look at it with `nats consumer info`",
+            ) from error
+        self._has_consumer = True
+
+    def _refused(self, task: Task, error: APIError) -> BrokerError:
+        return BrokerError(
+            f"task {task.task} of job {self._scope.job} was refused: {error.description}",
+            hint="if its queue is full, raise limits.task_bytes or start more generators",
+        )
+
+
+def _is_there(error: APIError) -> bool:
+    return error.err_code in _WRONG_SEQUENCE or "per subject" in (error.description or "")
+
+
