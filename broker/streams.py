@@ -5,13 +5,14 @@ refuse what does not fit, which makes the publisher wait; metrics, events and lo
 oldest. Making a stream that is there already changes it to the wanted configuration.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
 from nats.js.errors import APIError, NotFoundError as StreamNotFound
 
 from ..schemas.config import LimitsConfig
-from ..schemas.errors import BrokerError
+from ..schemas.errors import BrokerError, MessageError
 from ..schemas.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
@@ -20,6 +21,7 @@ from ..schemas.subjects import (
     BUCKET_NODES,
     BUCKET_REQUESTS,
     JobScope,
+    number_of,
 )
 from .connection import Broker
 
@@ -186,6 +188,27 @@ async def delete_stream(broker: Broker, name: str) -> None:
 async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
     """Return what the server says of a stream; raises nats' NotFoundError when it is gone."""
     return await _ask(broker, f"STREAM.INFO.{name}", None)
+
+
+async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:
+    """Return every subject below `subjects` under which the stream holds messages, unread."""
+    found: list[str] = []
+    while True:
+        request = {"subjects_filter": subjects, "offset": len(found)}
+        answer = await _ask(broker, f"STREAM.INFO.{name}", request)
+        page: dict[str, int] = answer["state"].get("subjects") or {}
+        found += page
+        if not page or len(found) >= int(answer.get("total", 0)):
+            return found
+
+
+def numbers_of(subjects: list[str]) -> set[int]:
+    """Return the task numbers of subjects, without those that have none."""
+    numbers: set[int] = set()
+    for subject in subjects:
+        with contextlib.suppress(MessageError):  # whatever else somebody stored there
+            numbers.add(number_of(subject))
+    return numbers
 
 
 async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[str, Any]:

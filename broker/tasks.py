@@ -21,7 +21,8 @@ from ..schemas.subjects import TASK_CONSUMER, JobScope, number_of
 from ..schemas.task import Task
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 from .pull import NS, ConsumerGone, PullInbox
-from .stored import get_all, missing
+from .stored import missing
+from .streams import numbers_of, stream_subjects
 
 MAX_LEASES = 8192
 PUBLISH_DEADLINE_S = 60.0
@@ -136,14 +137,10 @@ class TaskQueue:
     async def pending_numbers(self) -> set[int]:
         """Return the numbers of all tasks that are queued or held."""
         try:
-            messages = await self._broker.retry(
-                lambda: get_all(self._broker, self._stream, self._scope.task("*")),
-                deadline_s=_API_DEADLINE_S,
-                waiting_for=f"the tasks of job {self._scope.job}",
-            )
-        except NoResponders as error:
+            subjects = await stream_subjects(self._broker, self._stream, self._scope.task("*"))
+        except NatsNotFound as error:
             raise missing(self._stream) from error
-        return {number_of(message.subject) for message in messages}
+        return numbers_of(subjects)
 
     async def close(self) -> None:
         """Hand back what arrived but was not pulled."""

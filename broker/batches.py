@@ -1,0 +1,86 @@
+"""The batch log: which groups each optimiser step trains, written before it trains them.
+
+An append names the last sequence that its writer knows. If somebody else has written since, this
+learner is no longer the one that owns the job: it is fenced off and must end.
+"""
+
+import uuid
+
+from nats.js.errors import APIError
+
+from ..schemas.batch import BatchRecord
+from ..schemas.errors import BrokerError, FencedError
+from ..schemas.subjects import JobScope
+from .connection import Broker, NoResponders
+from .kv import WRITE_ID
+from .stored import get_all, get_last, missing
+
+DEADLINE_S = 60.0
+_WRONG_SEQUENCE = (10071, 10164)
+
+
+class BatchLog:
+    """Appends to and reads the batch records of one job."""
+
+    def __init__(self, broker: Broker, scope: JobScope) -> None:
+        """Name the log; `streams` has made it."""
+        self._broker = broker
+        self._scope = scope
+        self._stream = scope.stream_batch
+
+    async def append(self, record: BatchRecord, expected_last_seq: int) -> int:
+        """Append a record behind `expected_last_seq` (0: it is the first); return its sequence.
+
+        Raises FencedError when somebody else has written since, BrokerError, DeadlineError,
+        NotFoundError when the job is gone.
+        """
+        headers = {
+            "Nats-Expected-Last-Subject-Sequence": str(expected_last_seq),
+            WRITE_ID: uuid.uuid4().hex,
+        }
+        try:
+            return await self._broker.append(
+                self._scope.batch,
+                record.to_bytes(),
+                headers=headers,
+                deadline_s=DEADLINE_S,
+                waiting_for=f"the batch record of step {record.step}",
+            )
+        except APIError as error:
+            if error.err_code in _WRONG_SEQUENCE:
+                return await self._mine(record, headers[WRITE_ID], expected_last_seq)
+            raise BrokerError(
+                f"the batch record of step {record.step} was refused: {error.description}",
+                hint="look at the log with `nats stream info`",
+            ) from error
+
+    async def read_all(self) -> list[tuple[int, BatchRecord]]:
+        """Return all records with their sequences, in order.
+
+        Raises MessageError for one that cannot be read: without it a run cannot be repeated.
+        """
+        try:
+            messages = await self._broker.retry(
+                lambda: get_all(self._broker, self._stream, self._scope.batch),
+                deadline_s=DEADLINE_S,
+                waiting_for=f"the batch records of job {self._scope.job}",
+            )
+        except NoResponders as error:
+            raise missing(self._stream) from error
+        return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
+
+    async def _mine(self, record: BatchRecord, write_id: str, expected: int) -> int:
+        """Return the sequence if an earlier attempt of ours was stored and its answer lost."""
+        last = await self._broker.retry(
+            lambda: get_last(self._broker, self._stream, self._scope.batch),
+            deadline_s=DEADLINE_S,
+            waiting_for=f"the batch records of job {self._scope.job}",
+        )
+        if last is not None and last.headers.get(WRITE_ID) == write_id:
+            return last.seq
+        raise FencedError(
+            f"another learner of job {self._scope.job} has written to the batch log: step "
+            f"{record.step} was to come after entry {expected}, the last is "
+            f"{last.seq if last else 'gone'}",
+            hint="only one learner may run for a job: end this one",
+        )

@@ -1,0 +1,193 @@
+"""Metrics, events and log lines: from the actors of a job to whoever wants to follow it.
+
+They are stored in two bounded streams whose oldest entries go first, so that a client that comes
+late, or comes back, sees what happened without it.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import aclosing
+from typing import Literal, TypeAlias, TypeVar
+
+import structlog
+from nats.js.errors import APIError
+
+from ..schemas.errors import BrokerError, MessageError
+from ..schemas.message import Message
+from ..schemas.metric import Event, LogLines, Metric
+from ..schemas.subjects import JobScope
+from ..schemas.task import DeadLetter
+from .connection import Broker, NoResponders
+from .reader import StreamReader
+from .stored import StoredMessage, get_all, missing
+
+FeedKind: TypeAlias = Literal["metric", "event", "log"]
+FeedMessage: TypeAlias = Metric | Event | LogLines
+ALL_KINDS: tuple[FeedKind, ...] = ("metric", "event", "log")
+PUBLISH_DEADLINE_S = 30.0
+_API_DEADLINE_S = 30.0
+_QUEUE_LENGTH = 256
+
+M = TypeVar("M", bound=Message)
+
+_log = structlog.get_logger()
+
+
+async def publish_metric(broker: Broker, scope: JobScope, metric: Metric) -> None:
+    """Store the numbers of one step."""
+    await _publish(broker, scope.metric, metric)
+
+
+async def publish_event(broker: Broker, scope: JobScope, event: Event) -> None:
+    """Store something that happened to the job."""
+    await _publish(broker, scope.event, event)
+
+
+async def publish_log(broker: Broker, scope: JobScope, lines: LogLines) -> None:
+    """Store lines that an actor wrote."""
+    await _publish(broker, scope.log(lines.actor), lines)
+
+
+async def publish_dead(broker: Broker, scope: JobScope, letter: DeadLetter) -> None:
+    """Store a task that was given up, with its last error."""
+    await _publish(broker, scope.dead, letter)
+
+
+async def _publish(broker: Broker, subject: str, message: Message) -> None:
+    """Store a message; the id keeps a repeated one from being stored twice."""
+    try:
+        await broker.append(
+            subject,
+            message.to_bytes(),
+            headers={"Nats-Msg-Id": uuid.uuid4().hex},
+            deadline_s=PUBLISH_DEADLINE_S,
+            waiting_for=f"a message on {subject} to be stored",
+        )
+    except APIError as error:
+        raise BrokerError(
+            f"a message on {subject} was refused: {error.description}",
+            hint="look at the stream with `nats stream info`",
+        ) from error
+
+
+async def read_metrics(broker: Broker, scope: JobScope) -> list[Metric]:
+    """Return all metrics that are stored, in order; malformed ones are left out and logged."""
+    return await _read_all(broker, scope.stream_feed, scope.metric, Metric)
+
+
+async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
+    """Return all events that are stored, in order; malformed ones are left out and logged."""
+    return await _read_all(broker, scope.stream_feed, scope.event, Event)
+
+
+async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
+    """Return the tasks that were given up, in order; malformed ones are left out and logged."""
+    return await _read_all(broker, scope.stream_dead, scope.dead, DeadLetter)
+
+
+async def _read_all(broker: Broker, stream: str, subject: str, model: type[M]) -> list[M]:
+    try:
+        messages = await broker.retry(
+            lambda: get_all(broker, stream, subject),
+            deadline_s=_API_DEADLINE_S,
+            waiting_for=f"stream {stream}",
+        )
+    except NoResponders as error:
+        raise missing(stream) from error
+    parsed = (_parse(message, model) for message in messages)
+    return [message for message in parsed if message is not None]
+
+
+async def follow(
+    broker: Broker,
+    scope: JobScope,
+    kinds: Collection[FeedKind] = ALL_KINDS,
+    *,
+    from_start: bool = True,
+    stop: asyncio.Event | None = None,
+) -> AsyncIterator[FeedMessage]:
+    """Yield metrics, events and log lines as they are stored, until `stop` is set.
+
+    Each kind comes in order and without gaps, also across restarts of the server. Without
+    `from_start` only what is stored from now on. Leave it through `contextlib.aclosing`.
+
+    Raises NotFoundError when the job is gone.
+    """
+    queue: asyncio.Queue[FeedMessage] = asyncio.Queue(_QUEUE_LENGTH)
+    readers = _readers(broker, scope, kinds, from_start)
+    for reader, _ in readers:
+        await reader.start()
+    tasks: set[asyncio.Task[object]] = {
+        asyncio.create_task(_pump(reader, parse, queue), name=f"follow {scope.key}")
+        for reader, parse in readers
+    }
+    if stop is not None:
+        tasks.add(asyncio.create_task(stop.wait(), name=f"end of following {scope.key}"))
+    try:
+        while (message := await _next(queue, tasks)) is not None:
+            yield message
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _next(
+    queue: "asyncio.Queue[FeedMessage]", tasks: "set[asyncio.Task[object]]"
+) -> FeedMessage | None:
+    """Return the next message, or None when it was told to stop; raise what a reader raised."""
+    if not queue.empty():
+        return queue.get_nowait()
+    getting = asyncio.create_task(queue.get())
+    try:
+        await asyncio.wait({getting, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        if getting.done():
+            return getting.result()
+        for task in tasks:
+            if task.done():
+                task.result()
+        return None
+    finally:
+        getting.cancel()
+
+
+async def _pump(
+    reader: StreamReader,
+    parse: Callable[[StoredMessage], FeedMessage | None],
+    queue: "asyncio.Queue[FeedMessage]",
+) -> None:
+    async with aclosing(reader.messages()) as messages:
+        async for stored in messages:
+            message = parse(stored)
+            if message is not None:
+                await queue.put(message)
+
+
+def _readers(
+    broker: Broker, scope: JobScope, kinds: Collection[FeedKind], from_start: bool
+) -> list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]]:
+    first = 1 if from_start else None
+    models: dict[str, type[Metric | Event]] = {}
+    if "metric" in kinds:
+        models[scope.metric] = Metric
+    if "event" in kinds:
+        models[scope.event] = Event
+    found: list[tuple[StreamReader, Callable[[StoredMessage], FeedMessage | None]]] = []
+    if models:
+        reader = StreamReader(broker, scope.stream_feed, list(models), from_seq=first)
+        found.append((reader, lambda stored: _parse(stored, models[stored.subject])))
+    if "log" in kinds:
+        reader = StreamReader(broker, scope.stream_log, [scope.log("*")], from_seq=first)
+        found.append((reader, lambda stored: _parse(stored, LogLines)))
+    return found
+
+
+def _parse(stored: StoredMessage, model: type[M]) -> M | None:
+    try:
+        return model.from_bytes(stored.payload)
+    except MessageError as error:
+        _log.error(
+            "feed_malformed", subject=stored.subject, seq=stored.seq, error=error.message
+        )
+        return None

@@ -1,0 +1,200 @@
+"""The rollout log: finished groups, appended once and only once per task.
+
+Of two generators that finished the same task the first wins. An append is confirmed or raises; it
+may be repeated at will, because the stream holds one message per subject and refuses a second. A
+full log is back-pressure: the append waits for the learner to trim. A malformed entry is yielded
+as such and never ends a reader.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as NatsNotFound
+
+from ..schemas.errors import BrokerError, MessageError
+from ..schemas.rollout import Group
+from ..schemas.subjects import JobScope, number_of
+from .connection import Broker, NoResponders
+from .reader import StreamReader
+from .stored import StoredMessage, get_last, get_seq, missing
+from .streams import numbers_of, stream_info, stream_subjects
+
+T = TypeVar("T")
+
+APPEND_DEADLINE_S = 300.0
+_API_DEADLINE_S = 60.0
+_FULL_PAUSE_S = 0.2
+_WRONG_SEQUENCE = (10071, 10164)
+_STORE_FAILED = 10077
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """One entry of the log; exactly one of `group` and `error` is None."""
+
+    seq: int
+    """Sequence in the log."""
+    number: int | None
+    """Task number; None when the subject does not end in one."""
+    payload: bytes
+    """The bytes as they were appended, for digests."""
+    group: Group | None
+    """The group, validated; its arrays are views of `payload`."""
+    error: MessageError | None
+    """Why the entry cannot be read."""
+
+
+class RolloutLog:
+    """Appends to and reads the rollout log of one job."""
+
+    def __init__(self, broker: Broker, scope: JobScope) -> None:
+        """Name the log; `streams` has made it."""
+        self._broker = broker
+        self._scope = scope
+        self._stream = scope.stream_rollout
+
+    async def append(self, group: Group, *, deadline_s: float = APPEND_DEADLINE_S) -> bool:
+        """Append a group; return False if the log has one for this task already.
+
+        Waits while the log is full or the server is away. Raises MessageError for a group that is
+        larger than the server takes, BrokerError when the log stays full, DeadlineError,
+        NotFoundError when the job is gone.
+        """
+        return await self.append_payload(group.task.task, group.to_bytes(), deadline_s=deadline_s)
+
+    async def append_payload(
+        self, number: int, payload: bytes, *, deadline_s: float = APPEND_DEADLINE_S
+    ) -> bool:
+        """Append the bytes of a group; see `append`."""
+        self._broker.check_size(len(payload), what=f"the group of task {number}")
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        while True:
+            try:
+                await self._broker.append(
+                    self._scope.rollout(number),
+                    payload,
+                    headers={"Nats-Expected-Last-Subject-Sequence": "0"},
+                    deadline_s=deadline - loop.time(),
+                    waiting_for=f"the group of task {number} to be appended",
+                )
+                return True
+            except APIError as error:
+                if _is_there(error):
+                    return False
+                if error.err_code != _STORE_FAILED or loop.time() > deadline - _FULL_PAUSE_S:
+                    raise self._refused(number, error, deadline_s) from error
+            await asyncio.sleep(_FULL_PAUSE_S)
+
+    async def contains(self, number: int) -> bool:
+        """Whether the log has a group of this task."""
+        return await self.find(number) is not None
+
+    async def find(self, number: int) -> LogEntry | None:
+        """Return the entry of a task, or None."""
+        subject = self._scope.rollout(number)
+        return await self._one(lambda: get_last(self._broker, self._stream, subject))
+
+    async def get(self, seq: int) -> LogEntry | None:
+        """Return the entry at a sequence, or None if it is not there (any more)."""
+        return await self._one(lambda: get_seq(self._broker, self._stream, seq))
+
+    async def numbers(self) -> set[int]:
+        """Return the task numbers of all entries, without reading them."""
+        try:
+            subjects = await stream_subjects(self._broker, self._stream, self._scope.rollout("*"))
+        except NatsNotFound as error:
+            raise missing(self._stream) from error
+        return numbers_of(subjects)
+
+    async def read(self, from_seq: int = 1) -> AsyncIterator[LogEntry]:
+        """Yield the entries from `from_seq` on, and new ones as they are appended, for ever.
+
+        Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is gone.
+        """
+        reader = StreamReader(
+            self._broker,
+            self._stream,
+            [self._scope.rollout("*")],
+            from_seq=from_seq,
+            description=f"{self._broker.name} reads the rollouts of job {self._scope.job}",
+        )
+        async with aclosing(reader.messages()) as messages:
+            async for message in messages:
+                yield read_entry(message)
+
+    async def last_seq(self) -> int:
+        """Return the sequence of the last entry ever appended; 0 for none."""
+        return int((await self._state())["last_seq"])
+
+    async def first_seq(self) -> int:
+        """Return the sequence of the oldest entry that is still there; 1 for an empty new log."""
+        return max(int((await self._state())["first_seq"]), 1)
+
+    async def _state(self) -> dict[str, Any]:
+        try:
+            return (await stream_info(self._broker, self._stream))["state"]
+        except NatsNotFound as error:
+            raise missing(self._stream) from error
+
+    async def trim(self, before_seq: int) -> None:
+        """Remove all entries before a sequence."""
+        try:
+            await self._retry(
+                lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"seq": before_seq})
+            )
+        except NatsNotFound as error:
+            raise missing(self._stream) from error
+
+    async def _one(
+        self, attempt: Callable[[], Awaitable[StoredMessage | None]]
+    ) -> LogEntry | None:
+        message = await self._retry(attempt)
+        return None if message is None else read_entry(message)
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await self._broker.retry(
+                attempt,
+                deadline_s=_API_DEADLINE_S,
+                waiting_for=f"the rollout log of job {self._scope.job}",
+            )
+        except NoResponders as error:
+            raise missing(self._stream) from error
+
+    def _refused(self, number: int, error: APIError, deadline_s: float) -> BrokerError:
+        if error.err_code == _STORE_FAILED:
+            return BrokerError(
+                f"the group of task {number} waited {deadline_s:g} s for room in the rollout log "
+                f"of job {self._scope.job}: {error.description}",
+                hint="raise limits.rollout_bytes, or see why the learner does not trim the log "
+                "(it does so behind each checkpoint: training.save_freq, keep_rollouts)",
+            )
+        return BrokerError(
+            f"the group of task {number} of job {self._scope.job} was refused: "
+            f"{error.description}",
+            hint="look at the log with `nats stream info`",
+        )
+
+
+def read_entry(message: StoredMessage) -> LogEntry:
+    """Validate one stored message; whatever it holds, the result is an entry."""
+    number: int | None = None
+    try:
+        number = number_of(message.subject)
+        group = Group.from_bytes(message.payload)
+        if group.task.task != number:
+            raise MessageError(
+                f"the group of task {group.task.task} was appended as that of task {number}"
+            )
+    except MessageError as error:
+        return LogEntry(message.seq, number, message.payload, None, error)
+    return LogEntry(message.seq, number, message.payload, group, None)
+
+
+def _is_there(error: APIError) -> bool:
+    return error.err_code in _WRONG_SEQUENCE or "per subject" in (error.description or "")

@@ -1,0 +1,61 @@
+"""Fixtures that all tests share: a real nats-server, connections, and the streams of a job."""
+
+import itertools
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.server import NatsServer
+from tinkermq.broker.streams import create_job_streams, create_shared, delete_job_streams
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.subjects import JobScope
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session")
+def nats_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NatsServer]:
+    """One server for all tests of the session; a test that kills takes `own_server`."""
+    with NatsServer(tmp_path_factory.mktemp("nats")) as server:
+        yield server
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server that the test may kill and restart."""
+    with NatsServer(tmp_path / "nats") as server:
+        yield server
+
+
+@pytest.fixture
+async def broker(nats_server: NatsServer) -> AsyncIterator[Broker]:
+    """A connection to the session's server, with the shared buckets made."""
+    async with await connect(nats_server.url, name="test") as connection:
+        await create_shared(connection)
+        yield connection
+
+
+@pytest.fixture
+async def own_broker(own_server: NatsServer) -> AsyncIterator[Broker]:
+    """A connection to the test's own server, with the shared buckets made."""
+    async with await connect(own_server.url, name="test") as connection:
+        await create_shared(connection)
+        yield connection
+
+
+@pytest.fixture
+async def scope(broker: Broker) -> AsyncIterator[JobScope]:
+    """A fresh job with its streams on the session's server, deleted afterwards."""
+    fresh = JobScope("local", f"job-{next(_numbers)}")
+    await create_job_streams(broker, fresh, LimitsConfig())
+    yield fresh
+    await delete_job_streams(broker, fresh)
+
+
+@pytest.fixture
+async def own_scope(own_broker: Broker) -> JobScope:
+    """A fresh job with its streams on the test's own server."""
+    fresh = JobScope("local", "job-own")
+    await create_job_streams(own_broker, fresh, LimitsConfig())
+    return fresh
