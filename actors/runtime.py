@@ -14,10 +14,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 import uvloop
@@ -43,6 +43,7 @@ SLOW_CALLBACK_S = 0.05
 _CONNECT_DEADLINE_S = 30.0
 _NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
 
+T = TypeVar("T")
 ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]
 
 
@@ -76,6 +77,17 @@ class ActorContext:
             yield
         finally:
             self._waits.remove(for_what)
+
+    async def unless_stopping(self, awaitable: Coroutine[Any, Any, T]) -> T | None:
+        """Await something, but no longer than until `stopping` is set; None if that came first."""
+        work = asyncio.ensure_future(awaitable)
+        stop = asyncio.ensure_future(self.stopping.wait())
+        try:
+            await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else None
+        finally:
+            for task in (work, stop):
+                task.cancel()
 
     def beat(self) -> Presence:
         """Return the heartbeat as of now."""

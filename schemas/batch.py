@@ -38,7 +38,7 @@ class BatchRecord(Message):
     seed: int = Field(ge=0)
     """Seed of the step's own randomness."""
     digest: str
-    """SHA-256 over the groups' payloads, in order."""
+    """SHA-256 over the SHA-256 digests of the groups' payloads, in order."""
     learner: str
     """The learner process that wrote it."""
     time: float

@@ -40,7 +40,7 @@ def rpc(user: str, service: str, method: str) -> str:
 
 
 def node(name: str, verb: str) -> str:
-    """Subject of a node: `sync` (request) or `heartbeat`."""
+    """Subject of a request to a node: `sync` or `status`."""
     return f"{PREFIX}.node.{name}.{verb}"
 
 

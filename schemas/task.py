@@ -20,6 +20,10 @@ class Task(Message):
     """Row of the training data, or None for a game that generates its states."""
     seed: int = Field(ge=0)
     """Seed of the group's episodes; each episode derives its own from it."""
+    index: int | None = Field(default=None, ge=0)
+    """Position in the job's data order; None for a task of a client's own."""
+    reissue_of: int | None = Field(default=None, ge=0)
+    """Number of the stale task in whose place it stands."""
     min_version: int = Field(default=0, ge=0)
     """A generator waits until its weights are at this version or newer."""
     group_size: int = Field(ge=1, le=4096)

@@ -1,0 +1,45 @@
+"""Following the learner's weights: fetch what is newest, swap it in, tell who waits for it."""
+
+import asyncio
+
+import structlog
+
+from ...broker.weights import WeightStore
+from ...schemas.errors import NotFoundError
+from .engine import Engine, KvOnSwap
+
+_POLL_S = 30.0
+_log = structlog.get_logger()
+
+
+class WeightFollower:
+    """Keeps an engine at the newest published version."""
+
+    def __init__(self, store: WeightStore, engine: Engine, kv: KvOnSwap) -> None:
+        self._store = store
+        self._engine = engine
+        self._kv: KvOnSwap = kv
+        self._changed = asyncio.Condition()
+        self.version = -1
+        """Version that is loaded; -1 before the first."""
+
+    async def run(self) -> None:
+        """Load every newest version, for ever."""
+        while True:
+            manifest = await self._store.wait_newer(self.version, timeout_s=_POLL_S)
+            if manifest is None:
+                continue
+            try:
+                tensors = await self._store.fetch(manifest)
+            except NotFoundError:
+                _log.info("weights_gone", version=manifest.version)
+                continue  # removed under us: a newer one is out
+            await self._engine.load_weights(manifest.version, tensors, self._kv)
+            async with self._changed:
+                self.version = manifest.version
+                self._changed.notify_all()
+
+    async def wait_for(self, version: int) -> None:
+        """Wait until the engine is at `version` or newer."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= version)

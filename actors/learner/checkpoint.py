@@ -1,0 +1,162 @@
+"""Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
+
+`checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
+state and `state.json`. A checkpoint is written to a hidden folder and renamed; `latest` is a link
+to the newest. Master weights are float32, and so are the saved ones.
+"""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel, Field
+from torch import nn
+
+from ...schemas.errors import NotFoundError, StorageError
+from .numbers import NumberSet
+
+_STATE = "learner/state.json"
+_OPTIMIZER = "learner/optimizer.pt"
+
+
+class LearnerState(BaseModel):
+    """What the learner must remember besides weights and optimiser."""
+
+    step: int = 0
+    """Optimiser steps done; also the policy's version."""
+    batch_seq: int = 0
+    """Sequence of the last batch record that is part of the weights: the frontier."""
+    log_seq: int = 1
+    """Every earlier entry of the rollout log has been decided on."""
+    next_task: int = 0
+    """Number of the next task."""
+    next_index: int = 0
+    """Position in the data order of the next task."""
+    trained: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of trained tasks, as half-open ranges."""
+    dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of tasks that were dropped; each has given its admission credit back."""
+    owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, data position) of dropped tasks that are still to be issued again."""
+    tokens_trained: int = 0
+    """Generated tokens trained so far."""
+    tokens_generated: int = 0
+    """Generated tokens received so far, dropped ones included."""
+
+
+def decided(state: LearnerState) -> NumberSet:
+    """Return the numbers whose fate the state knows."""
+    numbers = NumberSet(state.trained)
+    numbers.update(NumberSet(state.dropped))
+    return numbers
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+
+    def save(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        optimizer: torch.optim.Optimizer,
+        state: LearnerState,
+    ) -> Path:
+        """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+
+        Raises StorageError with path and free space when it cannot be written.
+        """
+        final = self.path(state.step)
+        temporary = self.folder / f".{final.name}.{os.getpid()}"
+        try:
+            self._remove_leftovers()
+            (temporary / "learner").mkdir(parents=True)
+            cast(Any, model).save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+            torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
+            (temporary / _STATE).write_text(state.model_dump_json(indent=1))
+            _flush(temporary)
+            if final.exists():
+                shutil.rmtree(final)
+            temporary.rename(final)
+            self._point_latest(final)
+            self._remove_old()
+        except (OSError, RuntimeError) as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise _storage_error(final, error) from error
+        return final
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step`."""
+        return self.folder / f"step_{step:06d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending."""
+        if not self.folder.is_dir():
+            return []
+        names = [path.name for path in self.folder.iterdir() if (path / _STATE).is_file()]
+        return sorted(int(name.removeprefix("step_")) for name in names if name[:5] == "step_")
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint, or None."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def _point_latest(self, final: Path) -> None:
+        link = self.folder.parent / "latest"
+        temporary = self.folder.parent / f".latest.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(final.relative_to(self.folder.parent))
+        temporary.replace(link)
+
+    def _remove_old(self) -> None:
+        steps = self.steps()
+        for step in steps[: -self._keep_last]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                shutil.rmtree(self.path(step))
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(folder: Path) -> LearnerState:
+    """Read the learner's state of a checkpoint; NotFoundError when it has none."""
+    file = folder / _STATE
+    if not file.is_file():
+        raise NotFoundError(
+            f"{folder} is not a checkpoint of a learner: it has no {_STATE}",
+            hint="name a folder such as outputs/<run>/checkpoints/step_000040",
+        )
+    return LearnerState.model_validate(json.loads(file.read_text()))
+
+
+def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimiser state of a checkpoint."""
+    optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, weights_only=True))
+
+
+def _flush(folder: Path) -> None:
+    """Bring every file of a folder to the disk before it gets its final name."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+
+
+def _storage_error(final: Path, error: Exception) -> StorageError:
+    free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
+    reason = "the disk is full" if is_full else str(error)
+    return StorageError(
+        f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
+        hint="free some space; earlier checkpoints are whole and training goes on",
+    )

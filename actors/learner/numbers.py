@@ -1,0 +1,47 @@
+"""Sets of task numbers that stay small: half-open ranges, as numbers come nearly in order."""
+
+import bisect
+from collections.abc import Iterable, Iterator
+
+
+class NumberSet:
+    """A set of non-negative integers, stored as ascending, disjoint ranges [start, end)."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        for start, end in ranges:
+            self._add_range(start, end)
+
+    def add(self, number: int) -> None:
+        """Add one number."""
+        self._add_range(number, number + 1)
+
+    def update(self, other: "NumberSet") -> None:
+        """Add every number of another set."""
+        for start, end in other.ranges():
+            self._add_range(start, end)
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect.bisect_right(self._starts, number) - 1
+        return at >= 0 and number < self._ends[at]
+
+    def __len__(self) -> int:
+        return sum(end - start for start, end in self.ranges())
+
+    def __iter__(self) -> Iterator[int]:
+        for start, end in self.ranges():
+            yield from range(start, end)
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the ranges, ascending."""
+        return list(zip(self._starts, self._ends, strict=True))
+
+    def _add_range(self, start: int, end: int) -> None:
+        first = bisect.bisect_left(self._ends, start)
+        last = bisect.bisect_right(self._starts, end)
+        if first < last:
+            start = min(start, self._starts[first])
+            end = max(end, self._ends[last - 1])
+        self._starts[first:last] = [start]
+        self._ends[first:last] = [end]

@@ -1,0 +1,138 @@
+"""The numbers of one step that come from its groups, under the names that users know."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...schemas.rollout import Group
+
+_LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
+
+
+def group_numbers(
+    groups: Sequence[Group], version: int, max_response_tokens: int
+) -> dict[str, float]:
+    """Describe the groups that a step trains; `version` is the policy's before the step."""
+    episodes = [item for group in groups for item in group.sampled]
+    rewards = np.array([item.reward for item in episodes])
+    prompts = np.array([int(np.argmax(item.mask)) for item in episodes])
+    responses = np.array([len(item.mask) for item in episodes]) - prompts
+    generated = np.array([item.num_generated for item in episodes])
+    turns = np.array([len(item.turn_ends) for item in episodes])
+    lags = version - np.concatenate([item.versions[item.mask == 1] for item in episodes])
+    group_lags = np.array([version - group.min_version for group in groups])
+    equal = [len({item.reward for item in group.sampled}) == 1 for group in groups]
+    return {
+        "training_step_reward": float(rewards.mean()),
+        **_spread("critic/score", rewards),
+        **_spread("response_length", responses),
+        "response_length/clip_ratio": float((responses >= max_response_tokens).mean()),
+        **_spread("prompt_length", prompts),
+        **_spread("num_turns", turns),
+        "rollout/generated_tokens": float(generated.sum()),
+        "rollout/episodes": float(len(episodes)),
+        "rollout/equal_reward_share": float(np.mean(equal)),
+        "rollout/tries_mean": float(np.mean([item.num_tries for item in episodes])),
+        "timing_s/generate_mean": float(np.mean([item.generate_s for item in episodes])),
+        "timing_s/environment_mean": float(np.mean([item.environment_s for item in episodes])),
+        "staleness/lag_mean": float(lags.mean()),
+        "staleness/lag_max": float(lags.max()),
+        "staleness/group_lag_max": float(group_lags.max()),
+        **_histogram(lags),
+        **_finishes(Counter(item.finish for item in episodes), len(episodes)),
+        **_game_numbers(groups),
+    }
+
+
+def _spread(name: str, values: NDArray[np.generic]) -> dict[str, float]:
+    floats = values.astype(np.float64)
+    return {
+        f"{name}/mean": float(floats.mean()),
+        f"{name}/max": float(floats.max()),
+        f"{name}/min": float(floats.min()),
+    }
+
+
+def _histogram(lags: NDArray[np.generic]) -> dict[str, float]:
+    """Share of the trained tokens by lag."""
+    shares: dict[str, float] = {}
+    for low, high in _LAG_BUCKETS:
+        inside = lags >= low if high is None else (lags >= low) & (lags <= high)
+        label = f"{low}+" if high is None else str(low) if low == high else f"{low}-{high}"
+        shares[f"staleness/lag_share/{label}"] = float(inside.mean())
+    return shares
+
+
+def _finishes(counts: Counter[str], total: int) -> dict[str, float]:
+    return {f"rollout/finish_{name}": counts[name] / total for name in ("done", "turns", "length")}
+
+
+def _game_numbers(groups: Sequence[Group]) -> dict[str, float]:
+    """Average what the game put into `info` as numbers, as `game/<key>`."""
+    found: dict[str, list[float]] = {}
+    for group in groups:
+        for item in group.sampled:
+            for key, value in item.info.items():
+                if isinstance(value, bool | int | float):
+                    found.setdefault(f"game/{key}", []).append(float(value))
+    return {key: float(np.mean(values)) for key, values in found.items()}
+
+
+@dataclass
+class Waste:
+    """What was generated and never trained, since the start."""
+
+    tokens_generated: int = 0
+    tokens_trained: int = 0
+    episodes_generated: int = 0
+    episodes_trained: int = 0
+
+    def add(self, group: Group, *, trained: bool) -> None:
+        """Count one group whose fate is decided."""
+        tokens = sum(item.num_generated for item in group.trajectories)
+        self.tokens_generated += tokens + group.tokens_wasted
+        self.episodes_generated += len(group.trajectories)
+        if trained:
+            self.tokens_trained += tokens
+            self.episodes_trained += len(group.trajectories)
+
+    def numbers(self) -> dict[str, float]:
+        """Share of generated tokens that were not trained, and how lengths compare."""
+        if not self.tokens_generated or not self.episodes_trained:
+            return {}
+        trained_mean = self.tokens_trained / self.episodes_trained
+        generated_mean = self.tokens_generated / max(self.episodes_generated, 1)
+        return {
+            "rollout/wasted_share": 1 - self.tokens_trained / self.tokens_generated,
+            "rollout/trained_over_generated_length": trained_mean / max(generated_mean, 1e-9),
+        }
+
+
+def bottleneck(learner_wait: float, engine_busy: float, environment: float, gate: float) -> str:
+    """Name what holds the run up, from shares of the recent time, and what to do about it.
+
+    `learner_wait`: the learner waited for groups. `engine_busy`: the generators computed.
+    `environment`: of an episode's time, the share spent in the game. `gate`: generators had no
+    task to pull.
+    """
+    if learner_wait < 0.25:
+        return (
+            f"the learner is busy {1 - learner_wait:.0%} of the time: it is the bottleneck "
+            "(more generators would not help)"
+        )
+    if engine_busy >= 0.6:
+        return f"the learner waits {learner_wait:.0%} of the time: add generators"
+    if environment >= 0.5:
+        return (
+            f"the learner waits {learner_wait:.0%} of the time and episodes spend "
+            f"{environment:.0%} of theirs in the game: add environment hosts or workers"
+        )
+    if gate >= 0.3:
+        return (
+            f"generators have no task {gate:.0%} of the time and the learner waits "
+            f"{learner_wait:.0%}: raise training.max_staleness or training.batch_size"
+        )
+    return f"the learner waits {learner_wait:.0%} of the time: add generators"
