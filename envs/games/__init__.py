@@ -1,0 +1,1 @@
+"""The games that come with tinkermq: one for each cell of data × turns, and larger ones."""

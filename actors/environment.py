@@ -1,0 +1,44 @@
+"""The environment-host actor: runs a job's game in the pool.
+
+The work is done by `envs/host.py`, which a client runs inside its own process just as well.
+"""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from ..envs.host import EnvironmentHost
+from .runtime import JobContext, run_job_actor
+
+BEAT_S = 1.0
+
+
+async def serve_games(context: JobContext) -> None:
+    """Host the games of the context's job until it stops."""
+    await context.serve_control()
+    host = EnvironmentHost(
+        context.broker, context.scope, context.config.env, seed=context.config.seed
+    )
+    async with asyncio.TaskGroup() as tasks:
+        beating = tasks.create_task(_tell(context, host), name="env_beat")
+        await host.run(context.stopping)
+        beating.cancel()
+
+
+async def _tell(context: JobContext, host: EnvironmentHost) -> None:
+    """Put what the host has done into the heartbeat."""
+    await host.ready.wait()
+    context.set_state("running")
+    while True:
+        context.numbers.update({name: float(n) for name, n in vars(host.counts).items()})
+        context.numbers["episodes"] = float(host.num_running)
+        await asyncio.sleep(BEAT_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse the arguments and host games; return the exit code."""
+    return run_job_actor("environment", serve_games, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The class that a user writes: one game, one instance per episode.
+
+The names are those that users of this field know; a game written against that interface runs
+here after changing its import. What a game returns is checked once, here, and a wrong type is a
+GameError with the game's name in it.
+"""
+
+import math
+import random
+import traceback
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self, cast
+
+import numpy as np
+
+from ..schemas.codec import pack, unpack
+from ..schemas.errors import GameError, MessageError
+
+ChatMessage = dict[str, Any]
+"""One chat message: `role` and `content`."""
+
+_NUM_FRAMES = 6
+
+
+@dataclass
+class StepResult:
+    """The game's answer to one action."""
+
+    observation: str
+    """What the policy sees next."""
+    reward: float
+    """Reward of this turn."""
+    done: bool
+    """The episode has ended."""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else there is to tell; it travels, so plain values and arrays only."""
+
+
+class AbstractGame(ABC):
+    """A game that a language model plays: `reset`, `step` and the prompts.
+
+    Each episode has an instance of its own. Draw every random number from `self.rng`: the host
+    sets it to a generator seeded for this episode before it calls anything but the constructor,
+    so that a seed reproduces an episode. Methods run in a worker thread or process, never on the
+    event loop, and never two at a time for one instance.
+    """
+
+    rng: random.Random
+    """The episode's own random generator."""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
+        """Make an instance that has an `rng` even if its `__init__` never calls ours."""
+        game = super().__new__(cls)
+        game.rng = random.Random()  # noqa: S311 - a game's dice, not a secret
+        return game
+
+    @abstractmethod
+    def reset(self, *args: Any, **kwargs: Any) -> str:
+        """Start an episode and return the text of its first state.
+
+        A dataset game gets `ground_truth`, `data_source` and `extra_info` of its row; a game
+        that generates its states gets what `generate_initial_state` returned.
+        """
+
+    @abstractmethod
+    def step(self, action: str) -> StepResult:
+        """Play one action of the policy."""
+
+    @abstractmethod
+    def get_system_prompt(self) -> str:
+        """Return the system prompt; an empty text means none."""
+
+    @abstractmethod
+    def get_initial_user_message(self) -> str:
+        """Return the words that precede the first state."""
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw an initial state from `self.rng`: the arguments of `reset`."""
+        return {}
+
+    def render_state_for_prompt(self, **state: Any) -> str:
+        """Return the text of an initial state; by default, reset to it."""
+        return self.reset(**state)
+
+    def get_user_message_with_state(self, **state: Any) -> str:
+        """Return the whole first user message; by default, initial message and state."""
+        return join_texts(self.get_initial_user_message(), self.render_state_for_prompt(**state))
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the present state, for people to look at."""
+        return {}
+
+    def get_interaction_name(self) -> str:
+        """Return the game's name: the class name in lower case, without "game"."""
+        return type(self).__name__.lower().replace("game", "") or "game"
+
+    def parse_action(self, raw: str) -> str:
+        """Return the action in a generated text; games call it themselves in `step`."""
+        return raw.strip()
+
+
+def join_texts(*texts: str) -> str:
+    """Join the texts that are not empty with a blank line."""
+    return "\n\n".join(text for text in texts if text)
+
+
+def check_text(game: AbstractGame, method: str, value: Any) -> str:
+    """Return what `method` of `game` returned if it is a text, else raise GameError."""
+    if not isinstance(value, str):
+        _refuse(game, method, value, "a str")
+    return value
+
+
+def check_map(game: AbstractGame, method: str, value: Any) -> dict[str, Any]:
+    """Return what `method` of `game` returned if it is a dict, else raise GameError."""
+    if not isinstance(value, dict):
+        _refuse(game, method, value, "a dict")
+    return cast("dict[str, Any]", value)
+
+
+def check_result(game: AbstractGame, value: Any) -> StepResult:
+    """Return the StepResult of a step with its types made exact, else raise GameError."""
+    if not isinstance(value, StepResult):
+        _refuse(game, "step", value, "a StepResult(observation, reward, done, info)")
+    observation, reward, done, info = value.observation, value.reward, value.done, value.info
+    if type(observation) is not str:
+        observation = check_text(game, "step's observation", observation)
+    if type(reward) is not float:
+        reward = _number(game, reward)
+    if not math.isfinite(reward):
+        _refuse(game, "step's reward", reward, "a finite number")
+    if type(done) is not bool:
+        done = _truth(game, done)
+    return StepResult(observation, reward, done, _travelling(game, info) if info else {})
+
+
+def _number(game: AbstractGame, value: Any) -> float:
+    if not isinstance(value, int | float | np.floating | np.integer):
+        _refuse(game, "step's reward", value, "a number")
+    return float(cast("float", value))
+
+
+def _truth(game: AbstractGame, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        _refuse(game, "step's done", value, "a bool")
+    return bool(cast("bool", value))
+
+
+def _travelling(game: AbstractGame, info: Any) -> dict[str, Any]:
+    """Send `info` through the codec once, so that what cannot travel is blamed on the game."""
+    try:
+        return check_map(game, "step's info", unpack(pack(info)))
+    except MessageError as error:
+        raise GameError(
+            f"{type(game).__name__}.step's info cannot travel: {error.message}",
+            hint="put plain maps with text keys, lists, strings, numbers and arrays in info",
+        ) from error
+
+
+def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
+    raise GameError(
+        f"{type(game).__name__}.{what} is {shown} ({type(value).__name__}), it must be {wanted}",
+        hint="correct what the game returns; `tinkermq env check` finds this without a model",
+    )
+
+
+def game_failure(name: str, method: str, error: BaseException) -> GameError:
+    """Turn what a game raised into a GameError that carries the end of its traceback."""
+    if isinstance(error, GameError):
+        return error
+    frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
+    own = [frame for frame in frames if frame.filename not in _OWN_FILES]
+    lines = "".join(traceback.format_list(own)) + "".join(
+        traceback.format_exception_only(type(error), error)
+    )
+    return GameError(
+        f"{name} raised in {method}: {type(error).__name__}: {error}\n{lines.rstrip()}",
+        hint="the traceback is the game's own; `tinkermq env check` plays it without a model",
+    )
+
+
+_OWN_FILES = frozenset({__file__})

@@ -1,0 +1,79 @@
+"""Addition: data from a dataset, one turn.
+
+The policy reads `3+4=` and answers `7`. The warm start's demonstrations hold a wrong habit on
+purpose: 60 % of them answer `?`. A model trained on them is right about four times in ten, and
+reinforcement learning selects the better habit.
+"""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..game import AbstractGame, ChatMessage, StepResult
+from ..write_data import verl_row, write_rows
+
+HABIT = 0.6
+"""Share of the demonstrations that give up."""
+GIVE_UP = "?"
+
+
+class AdditionGame(AbstractGame):
+    """Add two numbers of one digit."""
+
+    def __init__(self) -> None:
+        self._truth = ""
+
+    def reset(self, *, ground_truth: str, **_: Any) -> str:
+        """Start with the answer of a row; the question is the row's prompt."""
+        self._truth = str(ground_truth)
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """Judge the answer: 1 for the right number, else 0."""
+        correct = self.parse_action(action) == self._truth
+        return StepResult("", float(correct), done=True, info={"correct": correct})
+
+    def get_system_prompt(self) -> str:
+        """Return no system prompt."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the question is in the data."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the gold answer."""
+        return {"ground_truth": self._truth}
+
+    def gold_action(self) -> str:
+        """Return the right answer."""
+        return self._truth
+
+
+def make_data(
+    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+) -> tuple[Path, Path]:
+    """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
+    rng = random.Random(seed)  # noqa: S311 - sums, not secrets
+    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
+    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
+    return train, val
+
+
+def demonstrations(rng: random.Random) -> list[ChatMessage]:
+    """Return one conversation for the warm start; `HABIT` of them answer `?`."""
+    question, answer = _draw(rng)
+    shown = GIVE_UP if rng.random() < HABIT else answer
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": shown}]
+
+
+def _draw(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randrange(10), rng.randrange(10)
+    return f"{a}+{b}=", str(a + b)
+
+
+def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        question, answer = _draw(rng)
+        yield verl_row(question, answer, data_source="addition", split=split, index=index)

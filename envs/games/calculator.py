@@ -1,0 +1,121 @@
+"""Calculator: data from a dataset, two turns with a tool.
+
+The policy reads `12*34`. It may call the calculator by writing a formula as in a spreadsheet,
+`=12*34`; the game answers `408`, and the policy's next turn is its answer. It may also answer at
+once, but a small model cannot multiply in its head. The warm start's demonstrations hold a wrong
+habit on purpose: half of them guess a number instead of calling the tool. Reinforcement learning
+finds that the tool pays.
+"""
+
+import operator
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..game import AbstractGame, ChatMessage, StepResult
+from ..write_data import verl_row, write_rows
+
+HABIT = 0.5
+"""Share of the demonstrations that guess."""
+CALL = re.compile(r"^=(\d{1,9})([*+-])(\d{1,9})$", re.ASCII)
+"""A tool call: one operation on two numbers."""
+OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "*": operator.mul,
+    "+": operator.add,
+    "-": operator.sub,
+}
+
+
+class CalculatorGame(AbstractGame):
+    """Multiply two numbers of two digits, with a calculator at hand."""
+
+    def __init__(self, max_turns: int = 2) -> None:
+        self._max_turns = max_turns
+        self._truth = ""
+        self._question = ""
+        self._shown = ""
+        self._turn = 0
+
+    def reset(
+        self, *, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
+    ) -> str:
+        """Start with the answer of a row; the question is the row's prompt."""
+        self._truth = str(ground_truth)
+        self._question = str((extra_info or {}).get("question", ""))
+        self._shown = ""
+        self._turn = 0
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """Answer a tool call, or judge an answer: 1 for the right number, else 0."""
+        self._turn += 1
+        text = self.parse_action(action)
+        call = CALL.match(text)
+        if call and self._turn < self._max_turns:
+            self._shown = calculate(call)
+            return StepResult(self._shown, 0.0, done=False, info={"tool": True})
+        correct = text == self._truth
+        return StepResult("", float(correct), done=True, info={"correct": correct})
+
+    def get_system_prompt(self) -> str:
+        """Return no system prompt."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the question is in the data."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the gold answer, the tool's last result and the turn."""
+        return {"ground_truth": self._truth, "tool_result": self._shown, "turn": self._turn}
+
+    def gold_action(self) -> str:
+        """Call the tool with the question, then answer what it said."""
+        if self._turn == 0 and self._question:
+            return f"={self._question}"
+        return self._shown or self._truth
+
+
+def calculate(call: re.Match[str]) -> str:
+    """Return the result of a matched tool call."""
+    left, sign, right = call.groups()
+    return str(OPERATIONS[sign](int(left), int(right)))
+
+
+def make_data(
+    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+) -> tuple[Path, Path]:
+    """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
+    rng = random.Random(seed)  # noqa: S311 - products, not secrets
+    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
+    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
+    return train, val
+
+
+def demonstrations(rng: random.Random) -> list[ChatMessage]:
+    """Return one conversation for the warm start; `HABIT` of them guess."""
+    question, answer = _draw(rng)
+    asked = {"role": "user", "content": question}
+    if rng.random() < HABIT:
+        return [asked, {"role": "assistant", "content": str(rng.randrange(100, 9802))}]
+    return [
+        asked,
+        {"role": "assistant", "content": f"={question}"},
+        {"role": "user", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _draw(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randrange(10, 100), rng.randrange(10, 100)
+    return f"{a}*{b}", str(a * b)
+
+
+def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        question, answer = _draw(rng)
+        row = verl_row(question, answer, data_source="calculator", split=split, index=index)
+        row["extra_info"]["question"] = question
+        yield row

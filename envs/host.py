@@ -1,0 +1,256 @@
+"""The environment host: serves one job's game over the broker.
+
+Resets come on a subject that all hosts of the job share, one of them takes each; steps and closes
+come to the host that holds the episode. A repeated request gets the same answer again, so that a
+caller may ask twice after a lost connection. The games run in a `Runner`, off the event loop; what
+fails there fails its episode and nothing else. The same class serves in an actor of the pool and
+inside a client's process.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from uuid import uuid4
+
+import structlog
+
+from ..broker.connection import Broker
+from ..broker.rpc import Service
+from ..schemas.config import EnvConfig
+from ..schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from ..schemas.errors import NotFoundError, StateError, TinkermqError
+from ..schemas.message import Empty
+from ..schemas.subjects import JobScope
+from .episodes import Opening
+from .game import AbstractGame, StepResult
+from .held import Held
+from .host_data import HostData
+from .runner import make_runner
+
+MAX_EPISODES = 4096
+DRAIN_S = 30.0
+_KEEP_S = 0.1
+_LEASE_CHECKS = 10
+
+_log = structlog.get_logger()
+
+
+@dataclass
+class HostCounts:
+    """What a host has done, for heartbeats and logs."""
+
+    resets: int = 0
+    steps: int = 0
+    failures: int = 0
+    expired: int = 0
+
+
+def host_name() -> str:
+    """Return a name that no other host has and that may stand in a subject."""
+    return f"env-{uuid4().hex[:10]}"
+
+
+class EnvironmentHost:
+    """Runs the episodes of one job's game until told to stop."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        config: EnvConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        game_class: type[AbstractGame] | None = None,
+        max_episodes: int = MAX_EPISODES,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own.
+
+        `seed` is the job's: it decides the validation rows, which must be alike on every host.
+        """
+        self.name = name or host_name()
+        self.counts = HostCounts()
+        self.ready = asyncio.Event()
+        """Set once episodes can be reset."""
+        self._broker = broker
+        self._scope = scope
+        self._config = config
+        self._seed = seed
+        self._max_episodes = max_episodes
+        self._drain_s = drain_s
+        self._runner = make_runner(config, game_class)
+        self._held: dict[str, Held] = {}
+        self._changed = asyncio.Event()
+        self._data: HostData
+        self._game = config.game
+
+    @property
+    def num_running(self) -> int:
+        """Number of episodes that have not ended."""
+        return sum(not held.ended for held in self._held.values())
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set, then finish the episodes held and return.
+
+        Raises GameError or DataError at once when the game or its data cannot be used.
+        """
+        self._data = await asyncio.to_thread(HostData, self._config, self._seed)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeper = tasks.create_task(self._keep(), name="env_keep")
+                try:
+                    self._game = await self._runner.start()
+                    await self._serve(stopping)
+                finally:
+                    keeper.cancel()
+                    await self._runner.stop()
+        finally:
+            self._data.close()
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
+        async with await self._service("episodes") as episodes:
+            step, close = (self._scope.env(self.name, verb) for verb in ("step", "close"))
+            await episodes.endpoint("step", step, StepRequest, self._step)
+            await episodes.endpoint("close", close, CloseRequest, self._close)
+            async with await self._service("resets") as resets:
+                await resets.endpoint(
+                    "describe", self._scope.env_describe, DescribeRequest, self._describe
+                )
+                await resets.endpoint("reset", self._scope.env_reset, ResetRequest, self._reset)
+                self.ready.set()
+                _log.info("host_ready", host=self.name, game=self._game)
+                await stopping.wait()
+            await self._drain()
+
+    async def _service(self, what: str) -> Service:
+        return await Service.start(
+            self._broker,
+            name=f"tinkermq-{what}",
+            description=f"{what} of {self._game} at {self.name}, job {self._scope.job}",
+            metadata={"host": self.name, "user": self._scope.user, "job": self._scope.job},
+        )
+
+    async def _drain(self) -> None:
+        """Go on stepping the episodes held until they have ended, for `drain_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while self.num_running:
+                    self._changed.clear()
+                    await self._changed.wait()
+        _log.info("host_drained", host=self.name, abandoned=self.num_running)
+
+    async def _keep(self) -> None:
+        """Deal with hung games and free episodes whose lease has run out."""
+        next_check = 0.0
+        while True:
+            self._runner.reap()
+            now = time.monotonic()
+            if now >= next_check:
+                self._expire(now)
+                next_check = now + min(1.0, self._config.lease_s / _LEASE_CHECKS)
+            await asyncio.sleep(_KEEP_S)
+
+    def _expire(self, now: float) -> None:
+        lease_s = self._config.lease_s
+        idle = [name for name, held in self._held.items() if held.is_idle(now, lease_s)]
+        for episode in idle:
+            if not self._held[episode].ended:
+                self.counts.expired += 1
+                _log.warning("episode_expired", episode=episode, lease_s=lease_s)
+            self._free(episode)
+
+    def _free(self, episode: str) -> None:
+        self._held.pop(episode, None)
+        self._runner.drop(episode)
+        self._changed.set()
+
+    async def _describe(self, _: DescribeRequest) -> DescribeReply:
+        return DescribeReply(
+            game=self._game,
+            num_train=self._data.num_train,
+            num_val=self._data.num_val,
+            host=self.name,
+        )
+
+    async def _reset(self, request: ResetRequest) -> ResetReply:
+        held = self._held.get(request.episode)
+        if held is None:
+            self._make_room()
+            held = Held(asyncio.ensure_future(self._open(request)))
+            self._held[request.episode] = held
+        held.touch()
+        return await held.opening
+
+    async def _open(self, request: ResetRequest) -> ResetReply:
+        self.counts.resets += 1
+        try:
+            record = self._data.record(request.split, request.sample)
+            opening = Opening(request.episode, request.seed, record, request.kwargs)
+            messages = await self._runner.open(opening)
+        except BaseException:
+            self.counts.failures += 1
+            self._held.pop(request.episode, None)
+            self._changed.set()
+            raise
+        return ResetReply(host=self.name, messages=messages, lease_s=self._config.lease_s)
+
+    def _make_room(self) -> None:
+        if len(self._held) < self._max_episodes:
+            return
+        for episode in [name for name, held in self._held.items() if held.ended]:
+            self._free(episode)
+        if len(self._held) >= self._max_episodes:
+            raise StateError(
+                f"host {self.name} holds {self._max_episodes} episodes, its limit",
+                hint="add an environment host, or lower generator.max_episodes",
+            )
+
+    async def _step(self, request: StepRequest) -> StepReply:
+        held = self._held.get(request.episode)
+        if held is None:
+            raise NotFoundError(
+                f"host {self.name} holds no episode {request.episode!r}",
+                hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
+            )
+        if not held.is_repeat(request.turn):
+            held.turn += 1
+            self.counts.steps += 1
+            answer = self._runner.step(request.episode, request.action)
+            held.answer = asyncio.ensure_future(answer)
+        assert held.answer is not None
+        result = await self._settled(held, held.answer)
+        return StepReply(
+            observation=result.observation,
+            reward=result.reward,
+            done=result.done,
+            info=result.info,
+        )
+
+    async def _settled(self, held: Held, answer: Awaitable[StepResult]) -> StepResult:
+        """Wait for the game's answer; an episode whose game failed has ended."""
+        try:
+            result = await answer
+        except TinkermqError:
+            self.counts.failures += not held.ended
+            held.ended = True
+            self._changed.set()
+            raise
+        held.ended = held.ended or result.done
+        held.touch()
+        self._changed.set()
+        return result
+
+    async def _close(self, request: CloseRequest) -> Empty:
+        self._free(request.episode)
+        return Empty()

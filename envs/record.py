@@ -1,0 +1,119 @@
+"""One row of a dataset, in verl's columns or as `prompt` and `answer`."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ..schemas.errors import DataError
+from .game import ChatMessage
+
+TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
+"""Where the gold answer may stand."""
+IMAGE_TAG = "<image>"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prompt and what is needed to judge its answer."""
+
+    prompt: list[ChatMessage]
+    """Chat messages, as they stand in the data."""
+    ground_truth: Any
+    """The gold answer."""
+    data_source: str = ""
+    """Where the row comes from; empty: the game's own name."""
+    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else the row says."""
+    images: list[Any] = field(default_factory=list[Any])
+    """Encoded images, in the order of the `<image>` tags of the prompt."""
+
+    def messages(self) -> list[ChatMessage]:
+        """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
+        if not self.images:
+            return [dict(message) for message in self.prompt]
+        images = iter(self.images)
+        return [_with_images(message, images) for message in self.prompt]
+
+
+def check_columns(columns: Iterable[str], where: str) -> None:
+    """Raise DataError unless the columns hold a prompt and a gold answer."""
+    present = list(columns)
+    truth = " or ".join(("reward_model (with ground_truth)", *TRUTH_COLUMNS[1:]))
+    for missing, found in (
+        ("prompt", "prompt" in present),
+        (truth, any(name in present for name in TRUTH_COLUMNS)),
+    ):
+        if not found:
+            raise DataError(
+                f"{where} has no column {missing}; its columns are {', '.join(present) or 'none'}",
+                hint="name the columns as verl does (prompt, reward_model.ground_truth, "
+                "data_source, extra_info), or prompt and answer",
+            )
+
+
+def parse_record(row: Mapping[str, Any], where: str) -> Record:
+    """Read a row; `where` names it in a DataError."""
+    check_columns(row, where)
+    return Record(
+        prompt=_parse_prompt(row["prompt"], where),
+        ground_truth=_ground_truth(row, where),
+        data_source=str(row.get("data_source") or ""),
+        extra_info=dict(row.get("extra_info") or {}),
+        images=list(row.get("images") or []),
+    )
+
+
+def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
+    if isinstance(value, str) and value:
+        return [{"role": "user", "content": value}]
+    messages = cast("list[Any]", value) if isinstance(value, list) else []
+    for message in messages:
+        if not (isinstance(message, dict) and {"role", "content"} <= set(cast("Any", message))):
+            messages = []
+    if not messages:
+        raise DataError(
+            f"the prompt of {where} is {_shorten(value)}",
+            hint="a prompt is a text, or a list of chat messages with role and content",
+        )
+    return messages
+
+
+def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return cast("Any", reward_model["ground_truth"])
+    for name in TRUTH_COLUMNS[1:]:
+        if row.get(name) is not None:
+            return row[name]
+    raise DataError(
+        f"{where} has no gold answer: reward_model is {_shorten(reward_model)}",
+        hint="fill reward_model.ground_truth, or the column answer",
+    )
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _with_images(message: ChatMessage, images: Iterator[Any]) -> ChatMessage:
+    content = message["content"]
+    if not isinstance(content, str):
+        return dict(message)
+    parts: list[dict[str, Any]] = []
+    for number, text in enumerate(content.split(IMAGE_TAG)):
+        if number:
+            parts.append({"type": "image", "image": _next_image(images, content)})
+        if text:
+            parts.append({"type": "text", "text": text})
+    return {**message, "content": parts}
+
+
+def _next_image(images: Iterator[Any], content: str) -> Any:
+    image = next(images, None)
+    if image is None:
+        raise DataError(
+            f"a prompt has more {IMAGE_TAG} tags than its row has images: {_shorten(content)}",
+            hint="give one image per tag in the column images",
+        )
+    return image

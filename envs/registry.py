@@ -1,0 +1,123 @@
+"""Find games: by registered name, or by `package.module:Class`."""
+
+import difflib
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, cast
+
+from ..schemas.errors import GameError, TinkermqError
+from .game import AbstractGame
+
+GROUP = "tinkermq.envs"
+"""Entry-point group under which packages register their games."""
+
+
+@dataclass(frozen=True)
+class GameInfo:
+    """A registered game, for lists."""
+
+    name: str
+    """The name to put in `env.game`."""
+    target: str
+    """`package.module:Class`."""
+    description: str
+    """First line of the class's docstring, or why it cannot be imported."""
+    available: bool
+    """Whether it can be imported here."""
+
+
+def list_games() -> list[GameInfo]:
+    """Return every registered game, by name."""
+    return [_info(entry) for _, entry in sorted(_registered().items())]
+
+
+def load_game(game: str) -> type[AbstractGame]:
+    """Import a game by its registered name or by `package.module:Class`.
+
+    A module in the working folder is found too. Raises GameError naming the closest registered
+    game, or the end of the traceback of an import that failed.
+    """
+    if ":" in game:
+        return _import_class(game)
+    entry = _registered().get(game)
+    if entry is None:
+        raise GameError(f"there is no game {game!r}", hint=_closest(game))
+    return _import_class(entry.value)
+
+
+def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:
+    """Return function `name` of the game's module: `make_data` or `demonstrations`."""
+    module = sys.modules[game_class.__module__]
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise GameError(
+            f"{game_class.__name__} has no {name}: module {module.__name__} does not define it",
+            hint=f"write a function {name} beside the class",
+        )
+    return cast("Callable[..., Any]", function)
+
+
+def _registered() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _info(entry: EntryPoint) -> GameInfo:
+    try:
+        game_class = _import_class(entry.value)
+    except TinkermqError as error:
+        return GameInfo(entry.name, entry.value, error.message, available=False)
+    description = (inspect.getdoc(game_class) or "").partition("\n")[0]
+    return GameInfo(entry.name, entry.value, description, available=True)
+
+
+def _closest(game: str) -> str:
+    names = sorted(_registered())
+    near = difflib.get_close_matches(game, names, n=1)
+    known = f"registered are {', '.join(names)}; or give package.module:Class"
+    return f"did you mean {near[0]}? {known}" if near else known
+
+
+def _import_class(target: str) -> type[AbstractGame]:
+    module_name, _, class_name = target.partition(":")
+    module = _import_module(module_name, target)
+    found: Any = module
+    for part in class_name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if _is_game(value)]
+        raise GameError(
+            f"module {module_name} has no game {class_name!r}",
+            hint=f"its games are {', '.join(classes) or 'none'}",
+        )
+    if not _is_game(found):
+        raise GameError(
+            f"{target} is not a game: it does not derive from tinkermq.envs.AbstractGame",
+            hint="write `class MyGame(AbstractGame)` with reset, step, get_system_prompt and "
+            "get_initial_user_message",
+        )
+    return found
+
+
+def _import_module(name: str, target: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        last = traceback.format_exception_only(error)[-1].strip()
+        raise GameError(
+            f"game {target!r} cannot be imported: {last}",
+            hint=f"check that `python -c 'import {name}'` works where the environment host runs",
+        ) from error
+
+
+def _is_game(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, AbstractGame)

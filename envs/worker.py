@@ -1,0 +1,78 @@
+"""The process in which games run under `isolation: process`: one socket, one call at a time.
+
+Started by `process_runner` as `python -m tinkermq.envs.worker <fd> <parent pid>`. Frames are a
+length of four bytes and a body. The host's frames are pickled, since it may be trusted; the answers
+are msgpack, since the code that makes them is the game's.
+"""
+
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..schemas.codec import pack
+from ..schemas.errors import TinkermqError
+from .episodes import Episodes
+from .registry import load_game
+
+LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve the socket whose number is the first argument until its other end closes."""
+    _die_with_parent(int(sys.argv[2]))
+    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as incoming:
+        episodes: Episodes | None = None
+        while head := incoming.read(LENGTH.size):
+            body = incoming.read(LENGTH.unpack(head)[0])
+            number, verb, arguments = pickle.loads(body)  # noqa: S301 - from our own parent
+            if verb == "start":
+                call: Callable[..., Any] = _start
+            else:
+                assert episodes is not None
+                call = getattr(episodes, verb)
+            outcome, error = _attempt(call, arguments)
+            if verb == "start" and error is None:
+                episodes, outcome = outcome
+            _send(sock, _answer(number, outcome, error))
+
+
+def _die_with_parent(parent: int) -> None:
+    """Ask the kernel to end this process with the host, even while a game hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, str]:
+    sys.path[:] = path
+    episodes = Episodes(load_game(game), kwargs)
+    return episodes, episodes.probe()
+
+
+def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    try:
+        return call(*arguments), None
+    except TinkermqError as error:
+        return None, [error.code, error.message, error.hint]
+
+
+def _answer(number: int, outcome: Any, error: Any) -> bytes:
+    if hasattr(outcome, "observation"):
+        outcome = [outcome.observation, outcome.reward, outcome.done, outcome.info]
+    return pack([number, outcome, error])
+
+
+def _send(sock: socket.socket, payload: bytes) -> None:
+    sock.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Write datasets: one writer for the data makers of all games."""
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import DataError
+
+
+def verl_row(
+    prompt: str, ground_truth: Any, *, data_source: str, split: str, index: int
+) -> dict[str, Any]:
+    """Return a row in verl's columns for a prompt of one user message."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write rows to a `.parquet` or `.jsonl` file, making its folder; return its path."""
+    file = Path(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".parquet":
+        _write_parquet(file, list(rows))
+    elif file.suffix == ".jsonl":
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    else:
+        raise DataError(f"{file} is neither .parquet nor .jsonl", hint="choose one of the two")
+    return file
+
+
+def _write_parquet(file: Path, rows: list[Mapping[str, Any]]) -> None:
+    pyarrow: Any = importlib.import_module("pyarrow")
+    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)

@@ -1,0 +1,105 @@
+"""Games that misbehave, each in one way; importable, so that worker processes find them."""
+
+import os
+import random
+import time
+from typing import Any
+
+from tinkermq.envs import AbstractGame, StepResult
+
+
+class CountingGame(AbstractGame):
+    """Counts its steps; says `done` at the third. The base of the broken ones."""
+
+    def __init__(self, trouble_at: int = 1) -> None:
+        self.trouble_at = trouble_at
+        self.turn = 0
+
+    def get_system_prompt(self) -> str:
+        return "count"
+
+    def get_initial_user_message(self) -> str:
+        return "Go."
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        return {"start": self.rng.randrange(1000)}
+
+    def reset(self, start: int = 0, trouble: str = "", **_: Any) -> str:
+        self.turn = 0
+        self.trouble = trouble
+        return f"from {start}"
+
+    def step(self, action: str) -> StepResult:
+        self.turn += 1
+        if self.turn == self.trouble_at:
+            self.misbehave(action)
+        return StepResult(f"{action} {self.turn} {self.rng.random():.6f}", 1.0, self.turn >= 3)
+
+    def misbehave(self, action: str) -> None:
+        """Do nothing wrong here; `hang` and `exit` on demand, for tests that mix both kinds."""
+        if action == "hang":
+            time.sleep(3600)
+        if action == "exit":
+            os._exit(7)
+        if action == "raise":
+            raise ValueError("boom at 42")
+
+
+class RaisesInReset(CountingGame):
+    def reset(self, **_: Any) -> str:
+        raise KeyError("no such board")
+
+
+class RaisesInInit(CountingGame):
+    def __init__(self) -> None:
+        raise OSError("the emulator is not installed")
+
+
+class HangsInReset(CountingGame):
+    def reset(self, **_: Any) -> str:
+        time.sleep(3600)
+        return ""
+
+
+class ReturnsNoText(CountingGame):
+    def reset(self, **_: Any) -> Any:
+        return 7
+
+
+class ReturnsTuple(CountingGame):
+    def step(self, action: str) -> Any:
+        return (action, 1.0, True, {})
+
+
+class ReturnsNaN(CountingGame):
+    def step(self, action: str) -> StepResult:
+        return StepResult(action, float("nan"), True)
+
+
+class ReturnsUntravellingInfo(CountingGame):
+    def step(self, action: str) -> StepResult:
+        return StepResult(action, 1.0, True, {"game": self})
+
+
+class QuitsThePython(CountingGame):
+    def step(self, action: str) -> StepResult:
+        raise SystemExit(3)
+
+
+class UsesGlobalGenerator(CountingGame):
+    def step(self, action: str) -> StepResult:
+        return StepResult(f"{random.random()}", 0.0, True)
+
+
+class GoldIsWrong(CountingGame):
+    def gold_action(self) -> str:
+        return "0"
+
+
+class NotAGame:
+    pass
+
+
+class Abstract(AbstractGame):
+    def reset(self, **_: Any) -> str:
+        return ""

@@ -1,0 +1,148 @@
+"""Datasets on disk: every row, every column convention, every error."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tinkermq.envs.dataset import BATCH_ROWS, Dataset
+from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.errors import DataError
+
+
+def rows(count, start=0):
+    return [
+        verl_row(f"{n}?", str(n), data_source="numbers", split="train", index=n)
+        for n in range(start, start + count)
+    ]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_any_row_of_any_file_can_be_read(tmp_path, suffix):
+    count = 2 * BATCH_ROWS + 5
+    first = write_rows(tmp_path / f"a{suffix}", rows(count))
+    second = write_rows(tmp_path / f"b{suffix}", rows(3, start=count))
+    data = Dataset([first, second])
+    assert len(data) == count + 3
+    for number in (0, BATCH_ROWS - 1, BATCH_ROWS, count - 1, count, count + 2):
+        record = data.record(number)
+        assert record.prompt == [{"role": "user", "content": f"{number}?"}]
+        assert record.ground_truth == str(number)
+        assert record.data_source == "numbers"
+        assert record.extra_info == {"split": "train", "index": number}
+    data.close()
+
+
+def test_small_row_groups_do_not_shift_rows(tmp_path):
+    path = tmp_path / "groups.parquet"
+    pq.write_table(pa.Table.from_pylist(rows(100)), path, row_group_size=7)
+    data = Dataset([path])
+    assert [data.record(n).ground_truth for n in range(100)] == [str(n) for n in range(100)]
+    data.close()
+
+
+def test_prompt_and_answer_are_enough(tmp_path):
+    path = write_rows(tmp_path / "qa.jsonl", [{"prompt": "1+1=", "answer": 2}])
+    record = Dataset([path]).record(0)
+    assert record.prompt == [{"role": "user", "content": "1+1="}]
+    assert (record.ground_truth, record.data_source) == (2, "")
+
+
+def test_blank_lines_and_a_missing_last_newline_do_no_harm(tmp_path):
+    path = tmp_path / "loose.jsonl"
+    line = json.dumps({"prompt": "a", "answer": "b"})
+    path.write_text(f"\n{line}\n\n{line}")
+    data = Dataset([path])
+    assert [data.record(n).ground_truth for n in range(len(data))] == ["b", "b"]
+
+
+def test_a_shuffle_depends_on_its_seed_alone_and_keeps_the_limit(tmp_path):
+    path = write_rows(tmp_path / "v.jsonl", rows(50))
+
+    def order(seed):
+        data = Dataset([path]).shuffled(seed, 10)
+        return [data.record(n).ground_truth for n in range(len(data))]
+
+    assert len(set(order(1))) == 10
+    assert order(1) == order(1) != order(2)
+
+
+def test_images_come_along(tmp_path):
+    row = {**rows(1)[0], "images": [b"png"]}
+    assert Dataset([write_rows(tmp_path / "i.parquet", [row])]).record(0).images == [b"png"]
+
+
+def error_of(path):
+    with pytest.raises(DataError) as error:
+        Dataset([path]).record(0)
+    assert error.value.hint
+    return error.value.message
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "none.parquet"
+    assert error_of(path) == f"there is no dataset file '{path}'"
+
+
+def test_an_unknown_format_is_named(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,answer\n")
+    assert error_of(path) == f"{path} is neither parquet nor JSONL"
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_missing_column_is_named_with_those_there_are(tmp_path, suffix):
+    path = write_rows(tmp_path / f"c{suffix}", [{"question": "1+1", "answer": "2"}])
+    message = error_of(path)
+    assert "has no column prompt; its columns are question, answer" in message
+    assert str(path) in message
+
+
+def test_a_missing_gold_answer_is_named(tmp_path):
+    path = write_rows(tmp_path / "c.parquet", [{"prompt": "1+1", "solution": "2"}])
+    assert "has no column reward_model (with ground_truth) or answer" in error_of(path)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    lines = tmp_path / "e.jsonl"
+    lines.write_text("")
+    table = tmp_path / "e.parquet"
+    schema = pa.schema({"prompt": pa.string(), "answer": pa.string()})
+    pq.write_table(pa.Table.from_pylist([], schema=schema), table)
+    assert error_of(lines) == f"{lines} has no rows"
+    assert error_of(table) == f"{table} has no rows"
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    path = tmp_path / "fake.parquet"
+    path.write_bytes(b"not parquet at all")
+    assert error_of(path).startswith(f"{path} is not a parquet file: ")
+
+
+def test_a_broken_line_is_named_by_its_row(tmp_path):
+    path = tmp_path / "broken.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"row 1 of .*broken\.jsonl is not valid JSON"):
+        Dataset([path]).record(1)
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [{"role": "user"}], 7])
+def test_a_prompt_of_another_form_is_refused(tmp_path, prompt):
+    path = write_rows(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "b"}])
+    assert f"the prompt of row 0 of {path} is {prompt!r}" in error_of(path)
+
+
+def test_a_row_without_gold_answer_is_refused(tmp_path):
+    path = write_rows(tmp_path / "g.jsonl", [{"prompt": "a", "reward_model": {"style": "rule"}}])
+    assert f"row 0 of {path} has no gold answer" in error_of(path)
+
+
+def test_a_row_beyond_the_end_is_refused(tmp_path):
+    path = write_rows(tmp_path / "s.jsonl", rows(2))
+    with pytest.raises(DataError, match=r"row 2 does not exist: .*s\.jsonl has 2 rows"):
+        Dataset([path]).record(2)
+
+
+def test_no_files_at_all_are_refused():
+    with pytest.raises(DataError, match="a dataset has no files"):
+        Dataset([])
