@@ -1,0 +1,55 @@
+"""URLs of clients: the broker's `nats://host:port`, and a job's `nats://host:port/<user>/<job>`."""
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from ..schemas.errors import ConfigError
+from ..schemas.subjects import JobScope
+
+DEFAULT_USER = "local"
+_SCHEMES = {"nats", "tls", "ws", "wss"}
+
+
+@dataclass(frozen=True)
+class JobAddress:
+    """Where a job is reached."""
+
+    broker_url: str
+    """URL of the broker."""
+    scope: JobScope
+    """The job's names."""
+
+    @property
+    def server_url(self) -> str:
+        """The one URL that says all of it."""
+        return f"{self.broker_url}/{self.scope.user}/{self.scope.job}"
+
+
+def parse_broker_url(url: str) -> str:
+    """Return the URL of a broker without a path.
+
+    Raises ConfigError for another kind of URL, such as `http://…`.
+    """
+    parts = urlsplit(url if "//" in url else f"nats://{url}")
+    if parts.scheme not in _SCHEMES or not parts.hostname:
+        raise ConfigError(
+            f"{url!r} is not the URL of a broker",
+            hint="write nats://host:port; `tinkermq up` prints it",
+        )
+    return urlunsplit((parts.scheme, parts.netloc, "", "", ""))
+
+
+def parse_server_url(url: str) -> JobAddress:
+    """Read a job's URL.
+
+    Raises ConfigError when it names no job.
+    """
+    broker_url = parse_broker_url(url)
+    tokens = [part for part in urlsplit(url if "//" in url else f"nats://{url}").path.split("/")]
+    tokens = [part for part in tokens if part]
+    if len(tokens) != 2:
+        raise ConfigError(
+            f"{url!r} does not name a job",
+            hint="use the server_url that submit_job returned: nats://host:port/<user>/<job>",
+        )
+    return JobAddress(broker_url, JobScope(*tokens))

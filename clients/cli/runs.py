@@ -1,0 +1,228 @@
+"""`tinkermq ps`, `stop`, `resume`, `fork` and `scale`."""
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from ...broker.presence import list_presences
+from ...schemas.errors import ConfigError
+from ...schemas.job import JobRecord
+from ...schemas.load_config import apply_override
+from ...schemas.metric import Presence
+from ..names import did_you_mean
+from ..pool import Pool, new_request_id
+from .live import announce
+from .output import duration, note, print_json, print_table, say
+from .session import with_pool
+
+_ROLES: dict[str, Literal["generator", "environment"]] = {
+    "generators": "generator",
+    "generator": "generator",
+    "environments": "environment",
+    "environment": "environment",
+    "hosts": "environment",
+}
+
+
+def ps(
+    *,
+    all: Annotated[bool, Parameter(alias="-a")] = False,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """List runs: state, step, reward, tokens/s, slots, age and restarts.
+
+    Parameters
+    ----------
+    all
+        Also runs that have ended.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    rows = with_pool(nats_url, lambda pool: _list(pool, all=all))
+    if json:
+        print_json(rows)
+    elif not rows:
+        note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
+    else:
+        columns = ("run", "state", "step", "reward", "tokens/s", "slots", "age", "restarts")
+        print_table(columns, [_cells(row) for row in rows])
+    return 0
+
+
+async def _list(pool: Pool, *, all: bool) -> list[dict[str, Any]]:
+    records = await pool.list_jobs(all=all)
+    presences: dict[str, list[Presence]] = {}
+    for entry in await list_presences(pool.broker, pool.broker.user):
+        presences.setdefault(entry.key.rsplit(".", 1)[0], []).append(entry.value)
+    return [_row(record, presences.get(pool.scope(record).key, [])) for record in records]
+
+
+def _row(record: JobRecord, presences: list[Presence]) -> dict[str, Any]:
+    """Return what is known of a run; its figures come from its actors' heartbeats."""
+    numbers = {name: value for one in presences for name, value in one.numbers.items()}
+    learner = next((one for one in presences if one.role == "learner"), None)
+    version = learner.version if learner is not None else None
+    return {
+        "run": record.name,
+        "job": record.job,
+        "state": record.state,
+        "reason": record.reason,
+        "step": record.version if version is None else version,
+        "total_steps": (record.config.get("training") or {}).get("num_steps"),
+        "reward": numbers.get("reward"),
+        "tokens_per_s": sum(
+            one.numbers.get("tokens_per_s", 0.0) for one in presences if one.role == "generator"
+        ),
+        "slots": sum(actor.slots for actor in record.actors if actor.node is not None),
+        "age_s": (record.finished or time.time()) - record.created,
+        "restarts": sum(actor.restarts for actor in record.actors),
+        "attempt": record.attempt,
+        "waits_for": learner.waits_for if learner is not None else "",
+        "run_dir": record.run_dir,
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    total = f"/{row['total_steps']}" if row["total_steps"] else ""
+    reward = row["reward"]
+    return [
+        row["run"],
+        row["state"],
+        f"{row['step']}{total}",
+        "" if reward is None else f"{reward:.3f}",
+        f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
+        str(row["slots"]),
+        duration(row["age_s"]),
+        str(row["restarts"]),
+    ]
+
+
+def stop(run: str, /, *, now: bool = False, nats_url: str | None = None, json: bool = False) -> int:
+    """Stop a run after it has written a checkpoint.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    now
+        Do not wait for a checkpoint.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.stop(job, now=now)))
+    how = "at once" if now else "after a checkpoint"
+    return _tell(record, f"{record.name} stops {how}", as_json=json)
+
+
+def resume(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+    """Let a run that has ended go on from its last checkpoint; harmless while it runs.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.resume(job)))
+    return _tell(record, f"{record.name} is {record.state}", as_json=json)
+
+
+def fork(
+    source: str,
+    /,
+    *overrides: str,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """Start a new run from a checkpoint of another one.
+
+    Parameters
+    ----------
+    source
+        `RUN@STEP`.
+    overrides
+        Configuration keys that differ: `learner.lr=1e-5`.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    run, separator, step = source.rpartition("@")
+    if not separator or not step.isdigit():
+        raise ConfigError(
+            f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
+        )
+
+    async def work(pool: Pool) -> JobRecord:
+        origin = await pool.find(run)
+        config = {key: value for key, value in origin.config.items() if key != "name"}
+        for override in overrides:
+            apply_override(config, override)
+        return await pool.submit(
+            config, fork_of=f"{origin.job}@{step}", request_id=new_request_id()
+        )
+
+    record = with_pool(nats_url, work)
+    if json:
+        print_json(record.model_dump())
+    else:
+        announce(record)
+    return 0
+
+
+def scale(run: str, target: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+    """Change how many generators or environment hosts a running run has.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    target
+        `generators=N` or `environments=N`.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    role, count = _parse_target(target)
+    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.scale(job, role, count)))
+    return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=json)
+
+
+def _parse_target(target: str) -> tuple[Literal["generator", "environment"], int]:
+    word, separator, count = target.partition("=")
+    if not separator or not count.isdigit():
+        raise ConfigError(
+            f"{target!r} does not say how many of what", hint="write it as generators=2"
+        )
+    if word not in _ROLES:
+        raise ConfigError(f"{word!r} cannot be scaled", hint=did_you_mean(word, _ROLES))
+    return _ROLES[word], int(count)
+
+
+def _on_run(
+    run: str, change: Callable[[Pool, str], Awaitable[JobRecord]]
+) -> Callable[[Pool], Awaitable[JobRecord]]:
+    async def work(pool: Pool) -> JobRecord:
+        record = await pool.find(run)
+        return await change(pool, record.job)
+
+    return work
+
+
+def _tell(record: JobRecord, text: str, *, as_json: bool) -> int:
+    if as_json:
+        print_json(record.model_dump())
+    else:
+        say(text)
+    return 0

@@ -1,0 +1,40 @@
+"""One command's connection to the pool."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ...broker.connection import connect
+from ...schemas.errors import TinkermqError
+from ..home import find_url
+from ..pool import Pool
+
+T = TypeVar("T")
+
+CONNECT_DEADLINE_S = 5.0
+
+
+def with_pool(nats_url: str | None, work: Callable[[Pool], Awaitable[T]]) -> T:
+    """Connect to the named broker, or to that of the local stack, run `work`, and close.
+
+    Raises the one TinkermqError inside an exception group by itself.
+    """
+
+    async def body() -> T:
+        url = find_url(nats_url)
+        async with await connect(url, name="tinkermq", deadline_s=CONNECT_DEADLINE_S) as broker:
+            return await work(Pool(broker))
+
+    try:
+        return asyncio.run(body())
+    except BaseExceptionGroup as group:
+        raise _single(group) from group
+
+
+def _single(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _single(error)
+        if isinstance(error, TinkermqError):
+            return error
+    return group

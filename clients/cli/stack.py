@@ -1,0 +1,169 @@
+"""`tinkermq up` and `tinkermq down`."""
+
+import contextlib
+import json as json_module
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ...schemas.errors import ConfigError, DeadlineError, error_from_reply
+from ..home import HOME_VARIABLE, Home, StackState, default_folder
+from .output import duration, note, print_json, say
+
+if TYPE_CHECKING:
+    from .supervisor import StackOptions
+
+UP_DEADLINE_S = 60.0
+DOWN_DEADLINE_S = 60.0
+_POLL_S = 0.1
+
+
+def up(
+    *,
+    nats_url: str | None = None,
+    port: int = 4222,
+    slots: int | None = None,
+    store: Path | None = None,
+    foreground: bool = False,
+    json: bool = False,
+) -> int:
+    """Start broker, scheduler and one node on this machine; harmless when they run.
+
+    They go on in the background, and each is started again if it dies, until `tinkermq down`.
+
+    Parameters
+    ----------
+    nats_url
+        Use a NATS server that runs already (with JetStream) instead of starting one.
+    port
+        Port of the server that is started; 0 takes a free one.
+    slots
+        Slots of the node; default: its GPUs, or its CPU cores.
+    store
+        Folder of state, logs and stored messages; default: $TINKERMQ_HOME, or
+        ~/.local/share/tinkermq.
+    foreground
+        Stay until Ctrl-C instead of going into the background.
+    json
+        Print JSON.
+    """
+    if slots is not None and slots < 1:
+        raise ConfigError(f"--slots is {slots}", hint="give at least 1")
+    folder = (store or default_folder()).resolve()
+    running = Home(folder).running()
+    if running is None:
+        from .supervisor import StackOptions
+
+        options = StackOptions(home=folder, nats_url=nats_url, port=port or None, slots=slots)
+        if foreground:
+            return _hold(options, as_json=json)
+        running = start_detached(options)
+    elif not json:
+        note("a stack is up already; `tinkermq down` stops it")
+    _show(running, as_json=json)
+    return 0
+
+
+def down(*, store: Path | None = None, json: bool = False) -> int:
+    """Stop what `tinkermq up` started; harmless when nothing runs.
+
+    Running jobs write a checkpoint and go on at the next `up`.
+
+    Parameters
+    ----------
+    store
+        Folder of the stack, as given to `up`.
+    json
+        Print JSON.
+    """
+    home = Home(store.resolve() if store else None)
+    state = home.running()
+    if state is not None:
+        stop_detached(home, state)
+    if json:
+        print_json({"stopped": state is not None, "home": str(home.folder)})
+    else:
+        say("stopped" if state is not None else f"no stack is up in {home.folder}")
+    return 0
+
+
+def start_detached(options: "StackOptions") -> StackState:
+    """Start a supervisor in the background and wait until its stack is up.
+
+    Raises the supervisor's error, or DeadlineError.
+    """
+    logs = Home(options.home).logs
+    logs.mkdir(parents=True, exist_ok=True)
+    log_path = logs / "supervisor.log"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinkermq.clients.cli.supervisor", *options.arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,
+        )
+    line = _first_line(process)
+    if not line:
+        process.kill()
+        process.wait()
+        raise DeadlineError(
+            f"the stack did not come up within {UP_DEADLINE_S:.0f} s", hint=f"see {log_path}"
+        )
+    told = cast("dict[str, Any]", json_module.loads(line))
+    if "error" in told:
+        process.wait()
+        raise error_from_reply(**told["error"])
+    # The supervisor outlives this process on purpose.
+    process.returncode = 0
+    return StackState.model_validate(told["state"])
+
+
+def _first_line(process: "subprocess.Popen[bytes]") -> bytes:
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        readable, _, _ = select.select([pipe], [], [], UP_DEADLINE_S)
+        return pipe.readline() if readable else b""
+
+
+def stop_detached(home: Home, state: StackState) -> None:
+    """Stop a supervisor and wait until it has let go of its folder."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(state.pid, signal.SIGTERM)
+    deadline = time.monotonic() + DOWN_DEADLINE_S
+    while home.held():
+        if time.monotonic() > deadline:
+            raise DeadlineError(
+                f"the supervisor (process {state.pid}) has not ended after {DOWN_DEADLINE_S:.0f} s",
+                hint=f"see {home.logs}; `kill -9 {state.pid}` ends it and what it started",
+            )
+        time.sleep(_POLL_S)
+
+
+def _hold(options: "StackOptions", *, as_json: bool) -> int:
+    from .supervisor import Supervisor
+
+    Supervisor(options).run(lambda state: _show(state, as_json=as_json, foreground=True))
+    note("stopped")
+    return 0
+
+
+def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None:
+    if as_json:
+        print_json(state.model_dump())
+        return
+    age = time.time() - state.started
+    say(f"[bold green]up[/]  {state.url}  (since {duration(age)}, state and logs in {state.home})")
+    if Path(state.home) != default_folder().resolve():
+        say(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+    if foreground:
+        say("  Ctrl-C stops it")
+        return
+    say("  [bold]tinkermq train examples/calculator.yaml[/]   train a model")
+    say("  [bold]tinkermq ps[/]                               list runs")
+    say("  [bold]tinkermq down[/]                             stop everything")

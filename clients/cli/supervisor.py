@@ -1,0 +1,226 @@
+"""The process behind `tinkermq up`: broker, scheduler and one node, each started again if it dies.
+
+It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that
+it outlives the terminal; `up` reads one line of JSON from its standard output that says whether
+the stack came up. SIGTERM and SIGINT stop the children in order: node, scheduler, broker. If this
+process is killed the kernel kills its children.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from ...broker.server import NatsServer
+from ...schemas.errors import DeadlineError, TinkermqError
+from ..home import URL_VARIABLE, Home, StackState
+from .child import Child
+
+POLL_S = 0.2
+READY_DEADLINE_S = 30.0
+NODE_STOP_S = 30.0
+SCHEDULER_STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What `up` was asked for."""
+
+    home: Path
+    """Folder of the stack."""
+    nats_url: str | None = None
+    """A broker that runs already; None starts one."""
+    port: int | None = None
+    """Port of the broker that is started; None takes a free one."""
+    slots: int | None = None
+    """Slots of the node; None lets it count."""
+    node: str = "local"
+    """Name of the node."""
+
+    def arguments(self) -> list[str]:
+        """Return the command line that gives a supervisor these options."""
+        words = ["--home", str(self.home), "--node", self.node]
+        for flag, value in (
+            ("--nats-url", self.nats_url),
+            ("--port", self.port),
+            ("--slots", self.slots),
+        ):
+            words += [flag, str(value)] if value is not None else []
+        return words
+
+
+@dataclass
+class Supervisor:
+    """Starts the stack, keeps it up, and takes it down."""
+
+    options: StackOptions
+    stopping: bool = False
+    children: list[Child] = field(default_factory=list[Child])
+    server: NatsServer | None = None
+    server_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.home = Home(self.options.home)
+        self.started = time.time()
+
+    def run(self, ready: Callable[[StackState], None]) -> None:
+        """Hold the stack up until a signal; `ready` is called once it is up.
+
+        Raises TinkermqError when it does not come up; nothing is left running then.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        with self.home.locked():
+            try:
+                url = self._start()
+                self._write(url)
+                ready(self._state(url))
+                self._watch(url)
+            finally:
+                self._take_down()
+
+    def _start(self) -> str:
+        self.home.logs.mkdir(parents=True, exist_ok=True)
+        url = self.options.nats_url or self._start_server()
+        environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        slots = [] if self.options.slots is None else ["--slots", str(self.options.slots)]
+        commands = {
+            "scheduler": ["-m", "tinkermq.actors.scheduler"],
+            "node": ["-m", "tinkermq.actors.node", "--name", self.options.node, *slots],
+        }
+        for name, words in commands.items():
+            log = self.home.logs / f"{name}.log"
+            log.unlink(missing_ok=True)
+            child = Child(name, [sys.executable, *words], log=log, environment=environment)
+            child.start()
+            self.children.append(child)
+        self._wait_until_ready(url)
+        return url
+
+    def _start_server(self) -> str:
+        self.server = NatsServer(self.home.store, port=self.options.port)
+        self.server.start()
+        return self.server.url
+
+    def _wait_until_ready(self, url: str) -> None:
+        deadline = time.monotonic() + READY_DEADLINE_S
+        while not self.stopping:
+            missing = asyncio.run(_missing(url, self.options.node))
+            if not missing:
+                return
+            for child in self.children:
+                if child.exit_code is not None:
+                    raise child.last_words()
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the {' and the '.join(missing)} did not answer within "
+                    f"{READY_DEADLINE_S:.0f} s",
+                    hint=f"see the logs in {self.home.logs}",
+                )
+            time.sleep(POLL_S)
+
+    def _watch(self, url: str) -> None:
+        while not self.stopping:
+            revived = [child.name for child in self.children if child.revive()]
+            if self.server is not None and not self.server.running:
+                self.server.start()
+                self.server_restarts += 1
+                revived.append("broker")
+            for name in revived:
+                _log(f"{name} had died and was started again")
+            if revived:
+                self._write(url)
+            time.sleep(POLL_S)
+
+    def _take_down(self) -> None:
+        self.home.clear()
+        for child in reversed(self.children):
+            child.stop(NODE_STOP_S if child.name == "node" else SCHEDULER_STOP_S)
+        if self.server is not None:
+            self.server.stop()
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def _write(self, url: str) -> None:
+        self.home.write(self._state(url))
+
+    def _state(self, url: str) -> StackState:
+        pids = {child.name: child.pid or 0 for child in self.children}
+        restarts = {child.name: child.restarts for child in self.children}
+        if self.server is not None:
+            pids["broker"] = self.server.pid or 0
+            restarts["broker"] = self.server_restarts
+        return StackState(
+            url=url,
+            pid=os.getpid(),
+            children=pids,
+            restarts=restarts,
+            home=str(self.home.folder),
+            started=self.started,
+        )
+
+
+async def _missing(url: str, node: str) -> list[str]:
+    """Return which of scheduler and node is not heard of yet."""
+    from ...broker.connection import connect
+    from ...broker.presence import list_presences
+    from ...schemas.errors import NotFoundError
+
+    async with await connect(url, name="tinkermq-up") as broker:
+        try:
+            heard = [entry.value for entry in await list_presences(broker, "pool")]
+        except NotFoundError:
+            return ["scheduler", f"node {node}"]  # the scheduler makes the bucket
+    roles = {presence.role for presence in heard}
+    nodes = {presence.actor for presence in heard if presence.role == "node"}
+    missing = [] if "scheduler" in roles else ["scheduler"]
+    return missing if node in nodes else [*missing, f"node {node}"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a supervisor that tells its parent by one line whether the stack is up."""
+    options = _parse(argv)
+    try:
+        Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
+    except TinkermqError as error:
+        _log(str(error))
+        _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> StackOptions:
+    parser = argparse.ArgumentParser(prog="python -m tinkermq.clients.cli.supervisor")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--nats-url")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--node", default="local")
+    return StackOptions(**vars(parser.parse_args(argv)))
+
+
+def _tell(message: dict[str, object]) -> None:
+    """Write the one line for `up`, then give its pipe back; `up` may be gone already."""
+    try:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _log(text: str) -> None:
+    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Where the stack of `tinkermq up` keeps its state, and how clients find its broker.
+
+One folder per stack (`$TINKERMQ_HOME`, default `~/.local/share/tinkermq`): the state file with
+broker URL and process ids, logs, and the broker's store. The supervisor holds a lock on the folder
+for its whole life, so a state file left behind by a crash is never mistaken for a running stack.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..schemas.errors import BrokerError, StateError, StorageError
+
+URL_VARIABLE = "TINKERMQ_NATS_URL"
+HOME_VARIABLE = "TINKERMQ_HOME"
+_LOCK_TRIES = 20
+_LOCK_PAUSE_S = 0.05
+
+
+class StackState(BaseModel):
+    """What runs, as the supervisor last wrote it."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    url: str
+    """The broker."""
+    pid: int
+    """The supervisor."""
+    children: dict[str, int] = Field(default_factory=dict[str, int])
+    """Process ids of broker, scheduler and node."""
+    restarts: dict[str, int] = Field(default_factory=dict[str, int])
+    """How often each of them was started again."""
+    home: str
+    """The folder of the stack."""
+    started: float
+    """Seconds since the epoch."""
+
+
+class Home:
+    """The folder of one stack."""
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        """Name the folder; None: `$TINKERMQ_HOME`, or the default one."""
+        self.folder = Path(folder) if folder is not None else default_folder()
+
+    @property
+    def state_path(self) -> Path:
+        """The state file."""
+        return self.folder / "stack.json"
+
+    @property
+    def store(self) -> Path:
+        """The broker's store."""
+        return self.folder / "nats"
+
+    @property
+    def logs(self) -> Path:
+        """Folder of the logs of supervisor, scheduler and node."""
+        return self.folder / "logs"
+
+    def running(self) -> StackState | None:
+        """Return the state of the stack that runs here, or None."""
+        if not self.state_path.exists() or not self.held():
+            return None
+        try:
+            return StackState.model_validate_json(self.state_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None  # it stopped between the two lines above
+
+    def write(self, state: StackState) -> None:
+        """Write the state file in one piece."""
+        part = self.state_path.with_suffix(".part")
+        part.write_text(json.dumps(state.model_dump(), indent=2) + "\n", encoding="utf-8")
+        part.replace(self.state_path)
+
+    def clear(self) -> None:
+        """Remove the state file."""
+        self.state_path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the folder for as long as the block runs.
+
+        Raises StateError when another supervisor holds it, StorageError when it cannot be made.
+        """
+        with self._open_lock() as lock:
+            if not _take(lock):
+                raise StateError(
+                    f"a stack is already up in {self.folder}",
+                    hint="stop it with `tinkermq down`, or use another folder: --store DIR",
+                )
+            yield
+
+    def held(self) -> bool:
+        """Whether a supervisor holds the folder."""
+        with self._open_lock() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    def _open_lock(self) -> IO[str]:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return (self.folder / "stack.lock").open("a")
+        except OSError as error:
+            raise StorageError(
+                f"the folder {self.folder} cannot be used: {error.strerror}",
+                hint=f"set {HOME_VARIABLE}, or give --store DIR",
+            ) from error
+
+
+def default_folder() -> Path:
+    """Return `$TINKERMQ_HOME`, or `~/.local/share/tinkermq`."""
+    given = os.environ.get(HOME_VARIABLE)
+    return Path(given) if given else Path.home() / ".local" / "share" / "tinkermq"
+
+
+def find_url(given: str | None = None) -> str:
+    """Return the broker's URL: the given one, `$TINKERMQ_NATS_URL`, or that of the local stack.
+
+    Raises BrokerError when there is none.
+    """
+    url = given or os.environ.get(URL_VARIABLE)
+    if url:
+        return url
+    state = Home().running()
+    if state is None:
+        raise BrokerError(
+            f"no stack is up in {default_folder()}, and no broker was named",
+            hint=f"start one with `tinkermq up`, or name a broker: --nats-url URL or "
+            f"{URL_VARIABLE}",
+        )
+    return state.url
+
+
+def _take(lock: IO[str]) -> bool:
+    """Take the lock; a reader that looks whether it is held has it for a moment only."""
+    for _ in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_LOCK_PAUSE_S)
+        else:
+            return True
+    return False

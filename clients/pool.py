@@ -1,0 +1,145 @@
+"""What clients ask the scheduler for, over one connection.
+
+Changes are requests to the scheduler; what is known is read from the job records themselves, so
+that looking works while the scheduler is down.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from ulid import ULID
+
+from ..broker.connection import Broker
+from ..broker.jobs import JobStore
+from ..broker.rpc import call
+from ..schemas.errors import BrokerError, MessageError, NotFoundError
+from ..schemas.job import (
+    FINAL_STATES,
+    ConfigureRequest,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from ..schemas.message import Empty, Message
+from ..schemas.node import NodeList
+from ..schemas.subjects import JobScope, rpc, token
+from .names import did_you_mean
+
+R = TypeVar("R", bound=Message)
+
+TIMEOUT_S = 30.0
+
+
+def new_request_id() -> str:
+    """Return an id under which a submission can be sent again without making a second job."""
+    return str(ULID()).lower()
+
+
+class Pool:
+    """The scheduler and its jobs, on behalf of the connection's user."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self._jobs = JobStore(broker)
+
+    async def submit(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft"] = "train",
+        configured: bool = True,
+        fork_of: str | None = None,
+        request_id: str | None = None,
+    ) -> JobRecord:
+        """Submit a job; the same `request_id` returns the same job."""
+        request = SubmitRequest(
+            request_id=request_id or new_request_id(),
+            kind=kind,
+            config=dict(config),
+            configured=configured,
+            fork_of=fork_of,
+        )
+        return await self._change("submit", request)
+
+    async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
+        """Lay keys over the configuration of a job that has not started; maybe start it."""
+        return await self._change(
+            "configure", ConfigureRequest(job=job, config=dict(config), start=start)
+        )
+
+    async def stop(self, job: str, *, now: bool = False, complete: bool = False) -> JobRecord:
+        """Stop a job, with a checkpoint unless `now`."""
+        return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
+
+    async def resume(self, job: str) -> JobRecord:
+        """Queue a job that has ended again, from its last checkpoint."""
+        return await self._change("resume", JobRequest(job=job))
+
+    async def scale(
+        self, job: str, role: Literal["generator", "environment"], count: int
+    ) -> JobRecord:
+        """Change the number of generators or environment hosts."""
+        return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
+
+    async def nodes(self) -> NodeList:
+        """Return the nodes of the pool."""
+        return await self._ask("nodes", Empty(), NodeList)
+
+    async def find(self, name: str) -> JobRecord:
+        """Return a job by its id or the name of its run.
+
+        Raises NotFoundError that names the closest run.
+        """
+        record = await self._jobs.find(self.broker.user, name) if is_token(name) else None
+        if record is not None:
+            return record
+        records = await self.list_jobs(all=True)
+        known = [known for record in records for known in (record.name, record.job)]
+        raise NotFoundError(
+            f"there is no run {name!r}",
+            hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
+        )
+
+    async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
+        """Return the jobs that have not ended, or all, newest first."""
+        records = await self._jobs.list_jobs(self.broker.user)
+        return [record for record in records if all or record.state not in FINAL_STATES]
+
+    def scope(self, record: JobRecord) -> JobScope:
+        """Return the names of a job."""
+        return JobScope(record.user, record.job)
+
+    async def _change(self, method: str, request: Message) -> JobRecord:
+        return (await self._ask(method, request, JobReply)).record
+
+    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+        subject = rpc(self.broker.user, "scheduler", method)
+        try:
+            return await call(
+                self.broker,
+                subject,
+                request,
+                reply,
+                timeout_s=TIMEOUT_S,
+                waiting_for="the scheduler",
+                idempotent=True,
+            )
+        except NotFoundError as error:
+            if "nobody answers" not in error.message:
+                raise
+            raise BrokerError(
+                f"no scheduler is connected to the broker at {self.broker.url}",
+                hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
+            ) from error
+
+
+def is_token(name: str) -> bool:
+    """Whether a name can be that of a run at all."""
+    try:
+        token(name, what="run")
+    except MessageError:
+        return False
+    return True

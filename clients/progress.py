@@ -1,0 +1,104 @@
+"""How far a run is: a pure summary of its metrics and events, for displays."""
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.metric import Event, Metric
+
+REWARD = "training_step_reward"
+VALIDATION = "val/mean_score"
+_RECENT_STEPS = 10
+_BARS = "▁▂▃▄▅▆▇█"
+_QUIET_EVENTS = frozenset({"bottleneck"})
+
+
+@dataclass
+class RunProgress:
+    """What is known of a run so far; `take_*` bring it up to date."""
+
+    record: JobRecord
+    step: int = 0
+    total_steps: int | None = None
+    rewards: dict[int, float] = field(default_factory=dict[int, float])
+    validation: dict[int, float] = field(default_factory=dict[int, float])
+    values: dict[str, float] = field(default_factory=dict[str, float])
+    bottleneck: str = ""
+    event: Event | None = None
+    _times: dict[int, float] = field(default_factory=dict[int, float])
+
+    def __post_init__(self) -> None:
+        training: dict[str, Any] = self.record.config.get("training") or {}
+        self.total_steps = training.get("num_steps")
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run has come to its last state."""
+        return self.record.state in FINAL_STATES
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Estimate from the pace of the last steps, or None before two steps."""
+        steps = sorted(self._times)[-_RECENT_STEPS - 1 :]
+        if self.total_steps is None or len(steps) < 2:
+            return None
+        pace = (self._times[steps[-1]] - self._times[steps[0]]) / (steps[-1] - steps[0])
+        return max(0.0, (self.total_steps - self.step) * pace)
+
+    def take_record(self, record: JobRecord) -> None:
+        """Take the job's newest record."""
+        self.record = record
+
+    def take_event(self, event: Event) -> None:
+        """Take an event."""
+        if event.kind == "bottleneck":
+            self.bottleneck = event.message
+        if event.kind not in _QUIET_EVENTS:
+            self.event = event
+
+    def take_metric(self, metric: Metric) -> bool:
+        """Take the numbers of a step; return whether they tell of a new training step."""
+        self.values.update(metric.values)
+        total = metric.values.get("training/total_steps")
+        if total is not None and math.isfinite(total):
+            self.total_steps = int(total)
+        score = metric.values.get(VALIDATION)
+        if score is not None and math.isfinite(score):
+            self.validation[metric.step] = score
+        reward = metric.values.get(REWARD)
+        if reward is None:
+            return False
+        self.rewards[metric.step] = reward
+        self._times[metric.step] = metric.time
+        self.step = max(self.step, metric.step)
+        return True
+
+    def value(self, name: str) -> float | None:
+        """Return the newest finite value of a metric."""
+        value = self.values.get(name)
+        return value if value is not None and math.isfinite(value) else None
+
+    def last_validation(self) -> tuple[int, float] | None:
+        """Return step and score of the newest validation."""
+        return max(self.validation.items(), default=None)
+
+    def smoothed_rewards(self, width: int) -> list[float]:
+        """Return at most `width` means of consecutive rewards, oldest first."""
+        values = [value for _, value in sorted(self.rewards.items()) if math.isfinite(value)]
+        if not values:
+            return []
+        count = min(width, len(values))
+        edges = [round(place * len(values) / count) for place in range(count + 1)]
+        parts = [values[start:end] for start, end in itertools.pairwise(edges)]
+        return [sum(part) / len(part) for part in parts]
+
+
+def sparkline(values: list[float]) -> str:
+    """Return a line of bars from the smallest to the largest value."""
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(_BARS[min(7, int((value - low) / span * 8))] for value in values)
