@@ -7,7 +7,6 @@ compute in float64 and return float32.
 A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import ConfigError
+from .registry import choose
 from .sequences import is_last_of_sequence, lengths_by_sequence, positions_in_sequence
 
 
@@ -227,13 +227,7 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Te
 
     `options` are the keyword arguments of the function called `name`.
     """
-    if name not in ADVANTAGES:
-        close = difflib.get_close_matches(name, ADVANTAGES, n=1)
-        raise ConfigError(
-            f"advantage={name} does not exist",
-            hint=f"did you mean {close[0]}?" if close else f"choose one of {', '.join(ADVANTAGES)}",
-        )
-    return ADVANTAGES[name](inputs, **options)
+    return choose(ADVANTAGES, "advantage", name)(inputs, **options)
 
 
 def overlong_penalty(lengths_S: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:

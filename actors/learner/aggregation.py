@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...schemas.errors import ConfigError
+from .registry import choose
 from .sequences import lengths_by_sequence, mean_by_sequence
 
 
@@ -77,8 +77,4 @@ def aggregate(
     mode: str, loss_N: Tensor, seq_N: Tensor, num_seqs_local: int, denominators: Denominators
 ) -> Tensor:
     """Aggregate the token losses of one micro-batch into its share of the batch's loss."""
-    if mode not in AGGREGATIONS:
-        raise ConfigError(
-            f"loss_agg={mode} does not exist", hint=f"choose one of {', '.join(AGGREGATIONS)}"
-        )
-    return AGGREGATIONS[mode](loss_N, seq_N, num_seqs_local, denominators)
+    return choose(AGGREGATIONS, "loss_agg", mode)(loss_N, seq_N, num_seqs_local, denominators)

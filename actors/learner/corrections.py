@@ -10,7 +10,6 @@ cut into micro-batches. Only the log-linear proximal policy of `decoupled` needs
 log-probs, and works on any part.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from ...schemas.errors import ConfigError
 from .losses import MAX_LOG_RATIO, log_ratio
+from .registry import choose
 from .sequences import mean_by_sequence, sum_by_sequence
 
 
@@ -168,14 +168,7 @@ CORRECTIONS: dict[str, CorrectionFn] = {
 @torch.no_grad()
 def correct(name: str, inputs: CorrectionInputs, **options: Any) -> Correction:
     """Compute the weights of the correction called `name`; `options` are its keyword arguments."""
-    if name not in CORRECTIONS:
-        close = difflib.get_close_matches(name, CORRECTIONS, n=1)
-        names = ", ".join(CORRECTIONS)
-        raise ConfigError(
-            f"correction={name} does not exist",
-            hint=f"did you mean {close[0]}?" if close else f"choose one of {names}",
-        )
-    return CORRECTIONS[name](inputs, **options)
+    return choose(CORRECTIONS, "correction", name)(inputs, **options)
 
 
 LAG_BUCKETS: dict[str, tuple[int, int | None]] = {

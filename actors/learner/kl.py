@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...schemas.errors import ConfigError
 from .losses import log_ratio
+from .registry import choose
 
 
 def k1(logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
@@ -35,9 +35,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 
 def kl_per_token(name: str, logprobs_N: Tensor, reference_N: Tensor) -> Tensor:
     """Estimate KL(π‖π_ref) at each token; differentiable in `logprobs_N`."""
-    if name not in KL_ESTIMATORS:
-        raise ConfigError(f"kl_estimator={name} does not exist", hint="choose k1, k2 or k3")
-    return KL_ESTIMATORS[name](logprobs_N, reference_N)
+    return choose(KL_ESTIMATORS, "kl_estimator", name)(logprobs_N, reference_N)
 
 
 def rewards_with_kl(

@@ -6,7 +6,6 @@ the number of tokens of the whole batch. The importance weight of an off-policy 
 multiplies `loss_N` afterwards; see `corrections.py`.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemas.errors import ConfigError
+from .registry import choose
 from .sequences import mean_by_sequence
 
 MAX_LOG_RATIO = 20.0
@@ -156,10 +155,4 @@ def compute_loss(name: str, inputs: LossInputs, **options: Any) -> TokenLoss:
 
     `options` are the keyword arguments of the function called `name`.
     """
-    if name not in LOSSES:
-        close = difflib.get_close_matches(name, LOSSES, n=1)
-        raise ConfigError(
-            f"loss={name} does not exist",
-            hint=f"did you mean {close[0]}?" if close else f"choose one of {', '.join(LOSSES)}",
-        )
-    return LOSSES[name](inputs, **options)
+    return choose(LOSSES, "loss", name)(inputs, **options)

@@ -43,8 +43,8 @@ def test_an_empty_micro_batch_adds_nothing(mode):
 
 
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ConfigError, match="loss_agg=mean") as caught:
-        aggregate("mean", LOSS, SEQ, 2, Denominators.of(SEQ))
+    with pytest.raises(ConfigError, match="loss_agg=token_mean") as caught:
+        aggregate("token_mean", LOSS, SEQ, 2, Denominators.of(SEQ))
     assert "token-mean" in caught.value.hint
 
 

@@ -1,0 +1,111 @@
+"""The same tensors through TRL 1.16's GRPO loss give the same numbers.
+
+Opt-in: `pip install trl==1.16.0`. The loss is a method of its trainer; it is called here with an
+object that holds just what the method reads.
+"""
+
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tinkermq.actors.learner.aggregation import Denominators, aggregate
+from tinkermq.actors.learner.kl import kl_per_token
+from tinkermq.actors.learner.losses import LossInputs, compute_loss
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # trl and accelerate warn while they are imported
+    pytest.importorskip("trl", reason="opt-in: compares with TRL 1.16", exc_type=ImportError)
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_SEQS, LENGTH = 8, 6
+
+
+def trl_loss(logprobs, old, reference, advantages_S, mask, **settings):
+    """Run the trainer's loss on given log-probs: rows [S, L], `mask` says what counts."""
+    args = SimpleNamespace(
+        use_bias_correction_kl=False, delta=None, steps_per_generation=1, temperature=1.0
+    )
+    accelerator = SimpleNamespace(
+        num_processes=1,
+        gather=lambda value: value,
+        gather_for_metrics=lambda value: value,
+        reduce=lambda value, reduction: value,
+    )
+    trainer = SimpleNamespace(
+        **{"epsilon_low": 0.2, "epsilon_high": 0.28, "importance_sampling_level": "token"}
+        | {"beta": 0.0, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+        | {"use_vllm": False, "_entropy_bonus_enabled": False, "aux_loss_enabled": False}
+        | {"current_gradient_accumulation_steps": 1, "max_completion_length": 10}
+        | {"args": args, "accelerator": accelerator, "model": torch.nn.Linear(1, 1)}
+        | {"_metrics": defaultdict(lambda: defaultdict(list))}
+        | {"_get_per_token_logps_and_entropies": lambda *_, **__: (logprobs, logprobs, None)}
+        | settings
+    )
+    ids = torch.zeros_like(mask, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": torch.ones_like(mask),
+        "tool_mask": mask,
+        "advantages": advantages_S,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }
+    return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("loss", "options", "loss_agg", "settings"),
+    [
+        ("ppo", {"clip_high": 0.28, "dual_clip": 1e9}, "token-mean", {"loss_type": "dapo"}),
+        ("ppo", {"clip_high": 0.28, "dual_clip": 1e9}, "token-mean", {"loss_type": "bnpo"}),
+        (
+            "ppo",
+            {"clip_high": 0.28, "dual_clip": 1e9},
+            "seq-mean-token-mean",
+            {"loss_type": "grpo"},
+        ),
+        (
+            "ppo",
+            {"clip_high": 0.28, "dual_clip": 1e9},
+            "seq-mean-token-sum-norm",
+            {"loss_type": "dr_grpo"},
+        ),
+        ("cispo", {"clip_high": 1.5}, "token-mean", {"loss_type": "cispo", "epsilon_high": 1.5}),
+        (
+            "gspo",
+            {"clip_low": 0.2, "clip_high": 0.28},
+            "seq-mean-token-mean",
+            {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        ),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_losses_and_gradients_agree(seed, loss, options, loss_agg, settings, kl_coef):
+    torch.manual_seed(seed)
+    old = -torch.rand(NUM_SEQS, LENGTH) - 0.1
+    reference, start = old + 0.3 * torch.randn(2, NUM_SEQS, LENGTH)
+    advantages_S = torch.randn(NUM_SEQS)
+    mask = (torch.rand(NUM_SEQS, LENGTH) < 0.7).long()
+    mask[:, 0] = 1
+    place = mask.nonzero(as_tuple=True)
+
+    theirs = start.clone().requires_grad_()
+    expected = trl_loss(theirs, old, reference, advantages_S, mask, beta=kl_coef, **settings)
+    ours = start.clone().requires_grad_()
+    seq_N = place[0]
+    inputs = LossInputs(ours[place], advantages_S[seq_N], old[place], old[place], seq_N, NUM_SEQS)
+    loss_N, _ = compute_loss(loss, inputs, **options)
+    loss_N = loss_N + kl_coef * kl_per_token("k3", ours[place], reference[place])
+    value = aggregate(loss_agg, loss_N, seq_N, NUM_SEQS, Denominators.of(seq_N, 10))
+    torch.testing.assert_close(value, expected, atol=1e-6, rtol=1e-6)
+    [gradient] = torch.autograd.grad(value, ours)
+    [expected_gradient] = torch.autograd.grad(expected, theirs)
+    torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)

@@ -1,0 +1,244 @@
+"""The same tensors through verl 0.9.1 give the same numbers.
+
+Opt-in: `pip install --no-deps verl==0.9.1` with ray, tensordict==0.10.0, torchdata, hydra-core and
+codetiming beside this package. Each case is a batch of random episodes with observations in their
+middle; verl takes it as padded rows with a mask.
+"""
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.learner.advantages import AdvantageInputs, compute_advantages
+from tinkermq.actors.learner.aggregation import Denominators, aggregate
+from tinkermq.actors.learner.corrections import CorrectionInputs, correct, mismatch_statistics
+from tinkermq.actors.learner.kl import kl_per_token
+from tinkermq.actors.learner.losses import LossInputs, compute_loss
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # verl and ray warn while they are imported
+    pytest.importorskip("verl", reason="opt-in: compares with verl 0.9.1", exc_type=ImportError)
+    from verl.trainer.ppo import core_algos
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_offpolicy_metrics,
+        compute_rollout_correction_weights,
+        compute_rollout_rejection_mask,
+    )
+    from verl.workers.config import ActorConfig
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NUM_GROUPS, GROUP_SIZE, LENGTH = 5, 4, 12
+NUM_SEQS = NUM_GROUPS * GROUP_SIZE
+AGGREGATIONS = [
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+]
+
+
+class Batch:
+    """Random episodes: flat for us, as padded rows [S, L] with a mask for verl."""
+
+    def __init__(self, seed, spread=0.3):
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(scale):
+            return scale * torch.randn(NUM_SEQS, LENGTH, generator=generator)
+
+        self.mask = (torch.rand(NUM_SEQS, LENGTH, generator=generator) < 0.7).float()
+        self.mask[:, 0] = 1
+        self.place = self.mask.nonzero(as_tuple=True)
+        self.seq_N = self.place[0]
+        self.group_S = torch.arange(NUM_SEQS) // GROUP_SIZE
+        self.index = self.group_S.numpy().astype(object)
+        self.old = -normal(1.0).abs() - 0.1
+        self.behaviour = self.old - normal(spread)
+        self.current = self.old + normal(spread)
+        self.advantages = normal(1.0)
+        self.rewards_S = torch.randint(0, 3, (NUM_SEQS,), generator=generator).float()
+        last_S = (self.mask * torch.arange(LENGTH)).argmax(dim=1)
+        self.token_rewards = torch.zeros(NUM_SEQS, LENGTH)
+        self.token_rewards[torch.arange(NUM_SEQS), last_S] = self.rewards_S
+
+    def flat(self, rows):
+        return rows[self.place]
+
+    def correction_inputs(self):
+        old_N, behaviour_N = self.flat(self.old), self.flat(self.behaviour)
+        return CorrectionInputs(old_N, behaviour_N, self.seq_N, NUM_SEQS)
+
+
+@pytest.fixture(params=range(4))
+def batch(request):
+    return Batch(request.param)
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "options"),
+    [
+        ("grpo", "grpo", {}),
+        ("dr_grpo", "grpo", {"norm_adv_by_std_in_grpo": False}),
+        ("rloo", "rloo", {}),
+        ("opo", "opo", {}),
+        ("reinforce_pp_baseline", "reinforce_plus_plus_baseline", {}),
+        ("reinforce_pp", "reinforce_plus_plus", {"config": SimpleNamespace(gamma=0.9)}),
+        ("remax", "remax", {"reward_baselines": torch.linspace(0, 2, NUM_SEQS)}),
+    ],
+)
+@pytest.mark.parametrize("groups_of_one", [False, True])
+def test_advantages_agree(batch, name, theirs, options, groups_of_one):
+    group_S = torch.arange(NUM_SEQS) if groups_of_one else batch.group_S
+    ours = compute_advantages(
+        name,
+        AdvantageInputs(
+            rewards_S=batch.rewards_S,
+            group_S=group_S,
+            seq_N=batch.seq_N,
+            token_rewards_N=batch.flat(batch.token_rewards),
+            baseline_S=options.get("reward_baselines"),
+            gamma=0.9,
+        ),
+    )
+    arguments = {"token_level_rewards": batch.token_rewards.clone(), "response_mask": batch.mask}
+    if theirs not in ("remax", "reinforce_plus_plus"):
+        arguments["index"] = np.array(group_S.tolist(), dtype=object)
+    expected, _ = core_algos.get_adv_estimator_fn(theirs)(**arguments, **options)
+    assert_same(ours, batch.flat(expected))
+
+
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours_options", "theirs_options"),
+    [
+        ("ppo", "vanilla", {"clip_high": 0.28}, {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}),
+        ("gspo", "gspo", {}, {"clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}),
+        ("cispo", "cispo", {"clip_high": 1.3}, {"clip_ratio_low": 1.0, "clip_ratio_high": 0.3}),
+    ],
+)
+def test_losses_gradients_and_statistics_agree(
+    batch, name, theirs, ours_options, theirs_options, loss_agg
+):
+    config = ActorConfig(
+        strategy="fsdp",
+        rollout_n=1,
+        ppo_micro_batch_size_per_gpu=1,
+        loss_agg_mode=loss_agg,
+        **theirs_options,
+    )
+    weights = torch.linspace(0.1, 2, NUM_SEQS * LENGTH).view(NUM_SEQS, LENGTH)
+    theirs_current = batch.current.clone().requires_grad_()
+    expected, metrics = core_algos.get_policy_loss_fn(theirs)(
+        old_log_prob=batch.old,
+        log_prob=theirs_current,
+        advantages=batch.advantages,
+        response_mask=batch.mask,
+        loss_agg_mode=loss_agg,
+        config=config,
+        rollout_is_weights=weights,
+    )
+    current = batch.current.clone().requires_grad_()
+    inputs = LossInputs(
+        logprobs_N=batch.flat(current),
+        advantages_N=batch.flat(batch.advantages),
+        old_logprobs_N=batch.flat(batch.old),
+        behaviour_logprobs_N=batch.flat(batch.behaviour),
+        seq_N=batch.seq_N,
+        num_seqs=NUM_SEQS,
+    )
+    loss_N, statistics = compute_loss(name, inputs, **ours_options)
+    denominators = Denominators.of(batch.seq_N, constant_length=LENGTH)
+    ours = aggregate(loss_agg, loss_N * batch.flat(weights), batch.seq_N, NUM_SEQS, denominators)
+    assert_same(ours, expected)
+    assert_same(
+        *(
+            torch.autograd.grad(*pair)[0]
+            for pair in zip((ours, expected), (current, theirs_current), strict=True)
+        )
+    )
+    for key, value in statistics.items():
+        assert float(value) / len(loss_N) == pytest.approx(metrics[f"actor/{key}"], abs=1e-6)
+
+
+def test_the_gradient_of_dppo_agrees(batch):
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=1e9
+    )
+    theirs_current = batch.current.clone().requires_grad_()
+    expected, _ = core_algos.get_policy_loss_fn("dppo_tv")(
+        old_log_prob=batch.behaviour,
+        log_prob=theirs_current,
+        advantages=batch.advantages,
+        response_mask=batch.mask,
+        config=config,
+    )
+    current = batch.current.clone().requires_grad_()
+    flat = batch.flat(current)
+    behaviour_N, advantages_N = batch.flat(batch.behaviour), batch.flat(batch.advantages)
+    inputs = LossInputs(flat, advantages_N, behaviour_N, behaviour_N, batch.seq_N, NUM_SEQS)
+    loss_N, _ = compute_loss("dppo", inputs, kl_tau=0.0)
+    expected.backward()
+    loss_N.mean().backward()
+    assert_same(current.grad, theirs_current.grad)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_kl_estimates_agree(batch, name):
+    ours = kl_per_token(name, batch.flat(batch.current), batch.flat(batch.old))
+    assert_same(ours, batch.flat(core_algos.kl_penalty(batch.current, batch.old, name)))
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.3, 2.0])
+@pytest.mark.parametrize(
+    ("name", "options", "level", "threshold"),
+    [
+        ("tis", {}, "token", 2.0),
+        ("tis", {"level": "sequence"}, "sequence", 2.0),
+        ("icepop", {}, "token", "0.5_5.0"),
+    ],
+)
+def test_importance_weights_agree(name, options, level, threshold, spread):
+    batch = Batch(0, spread)
+    theirs, _ = compute_rollout_correction_weights(
+        batch.old - batch.behaviour, batch.mask, level, threshold
+    )
+    ours = correct(name, batch.correction_inputs(), **options).weight_N
+    assert_same(ours, batch.flat(theirs))
+
+
+@pytest.mark.parametrize("spread", [0.01, 0.3, 2.0])
+@pytest.mark.parametrize(
+    ("name", "theirs", "threshold"),
+    [
+        # verl bounds −log w, so a bound c on w is 1/c there
+        ("geometric", "seq_mean_k1", f"{1 / 1.01}_{1 / 0.99}"),
+        ("mis", "seq_sum_k1", f"{1 / 3}_1e30"),
+    ],
+)
+def test_dropped_sequences_agree(name, theirs, threshold, spread):
+    batch = Batch(1, spread)
+    kept, _ = compute_rollout_rejection_mask(
+        batch.old - batch.behaviour, batch.mask, theirs, threshold
+    )
+    ours = correct(name, batch.correction_inputs()).weight_N
+    assert_same(ours, batch.flat(kept))
+
+
+def test_the_mismatch_agrees(batch):
+    theirs = compute_offpolicy_metrics(batch.old, batch.behaviour, batch.mask)
+    _, weights = compute_rollout_correction_weights(
+        batch.old - batch.behaviour, batch.mask, "token", 1e9
+    )
+    lag_N = torch.zeros_like(batch.seq_N)
+    ours = mismatch_statistics(batch.flat(batch.old), batch.flat(batch.behaviour), lag_N)
+    assert ours["staleness/k3/lag_0"] == pytest.approx(theirs["k3_kl"], abs=1e-6)
+    effective = ours["staleness/effective_sample_size/lag_0"]
+    assert effective == pytest.approx(weights["rollout_is_eff_sample_size"], abs=1e-5)
+    assert ours["staleness/max_ratio/lag_0"] == pytest.approx(weights["rollout_is_max"], rel=1e-5)
