@@ -72,7 +72,9 @@ def load_causal_lm(
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     check_model_folder(path)
     try:
         loaded = cast(

@@ -99,8 +99,8 @@ def make_model(
         "eos_token_id": SPECIAL_TOKENS.index(END),
         "bos_token_id": None,
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         if kind == "llama":
             return LlamaForCausalLM(LlamaConfig(**settings)).eval()
         if kind == "qwen2":
@@ -119,13 +119,16 @@ def save_tiny_model(
     kv_heads: int | None = None,
 ) -> Path:
     """Write a tiny random model and its tokenizer as a Hugging Face folder; return the folder."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     path = Path(folder)
     model = make_model(
         kind=kind, width=width, layers=layers, heads=heads, kv_heads=kv_heads, seed=seed
     )
     try:
-        model.save_pretrained(path)
-        make_tokenizer().save_pretrained(path)
+        model.save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        make_tokenizer().save_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     except OSError as error:
         raise StorageError(
             f"the tiny model cannot be written to {path}: {error}", hint="choose another folder"

@@ -3,7 +3,7 @@
 Shape letters: B rows, N tokens per row of a prefill, T keys, V vocabulary.
 
 The model is the ordinary transformers class. It is given the cache, explicit positions and an
-additive 4-D mask. `check` compares this way of running it with a plain forward pass, so a model
+additive 4-D mask. `_check` compares this way of running it with a plain forward pass, so a model
 whose attention needs more than that (windows, soft caps, sinks, position biases) is refused and
 never computed wrongly.
 """
@@ -50,15 +50,19 @@ def load_decoder(
     """Load a model and prove that the slot cache computes it; ModelError for one it cannot."""
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    longest = getattr(text_config, "max_position_embeddings", None)
     if longest is not None and max_tokens > longest:
         raise ModelError(
             f"sequences of up to {max_tokens} tokens are asked for, model {path} has positions "
             f"for {longest}",
             hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
-    model = load_causal_lm(path, dtype=dtype, trust_remote_code=trust_remote_code)
-    model.requires_grad_(False).to(torch.device(device))  # pyright: ignore[reportUnknownMemberType]  # decorated in transformers
+    # Loaded with the reference attention, which `_check` compares with: it knows every variant.
+    model = load_causal_lm(
+        path, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+    )
+    torch.nn.Module.to(model.requires_grad_(False), torch.device(device))
     return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens)
 
 
@@ -69,33 +73,32 @@ class SlotDecoder:
         self, path: str, model: PreTrainedModel, *, max_slots: int, max_tokens: int
     ) -> None:
         self.model = model
-        self.device = model.device
-        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])  # pyright: ignore[reportArgumentType, reportUnknownMemberType]  # Module attribute
+        embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
+        self.device = embedding.device
+        self.vocab_size = int(embedding.shape[0])
         plain_NV, shape = _probe(path, model)
         self.cache = SlotCache(shape, max_slots, max_tokens)
         self._check(path, plain_NV)
 
-    def prefill(self, spans: Sequence[Span]) -> Iterator[tuple[NDArray[np.int64], torch.Tensor]]:
+    def prefill(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Feed every span; yield (indices into `spans`, logits of their last token [B, V]).
 
         Spans of similar length share a forward pass.
         """
         for batch in _batches(spans):
-            yield np.array(batch), self._prefill_batch([spans[index] for index in batch])
+            yield batch, self._prefill_batch([spans[index] for index in batch])
 
-    def decode(
-        self, tokens_B: NDArray[np.int32], positions_B: NDArray[np.int64]
-    ) -> torch.Tensor:
+    def decode(self, tokens_B: NDArray[np.int32], positions_B: NDArray[np.int64]) -> torch.Tensor:
         """Feed one token to each of the first B slots; return the logits [B, V]."""
         length = int(positions_B.max()) + 1
         self.cache.reserve(len(tokens_B), length)
-        positions = torch.from_numpy(positions_B).to(self.device)
+        positions = torch.as_tensor(positions_B, device=self.device)
         self.cache.begin_decode(positions, length)
         mask = None
         if int(positions_B.min()) + 1 < length:
             keys_T = torch.arange(length, device=self.device)
             mask = self._additive((keys_T <= positions[:, None])[:, None, None])
-        ids = torch.from_numpy(tokens_B.astype(np.int64)).to(self.device)
+        ids = torch.as_tensor(tokens_B.astype(np.int64), device=self.device)
         return self._forward(ids[:, None], positions[:, None], mask)
 
     def _prefill_batch(self, spans: Sequence[Span]) -> torch.Tensor:
@@ -111,13 +114,13 @@ class SlotDecoder:
         valid_BN = columns_N >= padding_B[:, None] if padding_B.any() else None
         length = int((starts_B + lengths_B).max())
         self.cache.reserve(max(span.slot for span in spans) + 1, length)
-        positions = torch.from_numpy(positions_BN).to(self.device)
-        valid = None if valid_BN is None else torch.from_numpy(valid_BN).to(self.device)
+        positions = torch.as_tensor(positions_BN, device=self.device)
+        valid = None if valid_BN is None else torch.as_tensor(valid_BN, device=self.device)
         slots = torch.tensor([span.slot for span in spans], device=self.device)
         resumed = bool(starts_B.any())
         self.cache.begin_prefill(slots, positions, valid, length if resumed else None)
         mask = self._prefill_mask(positions, valid, length if resumed else None)
-        return self._forward(torch.from_numpy(ids_BN).to(self.device), positions, mask)
+        return self._forward(torch.as_tensor(ids_BN, device=self.device), positions, mask)
 
     def _prefill_mask(
         self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
@@ -202,9 +205,7 @@ def _probe(path: str, model: PreTrainedModel) -> tuple[torch.Tensor, CacheShape]
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
     """Group spans, resumed ones apart, so that padding at most doubles the work of a pass."""
-    order = sorted(
-        range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens))
-    )
+    order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
     batch: list[int] = []
     for index in order:
         length = len(spans[index].tokens)

@@ -18,9 +18,7 @@ FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
 IntVector: TypeAlias = NDArray[np.int32]
 FloatVector: TypeAlias = NDArray[np.float32]
-TensorSource: TypeAlias = (
-    "torch.Tensor | tuple[str, Sequence[int], bytes | bytearray | memoryview]"
-)
+TensorSource: TypeAlias = "torch.Tensor | tuple[str, Sequence[int], bytes | bytearray | memoryview]"
 """A tensor, or (dtype name such as `bfloat16`, shape, little-endian row-major bytes)."""
 
 

@@ -122,6 +122,11 @@ class SlotCache(Cache):
         """Copy the first tokens of some slots to others; no slot is both."""
         self._store[:, target, :, :length] = self._store[:, source, :, :length]
 
+    def spread(self, slot: int, last: int, length: int) -> None:
+        """Copy a slot's first tokens to the slots behind it, up to and including `last`."""
+        prompt = self._store[:, slot : slot + 1, :, :length]
+        self._store[:, slot + 1 : last + 1, :, :length] = prompt
+
     def scrub(self, slots: list[int]) -> None:
         """Zero slots that hold NaN: masked or not, it would spoil whoever gets them next."""
         self._store[:, slots] = 0

@@ -33,9 +33,7 @@ class RowParameters:
     """Index of the token that is drawn, counted from the request's first."""
 
 
-def uniforms(
-    seed_B: NDArray[np.uint64], counter_B: NDArray[np.uint64]
-) -> NDArray[np.float32]:
+def uniforms(seed_B: NDArray[np.uint64], counter_B: NDArray[np.uint64]) -> NDArray[np.float32]:
     """Return float32[B] in [0, 1), a pure function of seed and counter."""
     bits_B = _mix(_mix(seed_B) + (counter_B + np.uint64(1)) * _GOLDEN)
     return ((bits_B >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
@@ -81,7 +79,7 @@ def _draw(
         return _draw_filtered(probs_BV, rows.top_p_B, rows.top_k_B, uniform_B1)
     tokens_B = _inverse_cdf(probs_BV, uniform_B1)
     if filtered_B.any():
-        chosen = torch.from_numpy(np.flatnonzero(filtered_B)).to(probs_BV.device)
+        chosen = torch.as_tensor(np.flatnonzero(filtered_B), device=probs_BV.device)
         tokens_B[chosen] = _draw_filtered(
             probs_BV[chosen],
             rows.top_p_B[filtered_B],
@@ -89,13 +87,13 @@ def _draw(
             uniform_B1[chosen],
         )
     if greedy_B.any():
-        mask_B = torch.from_numpy(greedy_B).to(probs_BV.device)
+        mask_B = torch.as_tensor(greedy_B, device=probs_BV.device)
         tokens_B = torch.where(mask_B, logits_BV.argmax(-1), tokens_B)
     return tokens_B
 
 
 def _column(values_B: NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(values_B).to(like.device)[:, None]
+    return torch.as_tensor(values_B, device=like.device)[:, None]
 
 
 def _inverse_cdf(weights_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
@@ -119,11 +117,13 @@ def _draw_filtered(
     num_candidates = min(int(kept_B.max()), max(_CANDIDATES, int(top_k_B.max())), vocabulary)
     best_BK, index_BK = probs_BV.topk(num_candidates, dim=-1)
     top_p_B1 = _column(top_p_B, probs_BV)
-    open_B = torch.from_numpy(kept_B > num_candidates).to(probs_BV.device)
+    open_B = torch.as_tensor(kept_B > num_candidates, device=probs_BV.device)
     if bool((open_B & (best_BK.sum(-1) < top_p_B1[:, 0])).any()):
         best_BK, index_BK = probs_BV.sort(dim=-1, descending=True)
     rank_K = torch.arange(best_BK.shape[1], device=probs_BV.device)
     before_BK = best_BK.cumsum(-1) - best_BK
-    keep_BK = (before_BK < top_p_B1) & (rank_K < torch.from_numpy(kept_B).to(rank_K)[:, None])
+    keep_BK = (before_BK < top_p_B1) & (
+        rank_K < torch.as_tensor(kept_B, device=rank_K.device)[:, None]
+    )
     picked_B = _inverse_cdf(best_BK * keep_BK, uniform_B1)
     return index_BK.gather(1, picked_B[:, None])[:, 0]

@@ -6,6 +6,8 @@ per decode step.
 """
 
 import asyncio
+import itertools
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,7 +50,7 @@ class TransformersEngine:
         self._swaps: set[asyncio.Future[None]] = set()
         self._commands: list[Callable[[], None]] = []
         self._ended: EngineError | None = None
-        self._seeds = np.random.default_rng()
+        self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
         self._weights = ShadowWeights(decoder.model)
         self._worker = EngineWorker(
@@ -104,9 +106,7 @@ class TransformersEngine:
         """Generate from a prompt; see `engine.Engine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
-        seed = sampling.seed
-        if seed is None:
-            seed = int(self._seeds.integers(1 << 63))
+        seed = next(self._seeds) if sampling.seed is None else sampling.seed
         request = Request(request_id, prompt, sampling, seed % (1 << 64), conversation)
         future: asyncio.Future[Generation] = self._loop.create_future()
         self._pending[request_id] = future
@@ -226,10 +226,10 @@ class TransformersEngine:
                 hint="raise rollout.max_prompt_tokens or rollout.max_response_tokens, or shorten "
                 "the prompt",
             )
-        low, high = int(prompt.min()), int(prompt.max())
-        if low < 0 or high >= self._decoder.vocab_size:
+        if prompt.view(np.uint32).max() >= self._decoder.vocab_size:  # a negative id is huge there
+            wrong = prompt[prompt.view(np.uint32) >= self._decoder.vocab_size][0]
             raise ConfigError(
-                f"token {low if low < 0 else high} of a prompt is outside the model's vocabulary "
+                f"token {wrong} of a prompt is outside the model's vocabulary "
                 f"of {self._decoder.vocab_size}",
                 hint="tokenizer and model must belong together",
             )
@@ -240,15 +240,18 @@ class TransformersEngine:
 
 
 def _check_sampling(sampling: Sampling) -> None:
-    problems = {
-        "max_new_tokens": (sampling.max_new_tokens, sampling.max_new_tokens >= 1, "at least 1"),
-        "temperature": (sampling.temperature, 0 <= sampling.temperature < np.inf, "0 or more"),
-        "top_p": (sampling.top_p, 0 < sampling.top_p <= 1, "over 0, up to 1"),
-        "top_k": (sampling.top_k, sampling.top_k >= 0, "0 or more"),
-    }
-    for name, (value, fits, rule) in problems.items():
-        if not fits:
-            raise ConfigError(f"{name} is {value}", hint=f"it must be {rule}")
+    if (
+        sampling.max_new_tokens >= 1
+        and 0 <= sampling.temperature < np.inf
+        and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+    ):
+        return
+    raise ConfigError(
+        f"{sampling} cannot be sampled",
+        hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
+        "and at most 1",
+    )
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:

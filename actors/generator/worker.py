@@ -151,59 +151,55 @@ class EngineWorker:
     def _admit(self) -> None:
         """Give free rows to the requests that waited longest, and draw their first tokens."""
         free = self._decoder.cache.max_slots - self._rows.num
-        requests = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
-        rows = self._rows.add(requests, self.version)
+        taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        groups = self._group(taken)
+        self._rows.add([request for group, _ in groups for request in group], self.version)
         self._decoder.cache.reserve(self._rows.num, 1)
+        row = self._rows.num - len(taken)
         spans: list[Span] = []
-        owners: list[list[int]] = []
-        shared: dict[bytes, int] = {}
-        for row, request in zip(rows.tolist(), requests, strict=True):
-            start = self._resume(row, request)
-            key = request.prompt.tobytes()
-            if start == 0 and key in shared:
-                owners[shared[key]].append(row)
-                self._reused += len(request.prompt)
-                continue
-            if start == 0:
-                shared[key] = len(spans)
-            spans.append(Span(row, start, request.prompt[start:]))
-            owners.append([row])
-            self._reused += start
-        self._prefill(spans, owners)
+        for group, parked in groups:
+            start = 0
+            if parked is not None:
+                start = len(parked.tokens)
+                self._decoder.cache.reserve(self._rows.num, start)
+                self._decoder.cache.put(row, parked.states)
+            spans.append(Span(row, start, group[0].prompt[start:]))
+            self._reused += start + (len(group) - 1) * len(group[0].prompt)
+            row += len(group)
+        self._prefill(spans, [len(group) for group, _ in groups])
         self._retire()
 
-    def _resume(self, row: int, request: Request) -> int:
-        """Fill a row from its parked conversation; return how many tokens that gave."""
-        if request.conversation is None:
-            return 0
-        parked = self._lot.resume(request.conversation, request.prompt)
-        if parked is None:
-            return 0
-        self._decoder.cache.reserve(row + 1, len(parked.tokens))
-        self._decoder.cache.put(row, parked.states)
-        return len(parked.tokens)
+    def _group(self, requests: Sequence[Request]) -> list[tuple[list[Request], Parked | None]]:
+        """Put requests of one prompt together; a parked conversation stays by itself."""
+        groups: list[tuple[list[Request], Parked | None]] = []
+        shared: dict[bytes, list[Request]] = {}
+        for request in requests:
+            parked = None
+            if request.conversation is not None:
+                parked = self._lot.resume(request.conversation, request.prompt)
+            if parked is not None:
+                groups.append(([request], parked))
+                continue
+            group = shared.setdefault(request.prompt.tobytes(), [])
+            if not group:
+                groups.append((group, None))
+            group.append(request)
+        return groups
 
-    def _prefill(self, spans: Sequence[Span], owners: Sequence[Sequence[int]]) -> None:
-        """Compute each prompt once, copy it to the rows that share it, draw a token per row."""
+    def _prefill(self, spans: Sequence[Span], sizes: Sequence[int]) -> None:
+        """Compute each prompt once, copy it to the rows behind that share it, draw for all."""
         for batch, logits_BV in self._decoder.prefill(spans):
-            rows: list[int] = []
-            picks: list[int] = []
-            for position, index in enumerate(batch.tolist()):
-                rows += owners[index]
-                picks += [position] * len(owners[index])
+            sizes_B = np.array([sizes[index] for index in batch])
+            rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
+            for index, own in zip(batch, rows, strict=True):
                 self._prefilled += len(spans[index].tokens)
-            self._share([(spans[index].slot, owners[index]) for index in batch.tolist()])
-            if len(picks) > len(batch):
-                logits_BV = logits_BV[torch.tensor(picks, device=logits_BV.device)]
-            self._draw(np.array(rows), logits_BV)
-
-    def _share(self, slots: Sequence[tuple[int, Sequence[int]]]) -> None:
-        pairs = [(slot, row) for slot, rows in slots for row in rows if row != slot]
-        if not pairs:
-            return
-        source, target = torch.tensor(pairs, device=self._decoder.device).T
-        longest = int(self._rows.length_R[[slot for slot, _ in pairs]].max())
-        self._decoder.cache.copy(source, target, longest)
+                if len(own) > 1:
+                    length = spans[index].start + len(spans[index].tokens)
+                    self._decoder.cache.spread(int(own[0]), int(own[-1]), length)
+            if (sizes_B > 1).any():
+                picks = np.repeat(np.arange(len(batch)), sizes_B)
+                logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
+            self._draw(np.concatenate(rows), logits_BV)
 
     def _decode(self) -> None:
         rows = np.arange(self._rows.num)
@@ -247,8 +243,8 @@ class EngineWorker:
         source, target = self._rows.remove(gone)
         if len(source):
             self._decoder.cache.copy(
-                torch.from_numpy(source).to(self._decoder.device),
-                torch.from_numpy(target).to(self._decoder.device),
+                torch.as_tensor(source, device=self._decoder.device),
+                torch.as_tensor(target, device=self._decoder.device),
                 int(self._rows.length_R[target].max()),
             )
 

@@ -1,0 +1,176 @@
+"""Chat templating that only ever appends.
+
+The first prompt of an episode is rendered and tokenised once. Every later turn adds only the
+tokens between the policy's last token and its next one: the end of the assistant turn, the
+observation, the next generation prompt. What the policy generated is never re-tokenised.
+
+The pieces between two turns are cut out of a rendering of a short stand-in conversation, which is
+right only for a template that appends. `check_template` proves that at start-up: a template that
+rewrites earlier turns would show the policy another history than the one it was trained on.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import numpy as np
+from jinja2 import TemplateError
+
+from ...schemas.errors import ModelError
+from .engine import IntVector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ChatMessage: TypeAlias = Mapping[str, Any]
+
+_REPLY = "stand-in reply"
+_STAND_IN: tuple[ChatMessage, ...] = (
+    {"role": "user", "content": "stand-in"},
+    {"role": "assistant", "content": _REPLY},
+)
+_REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second reply", "a third reply")
+_SHOWN = 60
+
+
+class ChatTokenizer:
+    """A tokenizer with its chat template, for the agent loop.
+
+    `template_kwargs` (`enable_thinking`, …) are given to the template at every turn alike. Raises
+    ModelError for a tokenizer without a chat template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        template_kwargs: Mapping[str, Any] | None = None,
+        extra_stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration."""
+        if not tokenizer.chat_template:  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            raise ModelError(
+                "the tokenizer has no chat template",
+                hint="write one to chat_template.jinja in the model's folder",
+            )
+        self._tokenizer = tokenizer
+        self._template_kwargs = dict(template_kwargs or {})
+        head = self._render(_STAND_IN, prompt=False)
+        self._head = head
+        self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
+        closing_ids = self._encode(self._closing)
+        eos = cast("int | None", tokenizer.eos_token_id)
+        end_of_turn = [closing_ids[0]] if closing_ids and self._is_special(closing_ids[0]) else []
+        ids = [*end_of_turn, *([] if eos is None else [eos]), *extra_stop_token_ids]
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
+        """Tokens after which a turn of the policy is over."""
+        if not self.stop_token_ids:
+            raise ModelError(
+                "neither the chat template nor the tokenizer has a token that ends a turn",
+                hint="set eos_token in tokenizer_config.json",
+            )
+
+    def first_prompt(self, messages: Sequence[ChatMessage]) -> IntVector:
+        """Return int32[T]: the conversation so far and the generation prompt."""
+        return np.array(self._encode(self._render(messages, prompt=True)), np.int32)
+
+    def next_turn(
+        self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
+    ) -> IntVector:
+        """Return int32[D]: what follows the policy's tokens up to its next turn.
+
+        That is the rest of the end of its turn (all of it, if generation was cut before the stop
+        token), the observation messages, and the generation prompt.
+        """
+        delta = self._encode(self._closing + self._delta(observation))
+        if len(generated_ids) and int(generated_ids[-1]) == delta[0] and self._is_stop(delta[0]):
+            delta = delta[1:]
+        return np.array(delta, np.int32)
+
+    def decode(self, token_ids: Sequence[int] | IntVector) -> str:
+        """Return the text of generated tokens without special tokens: the policy's action."""
+        ids = [int(token) for token in token_ids]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        return cast("str", text)
+
+    def check_template(self, *, multi_turn: bool = True) -> None:
+        """Prove that the template only appends; raise ModelError saying where it does not.
+
+        With `multi_turn`, conversations of several turns are rendered, with reasoning in one
+        reply. Single-turn jobs never render a history: there only the generation prompt must be
+        appended.
+        """
+        messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
+        start = self._render(messages, prompt=False)
+        self._must_extend(start, self._render(messages, prompt=True), "the generation prompt")
+        if not multi_turn:
+            return
+        if not self._closing:
+            raise ModelError(
+                "the chat template does not show an assistant's reply as it is, or does not end it",
+                hint="use a template that puts each message's content and an end-of-turn token",
+            )
+        for number, reply in enumerate(_REPLIES, 1):
+            now = self._render(messages, prompt=True) + reply + self._closing
+            messages.append({"role": "assistant", "content": reply})
+            messages.append({"role": "user", "content": f"observation {number}"})
+            later = self._render(messages, prompt=True)
+            self._must_extend(now, later, f"turn {number}")
+            appended = self._delta(messages[-1:])
+            if later != now + appended:
+                raise _rewrites(f"observation {number}", appended, later[len(now) :])
+
+    def _must_extend(self, shorter: str, longer: str, what: str) -> None:
+        if not longer.startswith(shorter):
+            raise _rewrites(what, shorter, longer)
+
+    def _delta(self, observation: Sequence[ChatMessage]) -> str:
+        """Return what the template appends for these messages, generation prompt included."""
+        whole = self._render([*_STAND_IN, *observation], prompt=True)
+        if not whole.startswith(self._head):
+            raise _rewrites("an observation", self._head, whole)
+        return whole[len(self._head) :]
+
+    def _render(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str:
+        try:
+            return cast(
+                "str",
+                self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+                    [dict(message) for message in messages],
+                    tokenize=False,
+                    add_generation_prompt=prompt,
+                    **self._template_kwargs,
+                ),
+            )
+        except (TemplateError, TypeError, KeyError) as error:
+            roles = " ".join(str(message.get("role")) for message in messages)
+            raise ModelError(
+                f"the chat template refuses a conversation with the roles: {roles} ({error})",
+                hint="use a template that takes these roles, or a game without them",
+            ) from error
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+
+    def _is_special(self, token_id: int) -> bool:
+        return token_id in self._tokenizer.all_special_ids or (
+            token_id in self._tokenizer.added_tokens_decoder  # pyright: ignore[reportAttributeAccessIssue]
+        )
+
+    def _is_stop(self, token_id: int) -> bool:
+        return token_id in self.stop_token_ids
+
+
+def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
+    same = next(
+        (i for i, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b),
+        min(len(expected), len(rendered)),
+    )
+    start = max(0, same - 20)
+    return ModelError(
+        f"the chat template rewrites the history: with {what} it was\n"
+        f"    …{expected[start : same + _SHOWN]!r}\n  and becomes\n"
+        f"    …{rendered[start : same + _SHOWN]!r}",
+        hint="a policy must see the history that it was trained on: use a template that only "
+        "appends (for Qwen3, the chat_template.jinja without the part that removes <think> from "
+        "earlier turns, saved in the model's folder), set model.template_kwargs so that it does, "
+        "or set rollout.max_turns to 1",
+    )

@@ -1,0 +1,35 @@
+"""The tiny model that recipes, tests and benchmarks start from."""
+
+from pathlib import Path
+
+import torch
+from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.tiny_model import save_tiny_model
+
+
+def test_the_default_model_has_411_thousand_parameters_and_264_tokens(tmp_path: Path) -> None:
+    save_tiny_model(tmp_path)
+    model = load_causal_lm(str(tmp_path), dtype=torch.float32)
+    assert model.num_parameters() == 411_392
+    assert len(load_tokenizer(str(tmp_path))) == model.config.vocab_size == 264
+    assert model.generation_config.eos_token_id == 1
+
+
+def test_a_seed_makes_the_same_model_and_leaves_the_global_generator_alone(
+    tmp_path: Path,
+) -> None:
+    state = torch.get_rng_state()
+    weights = [
+        (save_tiny_model(tmp_path / name, width=32, seed=seed) / "model.safetensors").read_bytes()
+        for name, seed in (("a", 3), ("b", 3), ("c", 4))
+    ]
+    assert weights[0] == weights[1] != weights[2]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_every_text_is_one_token_per_byte_and_comes_back(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(save_tiny_model(tmp_path, width=32)))
+    for text in ("3+4=?", "  two  spaces\n", "naïve €"):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert len(ids) == len(text.encode())
+        assert tokenizer.decode(ids) == text

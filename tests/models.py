@@ -1,0 +1,59 @@
+"""Tiny real models for tests, and the plain forward pass that engines are compared with."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from tinkermq.actors.tiny_model import TinyKind, save_tiny_model
+from transformers import PreTrainedModel
+
+
+def make_tiny_model(
+    folder: str | Path, kind: TinyKind = "qwen3", vocab: Literal["chars"] = "chars"
+) -> Path:
+    """Write a model of 2 layers and width 64 with grouped key-value heads; return its folder."""
+    assert vocab == "chars"
+    return save_tiny_model(folder, kind=kind, width=64, layers=2, heads=4, kv_heads=2, seed=1)
+
+
+def random_prompt(rng: np.random.Generator, longest: int = 40) -> np.ndarray:
+    """Return a prompt of 1 to `longest` - 1 characters."""
+    return rng.integers(8, 264, int(rng.integers(1, longest))).astype(np.int32)
+
+
+def plain_logprobs(
+    model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray, temperature: float = 1.0
+) -> np.ndarray:
+    """Return the log-prob of each token after the prompt, by one forward pass over all."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
+    picked = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
+    return picked[:, 0].numpy()
+
+
+def changed(model: PreTrainedModel, seed: int, scale: float = 0.05) -> dict[str, torch.Tensor]:
+    """Return the model's weights with noise, each tied tensor once."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: value + scale * torch.randn(value.shape, generator=generator)
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight"
+    }
+
+
+def loaded(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """Return another model of the same shape with these weights."""
+    other = type(model)(model.config).eval()
+    other.load_state_dict(weights, strict=False)
+    return other
+
+
+async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
+    """Wait for something another thread does."""
+    async with asyncio.timeout(deadline_s):
+        while not condition():  # noqa: ASYNC110  # the other thread has no event to wait for
+            await asyncio.sleep(0.001)
