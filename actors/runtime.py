@@ -27,6 +27,7 @@ from ..broker.feed import publish_event
 from ..broker.kv import Bucket
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import Service
+from ..broker.streams import create_shared
 from ..schemas.config import JobConfig
 from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.errors import NotFoundError, TinkermqError
@@ -205,6 +206,7 @@ def run_service_actor(
     """Run an actor that belongs to no job (scheduler, node); return the exit code."""
 
     async def body(broker: Broker, stopping: asyncio.Event) -> None:
+        await create_shared(broker)
         service = await _start_service(broker, role, name, None)
         context = ActorContext(
             broker=broker,
