@@ -187,7 +187,5 @@ def _parse(stored: StoredMessage, model: type[M]) -> M | None:
     try:
         return model.from_bytes(stored.payload)
     except MessageError as error:
-        _log.error(
-            "feed_malformed", subject=stored.subject, seq=stored.seq, error=error.message
-        )
+        _log.error("feed_malformed", subject=stored.subject, seq=stored.seq, error=error.message)
         return None

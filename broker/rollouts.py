@@ -150,9 +150,7 @@ class RolloutLog:
         except NatsNotFound as error:
             raise missing(self._stream) from error
 
-    async def _one(
-        self, attempt: Callable[[], Awaitable[StoredMessage | None]]
-    ) -> LogEntry | None:
+    async def _one(self, attempt: Callable[[], Awaitable[StoredMessage | None]]) -> LogEntry | None:
         message = await self._retry(attempt)
         return None if message is None else read_entry(message)
 
@@ -175,8 +173,7 @@ class RolloutLog:
                 "(it does so behind each checkpoint: training.save_freq, keep_rollouts)",
             )
         return BrokerError(
-            f"the group of task {number} of job {self._scope.job} was refused: "
-            f"{error.description}",
+            f"the group of task {number} of job {self._scope.job} was refused: {error.description}",
             hint="look at the log with `nats stream info`",
         )
 

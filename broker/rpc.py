@@ -114,9 +114,7 @@ class Service:
             self._running.add(task)
             task.add_done_callback(self._done)
 
-        await self._micro.add_endpoint(
-            name=name, subject=subject, queue_group=queue, handler=take
-        )
+        await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
         endpoint.micro = cast("Any", self._micro)._endpoints[-1]
         await self._broker.nc.flush()
 

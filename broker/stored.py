@@ -96,9 +96,7 @@ async def get_batch(
     subscription = await broker.nc.subscribe(inbox, cb=take)
     remove = broker.on_disconnect(lambda: replies.put_nowait(None))
     try:
-        await broker.send(
-            f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox
-        )
+        await broker.send(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
         return await _collect(replies, stream)
     finally:
         remove()

@@ -230,5 +230,3 @@ class TaskQueue:
 
 def _is_there(error: APIError) -> bool:
     return error.err_code in _WRONG_SEQUENCE or "per subject" in (error.description or "")
-
-
