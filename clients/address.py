@@ -45,8 +45,8 @@ def parse_server_url(url: str) -> JobAddress:
     Raises ConfigError when it names no job.
     """
     broker_url = parse_broker_url(url)
-    tokens = [part for part in urlsplit(url if "//" in url else f"nats://{url}").path.split("/")]
-    tokens = [part for part in tokens if part]
+    path = urlsplit(url if "//" in url else f"nats://{url}").path
+    tokens = [part for part in path.split("/") if part]
     if len(tokens) != 2:
         raise ConfigError(
             f"{url!r} does not name a job",

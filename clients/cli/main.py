@@ -53,14 +53,8 @@ def _dispatch(tokens: list[str]) -> int:
 
 
 def _print_error(error: TinkermqError) -> None:
-    from .output import stderr
+    from .output import literal, stderr
 
-    stderr().print(f"[bold red]error:[/] {_escaped(error.message)}", highlight=False)
+    stderr().print(f"[bold red]error:[/] {literal(error.message)}", highlight=False)
     if error.hint:
-        stderr().print(f"  [dim]{_escaped(error.hint)}[/]", highlight=False)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+        stderr().print(f"  [dim]{literal(error.hint)}[/]", highlight=False)

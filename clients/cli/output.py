@@ -39,6 +39,13 @@ def say(text: str) -> None:
     stdout().print(text)
 
 
+def literal(text: str) -> str:
+    """Return text so that rich prints its brackets instead of reading them as markup."""
+    from rich.markup import escape
+
+    return escape(text)
+
+
 def say_plain(text: str) -> None:
     """Print text as it is: no markup, no wrapping."""
     sys.stdout.write(text + "\n")

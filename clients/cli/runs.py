@@ -13,6 +13,7 @@ from ...schemas.load_config import apply_override
 from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
+from ..progress import RunProgress
 from .live import announce
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
@@ -73,7 +74,7 @@ def _row(record: JobRecord, presences: list[Presence]) -> dict[str, Any]:
         "state": record.state,
         "reason": record.reason,
         "step": record.version if version is None else version,
-        "total_steps": (record.config.get("training") or {}).get("num_steps"),
+        "total_steps": RunProgress(record).total_steps,
         "reward": numbers.get("reward"),
         "tokens_per_s": sum(
             one.numbers.get("tokens_per_s", 0.0) for one in presences if one.role == "generator"

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from ...broker.connection import connect
 from ...schemas.errors import TinkermqError
@@ -32,9 +32,8 @@ def with_pool(nats_url: str | None, work: Callable[[Pool], Awaitable[T]]) -> T:
 
 
 def _single(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            return _single(error)
-        if isinstance(error, TinkermqError):
-            return error
-    return group
+    matching = group.subgroup(TinkermqError)
+    error: BaseException = matching or group
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error

@@ -41,16 +41,17 @@ class StackOptions:
     """Port of the broker that is started; None takes a free one."""
     slots: int | None = None
     """Slots of the node; None lets it count."""
-    node: str = "local"
-    """Name of the node."""
+    node: str | None = None
+    """Name of the node; None: that of this machine."""
 
     def arguments(self) -> list[str]:
         """Return the command line that gives a supervisor these options."""
-        words = ["--home", str(self.home), "--node", self.node]
+        words = ["--home", str(self.home)]
         for flag, value in (
             ("--nats-url", self.nats_url),
             ("--port", self.port),
             ("--slots", self.slots),
+            ("--node", self.node),
         ):
             words += [flag, str(value)] if value is not None else []
         return words
@@ -90,10 +91,12 @@ class Supervisor:
         self.home.logs.mkdir(parents=True, exist_ok=True)
         url = self.options.nats_url or self._start_server()
         environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
-        slots = [] if self.options.slots is None else ["--slots", str(self.options.slots)]
+        node: list[str] = []
+        for flag, value in (("--name", self.options.node), ("--slots", self.options.slots)):
+            node += [] if value is None else [flag, str(value)]
         commands = {
             "scheduler": ["-m", "tinkermq.actors.scheduler"],
-            "node": ["-m", "tinkermq.actors.node", "--name", self.options.node, *slots],
+            "node": ["-m", "tinkermq.actors.node", *node],
         }
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
@@ -112,7 +115,8 @@ class Supervisor:
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
-            missing = asyncio.run(_missing(url, self.options.node))
+            heard = asyncio.run(_heard(url))
+            missing = [child.name for child in self.children if child.pid not in heard]
             if not missing:
                 return
             for child in self.children:
@@ -168,21 +172,17 @@ class Supervisor:
         )
 
 
-async def _missing(url: str, node: str) -> list[str]:
-    """Return which of scheduler and node is not heard of yet."""
+async def _heard(url: str) -> set[int]:
+    """Return the process ids of the schedulers and nodes that are heard of."""
     from ...broker.connection import connect
     from ...broker.presence import list_presences
     from ...schemas.errors import NotFoundError
 
     async with await connect(url, name="tinkermq-up") as broker:
         try:
-            heard = [entry.value for entry in await list_presences(broker, "pool")]
+            return {entry.value.pid for entry in await list_presences(broker, "pool")}
         except NotFoundError:
-            return ["scheduler", f"node {node}"]  # the scheduler makes the bucket
-    roles = {presence.role for presence in heard}
-    nodes = {presence.actor for presence in heard if presence.role == "node"}
-    missing = [] if "scheduler" in roles else ["scheduler"]
-    return missing if node in nodes else [*missing, f"node {node}"]
+            return set()  # the scheduler makes the bucket
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,7 +203,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--nats-url")
     parser.add_argument("--port", type=int)
     parser.add_argument("--slots", type=int)
-    parser.add_argument("--node", default="local")
+    parser.add_argument("--node")
     return StackOptions(**vars(parser.parse_args(argv)))
 
 

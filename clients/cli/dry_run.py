@@ -1,0 +1,124 @@
+"""What `train --dry-run` checks without starting anything: model, game, data, slots."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ...envs.check import check_game
+from ...schemas.config import JobConfig
+from ...schemas.errors import (
+    BrokerError,
+    DataError,
+    GameError,
+    ModelError,
+    PlacementError,
+    TinkermqError,
+)
+from ..home import find_url
+from ..pool import Pool
+from .output import note, print_json, say, say_plain
+from .session import with_pool
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+
+
+def dry_run(config: JobConfig, nats_url: str | None, *, as_json: bool) -> int:
+    """Check everything, print the effective configuration, and raise the first problem."""
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("model", lambda: check_model(config)),
+        ("game", lambda: check_env(config)),
+        ("slots", lambda: check_slots(config, nats_url)),
+    ]
+    effective = config.model_dump(mode="json")
+    if not as_json:
+        import yaml
+
+        say_plain(yaml.safe_dump(effective, sort_keys=False))
+    results: list[dict[str, object]] = []
+    problems: list[TinkermqError] = []
+    for name, check in checks:
+        try:
+            results.append({"check": name, "ok": True, "detail": check()})
+        except TinkermqError as error:
+            problems.append(error)
+            results.append({"check": name, "ok": False, "detail": error.message})
+    if as_json:
+        print_json({"config": effective, "checks": results})
+    else:
+        for result in results:
+            mark = "[green]ok[/]  " if result["ok"] else "[red]fail[/]"
+            say(f"{mark} {result['check']:<6} {result['detail']}")
+    if problems:
+        raise problems[0]
+    if not as_json:
+        note("nothing was submitted")
+    return 0
+
+
+def check_model(config: JobConfig) -> str:
+    """Look at a local model folder without loading it; a hub name is only named.
+
+    Raises ModelError for a folder that is not a model.
+    """
+    path = config.model.path
+    folder = Path(path).expanduser()
+    if not folder.exists():
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            return f"{path} is not a folder here: it will be fetched from the hub"
+        raise ModelError(
+            f"there is no model folder {path!r}",
+            hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
+        )
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{folder} is not a model: it has no config.json",
+            hint="give a folder that transformers' save_pretrained wrote",
+        )
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ModelError(
+            f"{folder} has no tokenizer", hint="save the tokenizer into the model's folder"
+        )
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ModelError(f"{folder} has no weights", hint="save the model into this folder")
+    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "?")
+    return f"{folder} ({kind})"
+
+
+def check_env(config: JobConfig) -> str:
+    """Play the game without a model; raises GameError or DataError with the first failure."""
+    if config.env.hosts == 0:
+        return f"{config.env.game} is hosted by the client: not checked"
+    results = check_game(config.env, seed=config.seed)
+    for result in results:
+        if not result.ok:
+            kind = DataError if result.name == "the data can be read" else GameError
+            raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
+    return f"{config.env.game}: {len(results)} checks passed"
+
+
+def needed_slots(config: JobConfig) -> int:
+    """Return the slots that the job's learner, generators and evaluator take at least."""
+    return 1 + config.generator.count
+
+
+def check_slots(config: JobConfig, nats_url: str | None) -> str:
+    """Compare what the job needs with what the pool has.
+
+    Raises PlacementError when it can never fit.
+    """
+    needed = needed_slots(config)
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        return f"{needed} needed; no stack is up, so not compared"
+
+    async def work(pool: Pool) -> int:
+        return sum(node.slots for node in (await pool.nodes()).nodes)
+
+    there = with_pool(url, work)
+    if needed > there:
+        raise PlacementError(
+            f"the job needs {needed} slots, the pool has {there}",
+            hint="lower generator.count, or start the stack with more: `tinkermq up --slots N`",
+        )
+    return f"{needed} of {there}"

@@ -1,0 +1,109 @@
+"""`tinkermq logs`: what the actors of a run wrote."""
+
+import json as json_module
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Annotated, Any, cast
+
+from cyclopts import Parameter
+
+from ...broker.feed import FeedMessage, follow
+from ...broker.streams import stream_info
+from ...schemas.errors import NotFoundError
+from ...schemas.job import JobRecord
+from ...schemas.metric import LogLines
+from ..names import did_you_mean
+from ..pool import Pool
+from .output import print_json_line, say_plain
+from .session import with_pool
+
+_PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
+
+
+def logs(
+    run: str,
+    /,
+    *,
+    follow: Annotated[bool, Parameter(alias="-f")] = False,
+    actor: str | None = None,
+    attempt: int | None = None,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """Print what the actors of a run wrote, oldest first.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    follow
+        Go on with new lines until Ctrl-C.
+    actor
+        Only this actor's lines: learner, generator-0, evaluator-0 …
+    attempt
+        Only those of one attempt of the run: 1, 2 …
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON: one document a line.
+    """
+
+    async def work(pool: Pool) -> int:
+        record = await pool.find(run)
+        _check_actor(record, actor)
+        async with aclosing(_lines(pool, record, follow_on=follow)) as batches:
+            async for batch in batches:
+                if actor in (None, batch.actor) and attempt in (None, batch.attempt):
+                    _print(batch, as_json=json)
+        return 0
+
+    return with_pool(nats_url, work)
+
+
+def _check_actor(record: JobRecord, actor: str | None) -> None:
+    known = [one.name for one in record.actors]
+    if actor is not None and actor not in known:
+        raise NotFoundError(
+            f"run {record.name} has no actor {actor!r}", hint=did_you_mean(actor, known)
+        )
+
+
+async def _lines(
+    pool: Pool, record: JobRecord, *, follow_on: bool
+) -> AsyncGenerator[LogLines, None]:
+    """Yield the stored lines, and then new ones for ever if `follow_on`."""
+    scope = pool.scope(record)
+    left = int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
+    if not left and not follow_on:
+        return
+    feed = follow(pool.broker, scope, ("log",))
+    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", feed)) as messages:
+        async for message in messages:
+            left -= 1
+            if isinstance(message, LogLines):
+                yield message
+            if left <= 0 and not follow_on:
+                return
+
+
+def _print(batch: LogLines, *, as_json: bool) -> None:
+    if as_json:
+        print_json_line(batch.model_dump())
+        return
+    for line in batch.lines:
+        say_plain(f"{batch.actor} | {readable(line)}")
+
+
+def readable(line: str) -> str:
+    """Return a structured log line as text; any other line as it is."""
+    try:
+        entry = json_module.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict):
+        return line
+    fields = cast("dict[str, Any]", entry)
+    clock = str(fields.get("timestamp", ""))[11:19]
+    rest = [f"{key}={value}" for key, value in fields.items() if key not in _PLAIN_FIELDS]
+    words = [clock, str(fields.get("level", "")), str(fields.get("event", "")), *rest]
+    return " ".join(word for word in words if word)

@@ -1,0 +1,126 @@
+"""`tinkermq train` and `watch`: submit a job, and follow a run until it ends.
+
+Ctrl-C detaches: the run goes on in the pool.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from ...schemas.job import JobRecord
+from ...schemas.load_config import load_config
+from ..follow import follow_run
+from ..home import find_url
+from ..paths import resolve_paths
+from ..pool import Pool, new_request_id
+from ..progress import RunProgress
+from .live import announce, open_display
+from .output import note, print_json_line, say
+from .session import with_pool
+
+FAILED, INTERRUPTED = 1, 130
+
+
+def train(
+    config: Path,
+    /,
+    *overrides: str,
+    dry_run: bool = False,
+    detach: Annotated[bool, Parameter(alias="-d")] = False,
+    nats_url: str | None = None,
+    json: bool = False,
+) -> int:
+    """Submit a training job and watch it; Ctrl-C detaches and the run goes on.
+
+    Parameters
+    ----------
+    config
+        YAML file; examples/ has one for each game.
+    overrides
+        `section.key=value`, such as `learner.lr=1e-5 training.num_steps=20`.
+    dry_run
+        Check configuration, model, game, data and slots, print the configuration, submit nothing.
+    detach
+        Submit and return.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON: one document a line.
+    """
+    effective = load_config(config, overrides)
+    if dry_run:
+        from .dry_run import dry_run as check
+
+        return check(effective, nats_url, as_json=json)
+    url = find_url(nats_url)
+    # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
+    values = resolve_paths(effective.model_dump(exclude_unset=True), url)
+    request_id = new_request_id()
+
+    async def work(pool: Pool) -> int:
+        record = await pool.submit(values, request_id=request_id)
+        if json:
+            print_json_line({"job": record.model_dump(exclude={"config"})})
+        else:
+            announce(record)
+        return 0 if detach else await _watch(pool, record, as_json=json)
+
+    return _detachable(url, work, as_json=json)
+
+
+def watch(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+    """Watch a run until it ends; Ctrl-C detaches and the run goes on.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON: one document a line.
+    """
+
+    async def work(pool: Pool) -> int:
+        return await _watch(pool, await pool.find(run), as_json=json)
+
+    return _detachable(find_url(nats_url), work, as_json=json)
+
+
+def _detachable(url: str, work: Callable[[Pool], Awaitable[int]], *, as_json: bool) -> int:
+    try:
+        return with_pool(url, work)
+    except KeyboardInterrupt:
+        if not as_json:
+            note("detached; the run goes on (`tinkermq ps`, `tinkermq watch RUN`)")
+        return INTERRUPTED
+
+
+async def _watch(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
+    """Show a run until its end; return the exit code that its end stands for."""
+    progress = RunProgress(record)
+    with open_display(progress, as_json=as_json) as display:
+        async with aclosing(follow_run(pool, record)) as updates:
+            async for update in updates:
+                display.show(update)
+    if not as_json:
+        _conclude(progress)
+    return FAILED if progress.record.state == "FAILED" else 0
+
+
+def _conclude(progress: RunProgress) -> None:
+    """Say how a run ended, and what to do next."""
+    record = progress.record
+    if progress.validation:
+        steps = sorted(progress.validation)
+        first, last = (progress.validation[step] for step in (steps[0], steps[-1]))
+        say(f"validation {first:.3f} at step {steps[0]}, {last:.3f} at step {steps[-1]}")
+    say(f"run folder  {record.run_dir}")
+    if record.state == "FAILED":
+        say(f"  tinkermq logs {record.name}      what its actors wrote")
+        say(f"  tinkermq resume {record.name}    go on from the last checkpoint")
+    else:
+        say(f"  tinkermq rollouts {record.name} --sort reward")

@@ -1,0 +1,105 @@
+"""Follow a run from its first step to its end: metrics, events and the job's states."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeAlias, cast
+
+from ..broker.feed import FeedMessage, follow
+from ..schemas.errors import NotFoundError
+from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.metric import Event, LogLines, Metric
+from .pool import Pool
+
+Update: TypeAlias = Metric | Event | JobRecord
+POLL_S = 0.5
+QUIET_S = 0.5
+"""After the end of a run its last metrics are waited for until the feed is quiet this long."""
+_QUEUE_LENGTH = 256
+
+
+async def follow_run(
+    pool: Pool, record: JobRecord, *, from_start: bool = True
+) -> AsyncGenerator[Update, None]:
+    """Yield metrics and events of a run in order, and its record whenever it has changed.
+
+    The last update is the record in its final state. Survives restarts of broker and scheduler.
+    Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is removed.
+    """
+    follower = _Follower(pool, record, from_start)
+    parts: tuple[Coroutine[Any, Any, None], ...] = (follower.pump(), follower.watch())
+    tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
+    try:
+        while True:
+            update = await follower.updates.get()
+            if isinstance(update, Exception):
+                raise update
+            yield update
+            if isinstance(update, JobRecord) and update.state in FINAL_STATES:
+                return
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+class _Follower:
+    """Two readers, of the feed and of the record, and the queue that they fill."""
+
+    def __init__(self, pool: Pool, record: JobRecord, from_start: bool) -> None:
+        self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue(_QUEUE_LENGTH)
+        self._pool = pool
+        self._record = record
+        self._from_start = from_start
+        self._heard = time.monotonic()
+
+    async def guard(self, part: Coroutine[Any, Any, None]) -> None:
+        """Run one reader; what it raises goes to whoever reads the queue."""
+        try:
+            await part
+        except Exception as error:  # noqa: BLE001  handed on to the reader, not swallowed
+            await self.updates.put(error)
+
+    async def pump(self) -> None:
+        """Read metrics and events, from the moment at which the job's streams are there."""
+        while True:
+            try:
+                await self._read_feed()
+            except NotFoundError:
+                if self._record.state in FINAL_STATES:
+                    return  # its streams are gone; the record tells the rest
+                await asyncio.sleep(POLL_S)
+
+    async def _read_feed(self) -> None:
+        feed = follow(
+            self._pool.broker,
+            self._pool.scope(self._record),
+            ("metric", "event"),
+            from_start=self._from_start,
+        )
+        async with aclosing(cast("AsyncGenerator[FeedMessage, None]", feed)) as messages:
+            async for message in messages:
+                self._heard = time.monotonic()
+                if not isinstance(message, LogLines):
+                    await self.updates.put(message)
+
+    async def watch(self) -> None:
+        """Read the record now and then; its final state comes after the last metrics."""
+        if not self._ended:
+            await self.updates.put(self._record)
+        while not self._ended:
+            await asyncio.sleep(POLL_S)
+            newest = await self._pool.find(self._record.job)
+            if newest != self._record:
+                self._record = newest
+                if not self._ended:
+                    await self.updates.put(newest)
+        self._heard = time.monotonic()
+        while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110
+            await asyncio.sleep(left)
+        await self.updates.put(self._record)
+
+    @property
+    def _ended(self) -> bool:
+        return self._record.state in FINAL_STATES
