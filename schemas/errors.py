@@ -103,6 +103,12 @@ class StateError(TinkermqError, ValueError):
     code = "state"
 
 
+class JobFailedError(TinkermqError, RuntimeError):
+    """A job that a client waited for has failed or was stopped; the message is the pool's."""
+
+    code = "job_failed"
+
+
 class StorageError(TinkermqError):
     """A file could not be written or read: a full disk, a missing right."""
 
