@@ -70,7 +70,7 @@ class _Checker:
         """Play given actions until the game is done or they are."""
         episodes = Episodes(self.game_class, self.config.kwargs)
         opening = self.opening(number)
-        messages = episodes.open(opening)
+        messages = episodes.reset(opening)
         results: list[StepResult] = []
         for action in actions:
             results.append(episodes.step(opening.episode, action))

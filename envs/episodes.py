@@ -44,7 +44,7 @@ class Episodes:
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, "get_interaction_name", error) from error
 
-    def open(self, opening: Opening) -> list[ChatMessage]:
+    def reset(self, opening: Opening) -> list[ChatMessage]:
         """Make a game, reset it, and return the chat messages of its first prompt."""
         game = self._make()
         try:

@@ -197,7 +197,7 @@ class EnvironmentHost:
         try:
             record = self._data.record(request.split, request.sample)
             opening = Opening(request.episode, request.seed, record, request.kwargs)
-            messages = await self._runner.open(opening)
+            messages = await self._runner.reset(opening)
         except BaseException:
             self.counts.failures += 1
             self._held.pop(request.episode, None)

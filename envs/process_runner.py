@@ -93,7 +93,7 @@ class ProcessRunner:
         """Start the first process and make one game as a trial; return the game's name."""
         return await self._start_process(self._slots[0])
 
-    async def open(self, opening: Opening) -> list[ChatMessage]:
+    async def reset(self, opening: Opening) -> list[ChatMessage]:
         """Start an episode in the process that holds the fewest."""
         slot = min(self._slots, key=lambda slot: slot.load)
         slot.num_opening += 1
@@ -105,7 +105,7 @@ class ProcessRunner:
         process.episodes.add(opening.episode)
         try:
             return await self._send(
-                process, "open", opening.episode, self._reset_timeout_s, (opening,)
+                process, "reset", opening.episode, self._reset_timeout_s, (opening,)
             )
         except TinkermqError:
             self._forget(opening.episode)

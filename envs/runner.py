@@ -19,7 +19,7 @@ class Runner(Protocol):
         """Get ready, make one game as a trial, return the game's name."""
         ...
 
-    def open(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
         """Start an episode; GameError when the game fails."""
         ...
 

@@ -93,13 +93,13 @@ class ThreadRunner:
             self._add_worker()
         return await self._submit("__init__", "", self._reset_timeout_s, self._episodes.probe)
 
-    def open(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
+    def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
         """Start an episode."""
         return self._submit(
             "reset",
             opening.episode,
             self._reset_timeout_s,
-            lambda: self._episodes.open(opening),
+            lambda: self._episodes.reset(opening),
         )
 
     def step(self, episode: str, action: str) -> "asyncio.Future[StepResult]":

@@ -1,0 +1,229 @@
+"""Environment steps per second: the broker against FastAPI + uvicorn with pooled aiohttp.
+
+The same trivial game is stepped by 32 episodes at once, each waiting for its answer before its
+next action, once through an environment host and NATS, once through an HTTP server built as the
+field's game servers are: one process, handlers that call the game directly, one client session
+with as many pooled connections as episodes. Server and client are processes of their own on both
+sides, both on uvloop (uvicorn with httptools), in turns of the same run.
+
+    python benchmarks/environment.py [--episodes 32] [--seconds 4] [--rounds 3]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from tinkermq.broker.connection import connect
+from tinkermq.broker.rpc import call
+from tinkermq.broker.server import NatsServer
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from tinkermq.schemas.errors import NotFoundError
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.subjects import JobScope
+from trivial_game import TURNS, TrivialGame
+
+SCOPE = JobScope("local", "bench")
+ACTION = "move 3"
+Play = Callable[[str], Awaitable[int]]
+
+
+async def serve_nats(url: str, isolation: str) -> None:
+    """Host the game over NATS until killed."""
+    async with await connect(url, name="host") as broker:
+        config = EnvConfig(game="benchmark", isolation=isolation)
+        host = EnvironmentHost(broker, SCOPE, config, game_class=TrivialGame)
+        await host.run(asyncio.Event())
+
+
+def serve_http(port: int) -> None:
+    """Host the game over HTTP until killed."""
+    import uvicorn
+    from fastapi import FastAPI, HTTPException
+    from pydantic import BaseModel
+
+    class Reset(BaseModel):
+        instance_id: str
+        job_id: str = "default"
+
+    class Step(Reset):
+        action: str
+
+    app = FastAPI()
+    games: dict[str, TrivialGame] = {}
+
+    @app.post("/reset")
+    async def reset(request: Reset) -> dict[str, Any]:
+        game = games[request.instance_id] = TrivialGame()
+        return {"observation": game.reset(), "system_prompt": game.get_system_prompt()}
+
+    @app.post("/step")
+    async def step(request: Step) -> dict[str, Any]:
+        game = games.get(request.instance_id)
+        if game is None:
+            raise HTTPException(404)
+        result = game.step(request.action)
+        if result.done:
+            del games[request.instance_id]
+        return vars(result)
+
+    uvicorn.run(app, port=port, log_level="warning", access_log=False)
+
+
+async def measure_nats(url: str, num_episodes: int, seconds: float) -> float:
+    """Return steps per second through NATS."""
+    async with await connect(url, name="client") as broker:
+
+        async def ask(subject: str, request: Any, reply: Any) -> Any:
+            return await call(broker, subject, request, reply, timeout_s=30, waiting_for="the host")
+
+        async def play(episode: str) -> int:
+            request = ResetRequest(episode=episode, split="train", sample=None, seed=1)
+            host = (await ask(SCOPE.env_reset, request, ResetReply)).host
+            step, close = SCOPE.env(host, "step"), SCOPE.env(host, "close")
+            for turn in range(TURNS):
+                await ask(step, StepRequest(episode=episode, turn=turn, action=ACTION), StepReply)
+            await ask(close, CloseRequest(episode=episode), Empty)
+            return TURNS
+
+        async with asyncio.timeout(30):
+            while True:
+                with contextlib.suppress(NotFoundError):
+                    await ask(SCOPE.env_describe, DescribeRequest(), DescribeReply)
+                    break
+                await asyncio.sleep(0.05)
+        return await _steps_per_second(play, num_episodes, seconds)
+
+
+async def measure_http(port: int, num_episodes: int, seconds: float) -> float:
+    """Return steps per second through HTTP."""
+    import aiohttp
+
+    connector = aiohttp.TCPConnector(limit=num_episodes)
+    base = f"http://127.0.0.1:{port}"
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def ask(path: str, body: dict[str, Any]) -> Any:
+            async with session.post(base + path, json=body) as response:
+                return await response.json()
+
+        async def play(episode: str) -> int:
+            await ask("/reset", {"instance_id": episode})
+            for _ in range(TURNS):
+                await ask("/step", {"instance_id": episode, "action": ACTION})
+            return TURNS
+
+        return await _steps_per_second(play, num_episodes, seconds)
+
+
+async def _steps_per_second(play: Play, num_episodes: int, seconds: float) -> float:
+    end = time.perf_counter() + seconds
+
+    async def one_after_another(number: int) -> int:
+        steps = episode = 0
+        while time.perf_counter() < end:
+            steps += await play(f"e{number}-{episode}-{time.monotonic_ns()}")
+            episode += 1
+        return steps
+
+    started = time.perf_counter()
+    steps = sum(await asyncio.gather(*(one_after_another(n) for n in range(num_episodes))))
+    return steps / (time.perf_counter() - started)
+
+
+def compare(num_episodes: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Measure all in turns; return medians and ratios."""
+    rates: dict[str, list[float]] = {"http": [], "thread": [], "process": []}
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
+        port = _free_port()
+        for _ in range(rounds):
+            with _Serving("--serve-http", str(port)):
+                _wait_for(port)
+                rates["http"].append(uvloop.run(measure_http(port, num_episodes, seconds)))
+            for isolation in ("thread", "process"):
+                with _Serving("--serve-nats", server.url, "--isolation", isolation):
+                    rate = uvloop.run(measure_nats(server.url, num_episodes, seconds))
+                    rates[isolation].append(rate)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {
+        "episodes": num_episodes,
+        "steps_per_s": {name: round(value) for name, value in medians.items()},
+        "all": {name: [round(value) for value in values] for name, values in rates.items()},
+        "ratio_thread": round(medians["thread"] / medians["http"], 2),
+        "ratio_process": round(medians["process"] / medians["http"], 2),
+    }
+
+
+class _Serving:
+    """A server process of this script, ended with the block."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen([sys.executable, __file__, *arguments])
+
+    def __enter__(self) -> "_Serving":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Parse the arguments; serve, or compare and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--episodes", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--serve-nats", help=argparse.SUPPRESS)
+    parser.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--isolation", default="thread", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve_nats:
+        uvloop.run(serve_nats(arguments.serve_nats, arguments.isolation))
+    elif arguments.serve_http:
+        serve_http(arguments.serve_http)
+    else:
+        result = compare(arguments.episodes, arguments.seconds, arguments.rounds)
+        print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
