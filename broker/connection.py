@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
@@ -23,11 +22,15 @@ import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.errors import APIError, NoStreamResponseError
+from nats.aio.subscription import Subscription
+from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
 from ..schemas.subjects import token
+from . import faults
+from .faults import ConnectionLost, NoResponders, shown_url
+
+__all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 T = TypeVar("T")
 
@@ -37,18 +40,24 @@ RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
-_DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _NO_RESPONDERS = "503"
 
 _log = structlog.get_logger()
 
 
-class ConnectionLost(BrokerError):
-    """The connection broke while a request was in flight: it may or may not have arrived."""
+class Listening:
+    """A subscription; `stop` ends it."""
 
+    def __init__(self, client: Client, subscription: Subscription) -> None:
+        """Wrap a subscription of `Broker.listen`."""
+        self._client = client
+        self._subscription = subscription
 
-class NoResponders(BrokerError):
-    """Nobody listens on the subject of a request."""
+    async def stop(self) -> None:
+        """Unsubscribe; harmless on a connection that is closed."""
+        if not self._client.is_closed:
+            with contextlib.suppress(nats.errors.BadSubscriptionError):  # stopped already
+                await self._subscription.unsubscribe()
 
 
 class Broker:
@@ -60,21 +69,21 @@ class Broker:
         self.name = name
         self.user = user
         self.nc = Client()
-        self.js: JetStreamContext = self.nc.jetstream(timeout=REQUEST_TIMEOUT_S)
+        self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
+        """nats-py's own JetStream calls, for what this package does not wrap."""
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, on purpose or not."""
         self._closing = False
         self._connected = asyncio.Event()
+        self._reconnected_at = float("-inf")
         self._replies: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
         self._numbers = itertools.count()
         self._inbox = ""
         self._on_reconnect: list[Callable[[], None]] = []
         self._on_disconnect: list[Callable[[], None]] = []
         self._on_error: list[Callable[[BrokerError], None]] = []
-        self._refused: asyncio.Future[BrokerError] | None = None
+        self._refusal: asyncio.Future[BrokerError] | None = None
         self._last_error: Exception | None = None
-        self.reconnected_at = float("-inf")
-        """Monotonic time of the last reconnect."""
 
     @property
     def max_payload_bytes(self) -> int:
@@ -85,6 +94,11 @@ class Broker:
     def is_connected(self) -> bool:
         """Whether the connection is up right now."""
         return self.nc.is_connected
+
+    @property
+    def settled(self) -> bool:
+        """Whether those who listened before the last reconnect have had time to come back."""
+        return time.monotonic() - self._reconnected_at > RECONNECT_GRACE_S
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after each reconnect; returns a function that takes it off again."""
@@ -102,7 +116,7 @@ class Broker:
         """Send what is pending and close."""
         self._closing = True
         if self.nc.is_connected:
-            with contextlib.suppress(nats.errors.Error, asyncio.TimeoutError):
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
                 await self.nc.flush(timeout=2)
         await self.nc.close()
 
@@ -115,24 +129,19 @@ class Broker:
     def check_open(self) -> None:
         """Raise BrokerError if the connection is closed for good."""
         if self.nc.is_closed:
-            raise BrokerError(
-                f"the connection to {shown_url(self.url)} is closed"
-                + (f": {self._last_error}" if self._last_error else ""),
-                hint="connect again",
-            )
+            raise faults.closed(self.url, self._last_error)
 
     async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
         """Wait until the connection is up; `deadline` is a loop time.
 
-        Raises DeadlineError.
+        Raises DeadlineError, which names `waiting_for`, and BrokerError once it is closed.
         """
-        if self._connected.is_set() and not self.nc.is_closed:
-            return
-        try:
-            async with asyncio.timeout_at(deadline):
-                await self._connected.wait()
-        except TimeoutError:
-            raise self._unreachable(waiting_for) from None
+        if not self._connected.is_set():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._connected.wait()
+            except TimeoutError:
+                raise self._late(waiting_for) from None
         self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
@@ -154,6 +163,19 @@ class Broker:
         with contextlib.suppress(nats.errors.OutboundBufferLimitError):
             await self.nc.publish(subject, payload, headers=dict(headers) if headers else None)
 
+    async def listen(
+        self, subject: str, take: Callable[[Msg], None], *, queue: str = ""
+    ) -> Listening:
+        """Call `take` with each message on `subject`, also after reconnects."""
+
+        async def on_message(message: Msg) -> None:
+            take(message)
+
+        subscription: Subscription = await cast("Any", self.nc).subscribe(
+            subject, queue=queue, cb=on_message
+        )
+        return Listening(self.nc, subscription)
+
     async def request(
         self,
         subject: str,
@@ -172,16 +194,15 @@ class Broker:
         try:
             await self.send(subject, payload, reply=reply, headers=headers)
             async with asyncio.timeout(timeout_s):
-                message = await future
+                return await future
         finally:
             self._replies.pop(reply, None)
-        return message
 
     def expect_reply(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
         """Return a fresh reply subject and the future of what comes back on it.
 
         For pipelines: `send` with it, then await the future under a deadline. The future fails
-        with ConnectionLost when the connection breaks.
+        with ConnectionLost when the connection breaks; give it up with `cancel`.
         """
         reply = f"{self._inbox}.{next(self._numbers)}"
         future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
@@ -193,7 +214,7 @@ class Broker:
         subject: str,
         payload: "bytes | memoryview",
         *,
-        reply: str = "",
+        reply: str,
         headers: Mapping[str, str] | None = None,
     ) -> None:
         """Publish with a reply subject; raises ConnectionLost while the connection is down."""
@@ -213,23 +234,7 @@ class Broker:
         Raises nats' APIError for a refusal, and what `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
-        reply = await self.request(f"$JS.API.{verb}", payload)
-        return _checked(reply)
-
-    async def store(
-        self,
-        subject: str,
-        payload: bytes,
-        *,
-        headers: Mapping[str, str] | None = None,
-        timeout_s: float = REQUEST_TIMEOUT_S,
-    ) -> int:
-        """Publish to a stream once; return the sequence under which it is stored.
-
-        Raises nats' APIError for a refusal, and what `request` raises.
-        """
-        reply = await self.request(subject, payload, headers=headers, timeout_s=timeout_s)
-        return int(_checked(reply)["seq"])
+        return checked(await self.request(f"$JS.API.{verb}", payload))
 
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
@@ -246,17 +251,12 @@ class Broker:
             try:
                 return await attempt()
             except NoResponders:
-                if self.settled():
+                if self.settled:
                     raise
-            except (ConnectionLost, TimeoutError, *_TRANSIENT) as error:
-                self.check_open()
+            except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
                 if loop.time() + RETRY_PAUSE_S >= deadline:
-                    raise self._unreachable(waiting_for) from error
+                    raise self._late(waiting_for) from error
             await asyncio.sleep(RETRY_PAUSE_S)
-
-    def settled(self) -> bool:
-        """Whether those who answered before the last reconnect have had time to come back."""
-        return time.monotonic() - self.reconnected_at > RECONNECT_GRACE_S
 
     async def append(
         self,
@@ -267,24 +267,24 @@ class Broker:
         deadline_s: float,
         waiting_for: str,
     ) -> int:
-        """Store a message as `store` does, and again until it is confirmed.
+        """Store a message in its stream, again until it is confirmed; return its sequence.
 
         Only for what may be sent twice: the headers or the stream's limits refuse the second.
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
+
+        async def attempt() -> int:
+            return int(checked(await self.request(subject, payload, headers=headers))["seq"])
+
         try:
-            return await self.retry(
-                lambda: self.store(subject, payload, headers=headers),
-                deadline_s=deadline_s,
-                waiting_for=waiting_for,
-            )
+            return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
         except NoResponders as error:
             raise NotFoundError(
                 f"no stream stores {subject}",
                 hint="the job may have ended and been removed (`tinkermq ps --all`)",
             ) from error
 
-    def _unreachable(self, waiting_for: str) -> DeadlineError:
+    def _late(self, waiting_for: str) -> DeadlineError:
         self.check_open()
         return DeadlineError(
             f"{waiting_for}: {shown_url(self.url)} did not answer in time",
@@ -293,20 +293,23 @@ class Broker:
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
         """Connect for the first time; `connect` calls this."""
-        self._refused = asyncio.get_running_loop().create_future()
+        self._refusal = asyncio.get_running_loop().create_future()
         opening = asyncio.create_task(self._open(credentials))
         try:
             done, _ = await asyncio.wait(
-                {opening, self._refused},
+                {opening, self._refusal},
                 timeout=deadline_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
             if opening in done:
-                await opening
-                return
-            raise self._refused.result() if done else self._not_there(deadline_s)
+                return await opening
+            raise (
+                self._refusal.result()
+                if done
+                else faults.unreachable(self.url, deadline_s, self._last_error)
+            )
         finally:
-            self._refused = None
+            self._refusal = None
             if not opening.done():
                 opening.cancel()
                 await asyncio.wait({opening})
@@ -332,18 +335,10 @@ class Broker:
             await self.nc.close()
             raise
         self._inbox = self.nc.new_inbox()
-        await self.nc.subscribe(f"{self._inbox}.*", cb=self._take_reply)
+        await self.listen(f"{self._inbox}.*", self._take_reply)
         self._connected.set()
 
-    def _not_there(self, deadline_s: float) -> BrokerError:
-        why = f" ({self._last_error})" if self._last_error else ""
-        return BrokerError(
-            f"no NATS server answers at {shown_url(self.url)} within {deadline_s:g} s{why}",
-            hint="start one with `tinkermq up`, or give the URL of one that runs (--nats-url, "
-            "TINKERMQ_NATS_URL)",
-        )
-
-    async def _take_reply(self, message: Msg) -> None:
+    def _take_reply(self, message: Msg) -> None:
         subject, future = self._replies.pop(message.subject, ("", None))
         if future is None or future.done():
             return
@@ -358,41 +353,28 @@ class Broker:
             future.set_result(message)
 
     async def _error(self, error: Exception) -> None:
+        """Take what nats-py tells only to its error callback."""
         self._last_error = error
-        denied = _DENIED.search(str(error).lower())
-        if denied:
-            self._deny(denied[1], denied[2])
+        if denied := faults.denied_subject(error):
+            self._deny(*denied)
         elif isinstance(error, nats.errors.SlowConsumerError):
-            self._report(
-                "messages_dropped",
-                BrokerError(
-                    f"messages on {error.subject} were dropped: they came faster than this "
-                    "process took them",
-                    hint="the event loop of this process was blocked, or its handler is too slow",
-                ),
-            )
-        elif _is_refusal(error):
+            self._report("messages_dropped", faults.dropped(error.subject))
+        elif faults.is_refusal(error):
             self._refuse(error)
-        elif self._connected.is_set() and self.nc.is_connected:
+        elif self._connected.is_set() and not isinstance(error, nats.errors.UnexpectedEOF):
             _log.warning("broker_error", error=repr(error))
 
     def _deny(self, operation: str, subject: str) -> None:
-        error = BrokerError(
-            f"user {self.user!r} may not {_OPERATIONS.get(operation, operation)} {subject!r}",
-            hint="use the credentials of the subject's owner, or grant the right at the broker",
-        )
+        error = faults.denied(self.user, operation, subject)
         for wanted, future in list(self._replies.values()):
             if wanted.lower() == subject and not future.done():
                 future.set_exception(error)
         self._report("subject_denied", error)
 
     def _refuse(self, error: Exception) -> None:
-        refusal = BrokerError(
-            f"the NATS server at {shown_url(self.url)} refuses this user: {error}",
-            hint="check the API key, or the user and password in the URL",
-        )
-        if self._refused is not None and not self._refused.done():
-            self._refused.set_result(refusal)
+        refusal = faults.refused(self.url, error)
+        if self._refusal is not None and not self._refusal.done():
+            self._refusal.set_result(refusal)
         else:
             self._report("connection_refused", refusal)
 
@@ -405,18 +387,22 @@ class Broker:
         if self._connected.is_set() and not self._closing:
             _log.warning("broker_disconnected", url=shown_url(self.url))
         self._connected.clear()
-        lost = ConnectionLost(
-            f"the connection to {shown_url(self.url)} broke during a request", hint="try again"
-        )
-        for _, future in list(self._replies.values()):
+        for subject, future in list(self._replies.values()):
             if not future.done():
-                future.set_exception(lost)
+                future.set_exception(
+                    ConnectionLost(
+                        f"the connection to {shown_url(self.url)} broke during a request on "
+                        f"{subject}",
+                        hint="try again",
+                    )
+                )
+        self._replies.clear()
         for callback in list(self._on_disconnect):
             callback()
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))
-        self.reconnected_at = time.monotonic()
+        self._reconnected_at = time.monotonic()
         self._last_error = None
         self._connected.set()
         for callback in list(self._on_reconnect):
@@ -426,24 +412,7 @@ class Broker:
         self.closed.set()
         self._connected.set()  # wakes those who wait; they find it closed
         if not self._closing and self._inbox:
-            self._report(
-                "broker_connection_closed",
-                BrokerError(
-                    f"the connection to {shown_url(self.url)} was closed by the server: "
-                    f"{self.nc.last_error}",
-                    hint="the credentials may have expired or been revoked",
-                ),
-            )
-
-
-_OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
-_TRANSIENT = (
-    nats.errors.OutboundBufferLimitError,
-    nats.errors.NoRespondersError,
-    nats.errors.TimeoutError,
-    nats.errors.ConnectionReconnectingError,
-    NoStreamResponseError,
-)
+            self._report("broker_connection_closed", faults.closed(self.url, self.nc.last_error))
 
 
 async def connect(
@@ -467,7 +436,7 @@ async def connect(
         )
     except (NoResponders, DeadlineError, APIError) as error:
         await broker.close()
-        raise without_jetstream(url) from error
+        raise faults.without_jetstream(url) from error
     except BaseException:
         await broker.close()
         raise
@@ -483,33 +452,15 @@ def _check_url(url: str) -> None:
         )
 
 
-def shown_url(url: str) -> str:
-    """Return the URL without user and password, for messages and logs."""
-    return re.sub(r"//[^@/]*@", "//", url)
-
-
-def without_jetstream(url: str) -> BrokerError:
-    """Return the error of a server that does not store messages."""
-    return BrokerError(
-        f"the NATS server at {shown_url(url)} has JetStream disabled",
-        hint="start it with `nats-server -js`, or let `tinkermq up` start one",
-    )
-
-
-def _is_refusal(error: Exception) -> bool:
-    text = str(error).lower()
-    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
-
-
-def _checked(reply: Msg) -> dict[str, Any]:
-    """Return the JSON answer of JetStream, or raise its error."""
+def checked(reply: Msg) -> dict[str, Any]:
+    """Return the JSON answer of JetStream, or raise its error as nats' APIError."""
     answer = cast("dict[str, Any]", json.loads(reply.data))
     if "error" in answer:
         APIError.from_error(answer["error"])
     return answer
 
 
-def _add(callbacks: list[Callable[..., None]], callback: Callable[..., None]) -> Callable[[], None]:
+def _add(callbacks: list[Any], callback: Any) -> Callable[[], None]:
     callbacks.append(callback)
 
     def remove() -> None:

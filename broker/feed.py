@@ -6,7 +6,7 @@ late, or comes back, sees what happened without it.
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncGenerator, Callable, Collection
 from contextlib import aclosing
 from typing import Literal, TypeAlias, TypeVar
 
@@ -106,7 +106,7 @@ async def follow(
     *,
     from_start: bool = True,
     stop: asyncio.Event | None = None,
-) -> AsyncIterator[FeedMessage]:
+) -> AsyncGenerator[FeedMessage, None]:
     """Yield metrics, events and log lines as they are stored, until `stop` is set.
 
     Each kind comes in order and without gaps, also across restarts of the server. Without

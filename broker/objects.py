@@ -82,7 +82,7 @@ class ObjectStore:
                 num_bytes, num_chunks = await self._put_chunks(nuid, views)
                 break
             except (ConnectionLost, NoResponders, TimeoutError) as error:
-                if isinstance(error, NoResponders) and self._broker.settled():
+                if isinstance(error, NoResponders) and self._broker.settled:
                     raise missing(self._stream) from error
                 if loop.time() > deadline:
                     raise DeadlineError(
@@ -206,7 +206,7 @@ class ObjectStore:
             try:
                 return await reading.read_window()
             except (ConnectionLost, NoResponders, TimeoutError) as error:
-                if isinstance(error, NoResponders) and self._broker.settled():
+                if isinstance(error, NoResponders) and self._broker.settled:
                     raise missing(self._stream) from error
                 if asyncio.get_running_loop().time() > deadline:
                     raise DeadlineError(
@@ -265,22 +265,20 @@ class _Reading:
         inbox = self._broker.nc.new_inbox()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        async def take(message: Msg) -> None:
+        def take(message: Msg) -> None:
             if ended.done():
                 return
             try:
                 if self._take(message):
                     ended.set_result(None)
-            except BrokerError as error:
-                ended.set_exception(error)
-            except NotFoundError as error:
+            except (BrokerError, NotFoundError) as error:
                 ended.set_exception(error)
 
         def lose() -> None:
             if not ended.done():
                 ended.set_exception(ConnectionLost("the connection broke while reading"))
 
-        subscription = await self._broker.nc.subscribe(inbox, cb=take)
+        listening = await self._broker.listen(inbox, take)
         remove = self._broker.on_disconnect(lose)
         try:
             await self._ask(inbox)
@@ -289,8 +287,7 @@ class _Reading:
         finally:
             remove()
             ended.cancel()
-            if not self._broker.nc.is_closed:
-                await subscription.unsubscribe()
+            await listening.stop()
 
     async def _ask(self, inbox: str) -> None:
         request = {

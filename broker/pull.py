@@ -10,10 +10,9 @@ import json
 from typing import Any
 
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from ..schemas.errors import BrokerError
-from .connection import Broker, ConnectionLost
+from .connection import Broker, ConnectionLost, Listening
 
 NS = 1_000_000_000
 _STATUS_OK = frozenset({"404", "408"})  # nothing there; the request has expired
@@ -33,23 +32,20 @@ class PullInbox:
         self._broker = broker
         self._inbox = broker.nc.new_inbox()
         self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
-        self._subscription: Subscription | None = None
+        self._listening: Listening | None = None
         self._remove = broker.on_disconnect(lambda: self._arrived.put_nowait(None))
 
     async def open(self) -> None:
         """Subscribe to the inbox, once."""
-        if self._subscription is None:
-            self._subscription = await self._broker.nc.subscribe(self._inbox, cb=self._take)
+        if self._listening is None:
+            self._listening = await self._broker.listen(self._inbox, self._arrived.put_nowait)
 
     async def close(self) -> None:
         """Unsubscribe."""
         self._remove()
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None and not self._broker.nc.is_closed:
-            await subscription.unsubscribe()
-
-    async def _take(self, message: Msg) -> None:
-        self._arrived.put_nowait(message)
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
 
     def forget(self) -> None:
         """Throw away what arrived for an earlier consumer."""

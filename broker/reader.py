@@ -7,7 +7,7 @@ way is bounded in bytes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import structlog
@@ -53,7 +53,7 @@ class StreamReader:
         self._consumer: str | None = None
         self._delivered = 0
 
-    async def messages(self) -> AsyncIterator[StoredMessage]:
+    async def messages(self) -> AsyncGenerator[StoredMessage, None]:
         """Iterate for ever; leaving the loop (`aclose`) frees the consumer.
 
         Raises NotFoundError when the stream is gone, DeadlineError when the server stays away.
@@ -76,7 +76,7 @@ class StreamReader:
         await self._inbox.open()
         await self._make_consumer()
 
-    async def _pull(self) -> AsyncIterator[StoredMessage]:
+    async def _pull(self) -> AsyncGenerator[StoredMessage, None]:
         consumer = self._consumer or await self._make_consumer()
         request = {
             "batch": PULL_MESSAGES,

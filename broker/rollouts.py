@@ -7,7 +7,7 @@ as such and never ends a reader.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -111,7 +111,7 @@ class RolloutLog:
             raise missing(self._stream) from error
         return numbers_of(subjects)
 
-    async def read(self, from_seq: int = 1) -> AsyncIterator[LogEntry]:
+    async def read(self, from_seq: int = 1) -> AsyncGenerator[LogEntry, None]:
         """Yield the entries from `from_seq` on, and new ones as they are appended, for ever.
 
         Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is gone.

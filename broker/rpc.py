@@ -84,7 +84,7 @@ class Service:
         metadata: Mapping[str, str] | None = None,
     ) -> "Service":
         """Register a service; `nats micro ls` shows `name` and `description`."""
-        micro = await nats.micro.add_service(
+        micro: MicroService = await cast("Any", nats.micro).add_service(
             broker.nc,
             name=name,
             version=version,
@@ -159,11 +159,11 @@ class _Endpoint:
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
         self._count(time.perf_counter_ns() - started, headers)
-        message = cast("Msg", cast("Any", request)._msg)
-        if not message.reply:
+        reply = cast("Any", request)._msg.reply
+        if not reply:
             return
-        try:
-            await message._client.publish(message.reply, payload, headers=headers)
+        try:  # not `respond`, which echoes the request's headers
+            await self._broker.publish(reply, payload, headers)
         except Exception as error:  # noqa: BLE001  the caller is gone or the connection is down
             _log.warning("reply_failed", subject=request.subject, error=repr(error))
 
@@ -264,7 +264,7 @@ async def _send(
             if not idempotent:
                 raise
         except NoResponders:
-            if broker.settled():
+            if broker.settled:
                 raise  # otherwise the service may be reconnecting, too
         if loop.time() + RETRY_PAUSE_S > deadline:
             raise TimeoutError

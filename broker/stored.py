@@ -88,20 +88,15 @@ async def get_batch(
         "max_bytes": BATCH_BYTES,
     }
     replies: asyncio.Queue[Msg | None] = asyncio.Queue()
-
-    async def take(message: Msg) -> None:
-        replies.put_nowait(message)
-
     inbox = broker.nc.new_inbox()
-    subscription = await broker.nc.subscribe(inbox, cb=take)
+    listening = await broker.listen(inbox, replies.put_nowait)
     remove = broker.on_disconnect(lambda: replies.put_nowait(None))
     try:
         await broker.send(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
         return await _collect(replies, stream)
     finally:
         remove()
-        if not broker.nc.is_closed:
-            await subscription.unsubscribe()
+        await listening.stop()
 
 
 async def _collect(

@@ -9,7 +9,8 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from nats.js.errors import APIError, NotFoundError as StreamNotFound
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.config import LimitsConfig
 from ..schemas.errors import BrokerError, MessageError

@@ -60,7 +60,7 @@ class Lease:
         await self._say(b'-NAK {"delay": %d}' % int(delay_s * NS))
 
     async def _say(self, what: bytes) -> None:
-        # A lost word is harmless: the lease expires, and the next holder finds the group in the log.
+        # A lost word is harmless: the lease expires, and the next holder finds the group.
         await self._broker.publish(self._message.reply, what)
 
 

@@ -19,12 +19,11 @@ from typing import Literal
 
 import numpy as np
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 
 from ..schemas.errors import BrokerError, ConfigError, ConflictError, MessageError, NotFoundError
 from ..schemas.subjects import JobScope
 from ..schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
-from .connection import Broker
+from .connection import Broker, Listening
 from .kv import Bucket
 from .objects import CHUNK_BYTES, DigestMismatch, ObjectStore
 from .weight_files import read_file, remove_file, write_file
@@ -76,7 +75,7 @@ class WeightStore:
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._objects = ObjectStore(broker, scope.object_weights, chunk_bytes=chunk_bytes)
         self._announced = asyncio.Event()
-        self._subscription: Subscription | None = None
+        self._listening: Listening | None = None
 
     async def publish(
         self,
@@ -135,8 +134,8 @@ class WeightStore:
 
         -1 waits for the first version.
         """
-        if self._subscription is None:
-            self._subscription = await self._broker.nc.subscribe(self._scope.weights, cb=self._hear)
+        if self._listening is None:
+            self._listening = await self._broker.listen(self._scope.weights, self._hear)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
@@ -189,11 +188,11 @@ class WeightStore:
 
     async def close(self) -> None:
         """Stop listening to announcements."""
-        subscription, self._subscription = self._subscription, None
-        if subscription is not None and not self._broker.nc.is_closed:
-            await subscription.unsubscribe()
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
 
-    async def _hear(self, _: Msg) -> None:
+    def _hear(self, _: Msg) -> None:
         self._announced.set()  # what it says is not needed: the manifests tell
 
     async def _advance_latest(self, manifest: Manifest) -> None:
@@ -247,7 +246,7 @@ class WeightStore:
             )
         if info.num_bytes != manifest.num_bytes or info.digest != manifest.digest:
             raise DigestMismatch(f"object {info.name} is not the one of its manifest")
-        buffer = memoryview(np.empty(info.num_bytes, np.uint8))
+        buffer = np.empty(info.num_bytes, np.uint8).data  # not zeroed: it is filled anyway
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
         return buffer
 
