@@ -56,7 +56,7 @@ class ChatTokenizer:
         head = self._render(_STAND_IN, prompt=False)
         self._head = head
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
-        closing_ids = self._encode(self._closing)
+        closing_ids = self.encode(self._closing)
         eos = cast("int | None", tokenizer.eos_token_id)
         end_of_turn = [closing_ids[0]] if closing_ids and self._is_special(closing_ids[0]) else []
         ids = [*end_of_turn, *([] if eos is None else [eos]), *extra_stop_token_ids]
@@ -70,7 +70,7 @@ class ChatTokenizer:
 
     def first_prompt(self, messages: Sequence[ChatMessage]) -> IntVector:
         """Return int32[T]: the conversation so far and the generation prompt."""
-        return np.array(self._encode(self._render(messages, prompt=True)), np.int32)
+        return np.array(self.encode(self._render(messages, prompt=True)), np.int32)
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
@@ -80,7 +80,7 @@ class ChatTokenizer:
         That is the rest of the end of its turn (all of it, if generation was cut before the stop
         token), the observation messages, and the generation prompt.
         """
-        delta = self._encode(self._closing + self._delta(observation))
+        delta = self.encode(self._closing + self._delta(observation))
         if len(generated_ids) and int(generated_ids[-1]) == delta[0] and self._is_stop(delta[0]):
             delta = delta[1:]
         return np.array(delta, np.int32)
@@ -147,7 +147,8 @@ class ChatTokenizer:
                 hint="use a template that takes these roles, or a game without them",
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text as it stands, without a template."""
         return self._tokenizer.encode(text, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def _is_special(self, token_id: int) -> bool:

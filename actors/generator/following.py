@@ -6,6 +6,7 @@ import structlog
 
 from ...broker.weights import WeightStore
 from ...schemas.errors import NotFoundError
+from ..job_weights import as_sources
 from .engine import Engine, KvOnSwap
 
 _POLL_S = 30.0
@@ -34,7 +35,7 @@ class WeightFollower:
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 continue  # removed under us: a newer one is out
-            await self._engine.load_weights(manifest.version, tensors, self._kv)
+            await self._engine.load_weights(manifest.version, as_sources(tensors), self._kv)
             async with self._changed:
                 self.version = manifest.version
                 self._changed.notify_all()

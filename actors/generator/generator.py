@@ -10,16 +10,15 @@ import asyncio
 import contextlib
 import secrets
 import time
-from pathlib import Path
 
 import structlog
 
 from ...broker.feed import publish_dead
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
-from ...broker.weights import WeightStore
 from ...schemas.config import JobConfig
 from ...schemas.task import DeadLetter
+from ..job_weights import open_weights
 from ..model_folder import load_tokenizer
 from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeSampling
@@ -61,7 +60,7 @@ async def run_generator(context: JobContext) -> None:
     config = context.config
     chat = make_chat(config)
     engine = await start_engine(config)
-    store = WeightStore(context.broker, context.scope, config.weights, Path(context.run_dir))
+    store = open_weights(context)
     follower = WeightFollower(store, engine, config.generator.kv_on_swap)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     loop = AgentLoop(engine, chat, environments, config.rollout, EpisodeSampling.of(config.rollout))

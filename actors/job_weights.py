@@ -1,0 +1,24 @@
+"""The weights of a job, as its learner, generators and evaluators open them."""
+
+from collections.abc import Mapping
+
+from ..broker.weights import TensorBytes, WeightStore
+from .generator.engine import TensorSource
+from .runtime import JobContext
+
+
+def open_weights(context: JobContext) -> WeightStore:
+    """Open the weight store of a job with the transport that its configuration names."""
+    config = context.config.weights
+    return WeightStore(
+        context.broker,
+        context.scope,
+        config.transport,
+        folder=config.folder or context.run_dir / "weights",
+        chunk_bytes=config.chunk_bytes,
+    )
+
+
+def as_sources(tensors: Mapping[str, TensorBytes]) -> dict[str, TensorSource]:
+    """Give fetched tensors in the form that an engine takes."""
+    return {name: (item.dtype, item.shape, item.data) for name, item in tensors.items()}

@@ -1,0 +1,382 @@
+"""The learner: issues tasks under the staleness bound, trains from the log, publishes weights.
+
+It is a function of the rollout log and the batch records. Every step is recorded before it is
+trained, and the record names the one that it follows, so a second learner is fenced off. After a
+crash the newest checkpoint is loaded and the recorded batches behind it are trained again, in
+order: same batches, same weights.
+
+Torch runs in one thread of its own; the event loop always answers.
+"""
+
+import asyncio
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import structlog
+
+from ...broker.batches import BatchLog
+from ...broker.rollouts import RolloutLog
+from ...broker.stored import get_all
+from ...broker.tasks import TaskQueue
+from ...schemas.batch import BatchRecord, Dropped
+from ...schemas.config import JobConfig
+from ...schemas.errors import DeadlineError, MessageError, StorageError
+from ...schemas.task import Task
+from ..runtime import JobContext
+from .batching import form_batch
+from .checkpoint import CheckpointStore, LearnerState
+from .control import LearnerControl
+from .data_order import DataOrder
+from .evaluations import Evaluations
+from .intake import Entry, Intake, batch_digest
+from .issuing import Issuer
+from .ledger import Ledger
+from .publishing import Publisher
+from .reporting import Reporter
+from .step import Trainer
+from .training_batch import assemble
+
+T = TypeVar("T")
+_RECOVERY_S = 300.0
+_EVALUATION_S = 1800.0
+_FINAL_SAVE_TRIES = 12
+_FINAL_SAVE_PAUSE_S = 5.0
+_LOOK_S = 1.0
+_log = structlog.get_logger()
+
+
+class Learner:
+    """Trains one job."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        trainer: Trainer,
+        tokenizer: Any,
+        state: LearnerState,
+        order: DataOrder,
+        checkpoints: CheckpointStore,
+        reporter: Reporter,
+        *,
+        vocab_size: int,
+    ) -> None:
+        config: JobConfig = context.config
+        broker, scope = context.broker, context.scope
+        self.context = context
+        self.config = config
+        self.state = state
+        self.total_steps = trainer.total_steps
+        self.ledger = Ledger(state)
+        self.intake = Intake(
+            RolloutLog(broker, scope),
+            vocab_size=vocab_size,
+            max_tokens=config.rollout.max_tokens,
+        )
+        self.issuer = Issuer(
+            TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
+            RolloutLog(broker, scope),
+            self.ledger,
+            order,
+            config,
+            self.total_steps,
+        )
+        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation)
+        self.publisher = Publisher(context, trainer.model)
+        self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        self._checkpoints = checkpoints
+        self._reporter = reporter
+        self._batches = BatchLog(broker, scope)
+        self._dropped: list[Dropped] = []
+        self._trim_bytes = config.limits.rollout_bytes // 2
+        self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+
+    def _version(self) -> int:
+        return self.state.step
+
+    async def run(self) -> None:
+        """Train until the last step is done or `stopping` is set."""
+        await self.evaluations.load()
+        records = await self._batches.read_all()
+        self.intake.max_version = records[-1][1].step if records else self.state.step
+        async with asyncio.TaskGroup() as background:
+            helpers = [
+                background.create_task(self.intake.run(self.state.log_seq), name="intake"),
+                background.create_task(self.evaluations.follow(), name="evaluations"),
+                background.create_task(self._reporter.watch_generators(), name="generators"),
+            ]
+            await self.control.serve()
+            await self._recover(records)
+            await self._publish()
+            if self.config.training.validate_before_training and self.state.step == 0:
+                await self.evaluations.request(0)
+            self.context.set_state("working", version=self.state.step)
+            await self.context.event(
+                "training_started", step=self.state.step, total_steps=self.total_steps
+            )
+            await self._train_until_done()
+            await self._finish()
+            for helper in helpers:
+                helper.cancel()
+        self._torch.shutdown()
+
+    # -- the loop ------------------------------------------------------------------------------
+
+    async def _train_until_done(self) -> None:
+        while self.state.step < self.total_steps:
+            waiting_since = time.perf_counter()
+            entries = await self._next_batch()
+            if entries is None:
+                return
+            waited_s = time.perf_counter() - waiting_since
+            await self._record(entries)
+            await self._train(entries, waited_s)
+            await self._checkpoint_if_due()
+
+    async def _next_batch(self) -> list[Entry] | None:
+        """Wait for the groups of the next step; None when told to stop."""
+        training = self.config.training
+        while not self.context.stopping.is_set():
+            if self.control.checkpoint_wanted:
+                self.control.checkpoint_done(await self._save())
+            if self.control.paused:
+                with self.context.waiting("somebody to resume the job"):
+                    await self._look_again(self.control.changed)
+                continue
+            self._notice_arrivals()
+            await self.issuer.expire_reservations()
+            decision = form_batch(
+                self.intake.candidates(),
+                version=self.state.step,
+                batch_size=training.batch_size,
+                max_staleness=training.max_staleness,
+                policy=training.staleness_policy,
+                filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
+                decided=self.ledger,
+                outstanding=self.ledger.min_versions.values(),
+            )
+            entries = [self.intake[seq] for seq in decision.train]
+            self._drop(
+                [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
+            )
+            await self.issuer.issue(self.state.step)
+            if entries:
+                return entries
+            missing = training.batch_size - len(self.intake.candidates())
+            with self.context.waiting(f"the generators: {max(missing, 0)} more groups"):
+                await self._look_again(self.intake.changed)
+        return None
+
+    async def _look_again(self, event: asyncio.Event) -> None:
+        """Wait for an event, but look again now and then."""
+        event.clear()
+        try:
+            await asyncio.wait_for(self.context.unless_stopping(event.wait()), _LOOK_S)
+        except TimeoutError:
+            return
+
+    async def _record(self, entries: list[Entry]) -> None:
+        """Write down which groups the next step trains, before it does."""
+        step = self.state.step + 1
+        record = BatchRecord(
+            step=step,
+            seqs=[entry.seq for entry in entries],
+            tasks=[
+                entry.candidate.number for entry in entries if entry.candidate.number is not None
+            ],
+            dropped=self._dropped,
+            seed=self.config.seed,
+            digest=batch_digest(entries),
+            learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
+            time=time.time(),
+        )
+        self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
+        self._dropped = []
+
+    async def _train(self, entries: list[Entry], waited_s: float) -> None:
+        """One optimiser step, one version, published."""
+        started = time.perf_counter()
+        step = self.state.step + 1
+        groups = [entry.group for entry in entries if entry.group is not None]
+        report = await self._in_torch(lambda: self._trainer.step(assemble(groups), step))
+        self._trained(entries)
+        self.intake.max_version = step
+        await self._publish()
+        await self._request_evaluation()
+        await self._reporter.report(
+            step, groups, report, waited_s, time.perf_counter() - started, self.intake
+        )
+
+    def _trained(self, entries: list[Entry]) -> None:
+        self.state.step += 1
+        self.context.step = self.state.step
+        self.context.set_state("working", version=self.state.step)
+        self.ledger.train(entry.number for entry in entries if entry.number is not None)
+        for entry in entries:
+            self._reporter.waste.add(entry.group, trained=True)
+        self.intake.forget(entry.seq for entry in entries)
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def _notice_arrivals(self) -> None:
+        arrived, self.intake.arrived = self.intake.arrived, []
+        for entry in arrived:
+            if entry.number is not None and entry.number not in self.ledger:
+                self.ledger.note_in_log(entry.number)
+            if entry.group is not None:
+                self.ledger.note_task(entry.group.task)
+
+    def _drop(self, dropped: list[Dropped]) -> None:
+        """Decide that entries are never trained; the next batch record says so."""
+        for item in dropped:
+            entry = self.intake[item.seq]
+            if item.task is not None:
+                self.ledger.drop(item.task, item.reason, entry.index)
+            if entry.group is not None:
+                self._reporter.waste.add(entry.group, trained=False)
+            self._reporter.num_dropped[item.reason] += 1
+        self.intake.forget(item.seq for item in dropped)
+        self._dropped += dropped
+
+    async def _publish(self) -> None:
+        """Snapshot the weights now; sending them goes on while the next batch is trained."""
+        await self.publisher.publish(
+            self.state.step, self._in_torch, keep=self.evaluations.open_versions
+        )
+
+    async def _request_evaluation(self) -> None:
+        freq, step = self.config.training.test_freq, self.state.step
+        if step == self.total_steps or (freq and step % freq == 0):
+            if await self.evaluations.request(step, always=step == self.total_steps):
+                self.publisher.pin(step)
+
+    async def _checkpoint_if_due(self) -> None:
+        training = self.config.training
+        due = training.save_freq and self.state.step % training.save_freq == 0
+        log_is_filling = self.intake.bytes_held > self._trim_bytes and not training.keep_rollouts
+        if (due or log_is_filling) and self.state.step < self.total_steps:
+            await self._save()
+
+    async def _save(self) -> str | None:
+        """Write a checkpoint and trim the log behind it; a full disk does not end the run."""
+        self._notice_arrivals()
+        self.ledger.write_to(self.state)
+        self.state.log_seq = self.intake.first_undecided()
+        self._reporter.write_to(self.state)
+        save = functools.partial(
+            self._checkpoints.save,
+            self._trainer.model,
+            self._tokenizer,
+            self._trainer.optimizer,
+            self.state,
+        )
+        started = time.perf_counter()
+        try:
+            folder = await self._in_torch(save)
+        except StorageError as error:
+            await self.context.event("checkpoint_failed", str(error), step=self.state.step)
+            return None
+        self._reporter.save_s = time.perf_counter() - started
+        await self.context.event("checkpoint_saved", str(folder), step=self.state.step)
+        if not self.config.training.keep_rollouts:
+            await RolloutLog(self.context.broker, self.context.scope).trim(self.state.log_seq)
+            self.intake.bytes_held = 0
+        return str(folder)
+
+    async def _in_torch(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
+
+    # -- start and end -------------------------------------------------------------------------
+
+    async def _recover(self, records: list[tuple[int, BatchRecord]]) -> None:
+        """Take notice of all that was issued, and train the recorded batches again."""
+        await self._wait_for_log(await self.intake_last())
+        self._notice_arrivals()
+        broker, scope = self.context.broker, self.context.scope
+        for message in await get_all(broker, scope.stream_task, scope.task("*")):
+            try:
+                self.ledger.note_task(Task.from_bytes(message.payload))
+            except MessageError as error:
+                _log.error("task_malformed", subject=message.subject, error=error.message)
+        self.ledger.find_missing()
+        self.state.batch_seq = max([self.state.batch_seq, *(seq for seq, _ in records[-1:])])
+        behind = [record for _, record in records if record.step > self.state.step]
+        if behind:
+            await self.context.event(
+                "training_recovered",
+                f"training {len(behind)} recorded steps again",
+                step=self.state.step,
+            )
+        for record in behind:
+            await self._train_again(record)
+
+    async def intake_last(self) -> int:
+        """Return the newest sequence of the rollout log."""
+        return await RolloutLog(self.context.broker, self.context.scope).last_seq()
+
+    async def _wait_for_log(self, seq: int) -> None:
+        """Wait until the intake has read up to `seq`."""
+        deadline = time.monotonic() + _RECOVERY_S
+        log = RolloutLog(self.context.broker, self.context.scope)
+        if seq < await log.first_seq():
+            return
+        with self.context.waiting("the rollout log to be read"):
+            while self.intake.last_seq < seq:
+                if time.monotonic() > deadline:
+                    raise DeadlineError(
+                        f"the rollout log was read up to {self.intake.last_seq} of {seq} within "
+                        f"{_RECOVERY_S:.0f} s"
+                    )
+                await self._look_again(self.intake.changed)
+
+    async def _train_again(self, record: BatchRecord) -> None:
+        """Train one recorded batch; its metrics were reported, unless the crash came first."""
+        lost = [seq for seq in record.seqs if seq not in self.intake]
+        if lost:
+            raise StorageError(
+                f"step {record.step} trained log entries {lost[:5]} that the rollout log no "
+                "longer has",
+                hint="resume from a checkpoint that is at least that new, or fork the run",
+            )
+        self._drop([item for item in record.dropped if item.seq in self.intake])
+        self._dropped = []
+        entries = [self.intake[seq] for seq in record.seqs]
+        if batch_digest(entries) != record.digest:
+            raise StorageError(f"the groups of step {record.step} are not the recorded ones")
+        await self._train(entries, 0.0)
+
+    async def _finish(self) -> None:
+        """Last checkpoint, last evaluation, last word."""
+        if self.context.record.stop != "now":
+            await self._save_at_the_end()
+        await self.publisher.wait()
+        if self.state.step < self.total_steps:
+            await self.context.event("training_stopped", step=self.state.step)
+            return
+        try:
+            with self.context.waiting("the evaluator's last results"):
+                await asyncio.wait_for(
+                    self.context.unless_stopping(self.evaluations.wait_all()), _EVALUATION_S
+                )
+        except TimeoutError:
+            await self.context.event(
+                "evaluation_missing", f"no result within {_EVALUATION_S:.0f} s"
+            )
+        self._reporter.finish()
+        await self.context.event("training_completed", step=self.state.step)
+
+    async def _save_at_the_end(self) -> None:
+        for left in reversed(range(_FINAL_SAVE_TRIES)):
+            if await self._save() is not None:
+                return
+            if left:
+                with self.context.waiting("room on the disk for the last checkpoint"):
+                    await asyncio.sleep(_FINAL_SAVE_PAUSE_S)
+        raise StorageError(
+            f"the last checkpoint of step {self.state.step} could not be written",
+            hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",
+        )

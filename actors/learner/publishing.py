@@ -1,0 +1,82 @@
+"""Publishing new weights: snapshot at once, send in the background, remove what nobody needs."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Set
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...broker.weights import TensorBytes
+from ..job_weights import open_weights
+from ..runtime import JobContext
+
+_KEEP_NEWEST = 2
+InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Publisher:
+    """Publishes the versions of one model."""
+
+    def __init__(self, context: JobContext, model: nn.Module) -> None:
+        config = context.config
+        self._store = open_weights(context)
+        self._model = model
+        self._dtype = getattr(torch, config.learner.publish_dtype)
+        self._sending: asyncio.Task[None] | None = None
+        self._pinned: set[int] = set()
+        self._published: list[int] = []
+        self.send_s = 0.0
+        """Seconds that the last sending took, beside training."""
+
+    async def publish(self, version: int, in_torch: InTorch, *, keep: Set[int]) -> None:
+        """Publish the model as `version`; an earlier publication is waited for first."""
+        await self.wait()
+        latest = await self._store.latest()
+        if latest is not None and latest.version >= version:
+            return
+        tensors = await in_torch(self._snapshot)
+        self._pinned &= set(keep)
+        self._sending = asyncio.create_task(
+            self._send(version, tensors, set(keep)), name=f"weights {version}"
+        )
+        if version == 0:
+            await self.wait()
+
+    def pin(self, version: int) -> None:
+        """Keep a version until its evaluation is reported."""
+        self._pinned.add(version)
+
+    async def wait(self) -> None:
+        """Wait until the last publication is out; raise what it raised."""
+        if self._sending is not None:
+            await self._sending
+            self._sending = None
+
+    async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
+        started = time.perf_counter()
+        await self._store.publish(version, tensors)
+        self.send_s = time.perf_counter() - started
+        needed = self._pinned | keep
+        versions = sorted(await self._store.versions())
+        for old in versions[:-_KEEP_NEWEST]:
+            if old not in needed:
+                await self._store.remove(old)
+
+    @torch.no_grad()
+    def _snapshot(self) -> dict[str, TensorBytes]:
+        """Copy every parameter and buffer that is saved, once for tied ones."""
+        seen: dict[int, str] = {}
+        tensors: dict[str, TensorBytes] = {}
+        for name, tensor in self._model.state_dict().items():
+            if tensor.data_ptr() in seen:
+                continue
+            seen[tensor.data_ptr()] = name
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+            raw = cast(Any, copy.flatten().view(torch.uint8).numpy())
+            tensors[name] = TensorBytes(
+                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+            )
+        return tensors

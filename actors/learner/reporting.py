@@ -1,0 +1,168 @@
+"""Telling what a step did: to the feed, to the trackers, and in one line what holds it up."""
+
+import asyncio
+import json
+import time
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...broker.feed import publish_metric
+from ...broker.presence import list_presences
+from ...broker.tracking import Tracker
+from ...schemas.metric import Metric
+from ...schemas.rollout import Group
+from ..runtime import JobContext
+from .checkpoint import LearnerState
+from .intake import Intake
+from .report import Waste, bottleneck, group_numbers
+from .step import StepReport
+
+_LOOK_S = 2.0
+_WINDOW = 20
+_BOTTLENECK_EVERY_S = 5.0
+
+
+@dataclass
+class Generators:
+    """What the generators' heartbeats last said."""
+
+    tokens_per_s: float = 0.0
+    busy_share: float = 0.0
+    idle_share: float = 0.0
+    count: int = 0
+
+
+@dataclass
+class Reporter:
+    """Publishes the metrics of one job."""
+
+    context: JobContext
+    trackers: Sequence[Tracker]
+    total_steps: int
+    first_step: int = 0
+    """Steps up to this one were reported before a restart."""
+    waste: Waste = field(default_factory=Waste)
+    num_dropped: Counter[str] = field(default_factory=Counter[str])
+    generators: Generators = field(default_factory=Generators)
+    save_s: float = 0.0
+    _shares: deque[tuple[float, float, float]] = field(
+        default_factory=lambda: deque[tuple[float, float, float]](maxlen=_WINDOW)
+    )
+    _told: float = 0.0
+
+    async def report(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        report: StepReport,
+        waited_s: float,
+        train_s: float,
+        intake: Intake,
+    ) -> None:
+        """Publish the numbers of a step, unless they were before a restart."""
+        config = self.context.config
+        numbers = group_numbers(groups, step - 1, config.rollout.max_response_tokens)
+        step_s = waited_s + train_s
+        tokens = numbers["rollout/generated_tokens"]
+        self._shares.append((waited_s, train_s, _environment_share(groups)))
+        numbers.update(report.numbers)
+        numbers.update(self.waste.numbers())
+        numbers.update(
+            {
+                "training/global_step": float(step),
+                "training/total_steps": float(self.total_steps),
+                "timing_s/step": step_s,
+                "timing_s/wait": waited_s,
+                "timing_s/update_actor": report.model_s,
+                "timing_s/save_checkpoint": self.save_s,
+                "perf/total_num_tokens": float(
+                    sum(len(item.mask) for group in groups for item in group.sampled)
+                ),
+                "perf/time_per_step": step_s,
+                "perf/throughput": tokens / max(step_s, 1e-9),
+                "perf/learner_wait_share": self._wait_share(),
+                "rollout/tokens_per_s": self.generators.tokens_per_s,
+                "rollout/num_generators": float(self.generators.count),
+                "broker/groups_waiting": float(len(intake.candidates())),
+                **{f"rollout/dropped/{key}": float(n) for key, n in self.num_dropped.items()},
+            }
+        )
+        self.save_s = 0.0
+        if step <= self.first_step:
+            return
+        metric = Metric(step=step, values=numbers, time=time.time())
+        await publish_metric(self.context.broker, self.context.scope, metric)
+        for tracker in self.trackers:
+            await asyncio.to_thread(tracker.log, numbers, step)
+        await self._tell_bottleneck()
+
+    async def watch_generators(self) -> None:
+        """Read the generators' heartbeats, for ever."""
+        while True:
+            entries = await list_presences(self.context.broker, f"{self.context.scope.key}.")
+            found = [entry.value for entry in entries if entry.value.role == "generator"]
+            count = max(len(found), 1)
+            self.generators = Generators(
+                tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
+                busy_share=sum(item.numbers.get("busy_share", 0.0) for item in found) / count,
+                idle_share=sum(item.numbers.get("idle_share", 0.0) for item in found) / count,
+                count=len(found),
+            )
+            await asyncio.sleep(_LOOK_S)
+
+    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+        """Hand an evaluation's result to the trackers."""
+        for tracker in self.trackers:
+            tracker.log(values, step)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the counters into the state of a checkpoint."""
+        state.tokens_trained = self.waste.tokens_trained
+        state.tokens_generated = self.waste.tokens_generated
+
+    def finish(self) -> None:
+        """Close the trackers."""
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def _wait_share(self) -> float:
+        waited = sum(item[0] for item in self._shares)
+        return waited / max(waited + sum(item[1] for item in self._shares), 1e-9)
+
+    async def _tell_bottleneck(self) -> None:
+        now = time.monotonic()
+        if now - self._told < _BOTTLENECK_EVERY_S or len(self._shares) < 3:
+            return
+        self._told = now
+        environment = sum(item[2] for item in self._shares) / len(self._shares)
+        line = bottleneck(
+            self._wait_share(),
+            self.generators.busy_share,
+            environment,
+            self.generators.idle_share,
+        )
+        await self.context.event("bottleneck", line)
+
+
+def _environment_share(groups: Sequence[Group]) -> float:
+    episodes = [item for group in groups for item in group.sampled]
+    environment = sum(item.environment_s for item in episodes)
+    return environment / max(environment + sum(item.generate_s for item in episodes), 1e-9)
+
+
+def last_reported_step(run_dir: Path) -> int:
+    """Return the newest step in the run's metrics.jsonl; 0 when there is none."""
+    file = run_dir / "metrics.jsonl"
+    if not file.is_file():
+        return 0
+    steps = [0]
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # the crash cut the last line short
+        if "training/global_step" in record:
+            steps.append(int(record["step"]))
+    return max(steps)

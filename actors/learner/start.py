@@ -1,0 +1,107 @@
+"""Putting a learner together: model, data order, state, checkpoints, trackers."""
+
+import asyncio
+from pathlib import Path
+
+import torch
+
+from ...broker.tracking import make_trackers
+from ...schemas.config import JobConfig
+from ...schemas.errors import NotFoundError
+from ..generator.environments import Environments
+from ..model_folder import load_tokenizer
+from ..runtime import JobContext
+from .checkpoint import CheckpointStore, LearnerState, load_optimizer, load_state
+from .data_order import DataOrder, total_steps
+from .learner import Learner
+from .model import load_model
+from .reporting import Reporter, last_reported_step
+from .step import Trainer
+
+
+async def run_learner(context: JobContext) -> None:
+    """Run the learner of a job to its end."""
+    learner = await make_learner(context)
+    await learner.run()
+
+
+async def make_learner(context: JobContext) -> Learner:
+    """Load what the job needs, from its newest checkpoint if it has one."""
+    config = context.config
+    torch.set_num_threads(config.learner.threads)
+    checkpoints = CheckpointStore(
+        context.run_dir,
+        keep_last=config.training.keep_last,
+        keep_every=config.training.keep_every,
+    )
+    folder, state = starting_point(checkpoints, context.run_dir, context.record.fork_of)
+    loading = asyncio.to_thread(load_model, config.model, config.learner, folder)
+    num_rows, model = await asyncio.gather(_num_rows(context), loading)
+    steps = total_steps(config.training, num_rows)
+    trainer = await asyncio.to_thread(Trainer, model, config, total_steps=steps)
+    if folder is not None:
+        await asyncio.to_thread(load_optimizer, folder, trainer.optimizer)
+    tokenizer = load_tokenizer(
+        str(folder or config.model.path), trust_remote_code=config.model.trust_remote_code
+    )
+    reporter = Reporter(
+        context=context,
+        trackers=await asyncio.to_thread(_trackers, config, context),
+        total_steps=steps,
+        first_step=last_reported_step(context.run_dir),
+    )
+    reporter.waste.tokens_trained = state.tokens_trained
+    reporter.waste.tokens_generated = state.tokens_generated
+    for tracker in reporter.trackers:
+        tracker.log_config(config.model_dump(mode="json"))
+    return Learner(
+        context,
+        trainer,
+        tokenizer,
+        state,
+        DataOrder(config.seed, num_rows),
+        checkpoints,
+        reporter,
+        vocab_size=int(model.config.get_text_config().vocab_size),
+    )
+
+
+def starting_point(
+    checkpoints: CheckpointStore, run_dir: Path, fork_of: str | None
+) -> tuple[Path | None, LearnerState]:
+    """Return the checkpoint to start from, or None for the initial model, and the state.
+
+    A fork starts from another run's checkpoint: its log is new, so its frontier is, too.
+    """
+    latest = checkpoints.latest()
+    if latest is not None:
+        return latest, load_state(latest)
+    if fork_of is None:
+        return None, LearnerState()
+    run, _, step = fork_of.partition("@")
+    source = CheckpointStore(run_dir.parent / run, keep_last=1, keep_every=0)
+    if not step.isdigit() or int(step) not in source.steps():
+        raise NotFoundError(
+            f"run {run!r} has no checkpoint of step {step!r}; it has {source.steps()}",
+            hint="name one of them: tinkermq fork RUN@STEP",
+        )
+    folder = source.path(int(step))
+    return folder, load_state(folder).model_copy(update={"batch_seq": 0, "log_seq": 1})
+
+
+async def _num_rows(context: JobContext) -> int | None:
+    """Ask the environment hosts how many rows the data has."""
+    config = context.config
+    if config.training.tasks == "external" and config.training.num_steps is not None:
+        return None
+    environments = Environments(context.broker, context.scope, config.env, context.waiting)
+    return (await environments.describe()).num_train
+
+
+def _trackers(config: JobConfig, context: JobContext):
+    return make_trackers(
+        ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
+        folder=context.run_dir,
+        project=config.project,
+        name=context.record.name,
+    )
