@@ -28,6 +28,8 @@ class LearnerState(BaseModel):
 
     step: int = 0
     """Optimiser steps done; also the policy's version."""
+    total_steps: int = 0
+    """Steps that the job has in all."""
     batch_seq: int = 0
     """Sequence of the last batch record that is part of the weights: the frontier."""
     log_seq: int = 1

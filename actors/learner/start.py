@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from ...broker.tracking import make_trackers
+from ...broker.tracking import Tracker, make_trackers
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError
 from ..generator.environments import Environments
@@ -50,6 +50,7 @@ async def make_learner(context: JobContext) -> Learner:
         total_steps=steps,
         first_step=last_reported_step(context.run_dir),
     )
+    state.total_steps = steps
     reporter.waste.tokens_trained = state.tokens_trained
     reporter.waste.tokens_generated = state.tokens_generated
     for tracker in reporter.trackers:
@@ -98,7 +99,7 @@ async def _num_rows(context: JobContext) -> int | None:
     return (await environments.describe()).num_train
 
 
-def _trackers(config: JobConfig, context: JobContext):
+def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:
     return make_trackers(
         ["jsonl", *(name for name in config.logger_backends if name not in ("jsonl", "console"))],
         folder=context.run_dir,

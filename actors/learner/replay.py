@@ -1,0 +1,152 @@
+"""Train a run again from its log: `python -m tinkermq.actors.learner.replay --job JOB`.
+
+The batch records say what each step trained, the rollout log holds it. Trained again from the same
+initial weights the run arrives at the same bits on the same hardware, which is proven by comparing
+with the run's newest checkpoint. Nothing of the run is changed.
+"""
+
+import argparse
+import asyncio
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from ...broker.batches import BatchLog
+from ...broker.connection import Broker, connect
+from ...broker.jobs import JobStore
+from ...broker.rollouts import RolloutLog
+from ...schemas.batch import BatchRecord
+from ...schemas.errors import NotFoundError, TinkermqError
+from ...schemas.job import JobRecord
+from ...schemas.load_config import parse_config
+from ...schemas.rollout import Group
+from ...schemas.subjects import JobScope
+from ..model_folder import load_causal_lm
+from ..runtime import service_parser
+from .checkpoint import CheckpointStore, load_optimizer, load_state
+from .model import load_model
+from .start import starting_point
+from .step import Trainer
+from .training_batch import assemble
+
+
+@dataclass(frozen=True)
+class ReplayResult:
+    """What a replay found."""
+
+    steps: int
+    """Steps that were trained again."""
+    differing: list[str]
+    """Names of the tensors whose bits differ from the checkpoint's; empty if none does."""
+    checkpoint: Path
+    """The checkpoint that was compared with."""
+
+    @property
+    def identical(self) -> bool:
+        """Whether every bit is the same."""
+        return not self.differing
+
+
+async def replay(broker: Broker, record: JobRecord, progress: Any = None) -> ReplayResult:
+    """Train all recorded steps of a run again and compare with its newest checkpoint.
+
+    Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
+    """
+    config = parse_config(record.config)
+    torch.set_num_threads(config.learner.threads)
+    scope = JobScope(record.user, record.job)
+    checkpoints = CheckpointStore(Path(record.run_dir), keep_last=1, keep_every=0)
+    newest = checkpoints.latest()
+    if newest is None:
+        raise NotFoundError(
+            f"run {record.name!r} has no checkpoint to compare with",
+            hint="replay a run that has ended",
+        )
+    last_step = checkpoints.steps()[-1]
+    nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
+    folder, state = starting_point(nothing, Path(record.run_dir), record.fork_of)
+    model = load_model(config.model, config.learner, folder)
+    records = [item for _, item in await BatchLog(broker, scope).read_all()]
+    trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
+    if folder is not None:
+        load_optimizer(folder, trainer.optimizer)
+    log = RolloutLog(broker, scope)
+    todo = [item for item in records if state.step < item.step <= last_step]
+    for item in todo:
+        batch = assemble(await _groups(log, item))
+        await asyncio.to_thread(trainer.step, batch, item.step)
+        if progress is not None:
+            progress(item.step, last_step)
+    return ReplayResult(len(todo), _differing(model, newest), newest)
+
+
+async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
+    groups: list[Group] = []
+    for seq in record.seqs:
+        entry = await log.get(seq)
+        if entry is None or entry.group is None:
+            raise NotFoundError(
+                f"step {record.step} trained entry {seq} of the rollout log, which is gone",
+                hint="set training.keep_rollouts=true to be able to replay a run",
+            )
+        groups.append(entry.group)
+    return groups
+
+
+def _differing(model: torch.nn.Module, checkpoint: Path) -> list[str]:
+    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
+    return [
+        name
+        for name, tensor in model.state_dict().items()
+        if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
+    ]
+
+
+async def _main(arguments: argparse.Namespace, console: Console) -> int:
+    broker = await connect(arguments.nats, name="replay", deadline_s=10)
+    try:
+        record = await JobStore(broker).get(arguments.user, arguments.job)
+        with Progress(console=console, transient=True) as bars:
+            bar = bars.add_task(f"replaying {record.name}", total=None)
+            result = await replay(
+                broker,
+                record,
+                lambda step, last: bars.update(bar, completed=step, total=last),
+            )
+    finally:
+        await broker.close()
+    if result.identical:
+        console.print(
+            f"{result.steps} steps trained again: every bit equals {result.checkpoint}",
+            markup=False,
+        )
+        return 0
+    console.print(
+        f"{result.steps} steps trained again: {len(result.differing)} tensors differ from "
+        f"{result.checkpoint}, first {result.differing[0]}",
+        style="red",
+        markup=False,
+    )
+    return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and replay; exit code 0 only if every bit is the same."""
+    parser = service_parser("learner.replay")
+    parser.add_argument("--user", default="local", help="owner of the job (default: local)")
+    parser.add_argument("--job", required=True, help="job id or name of the run")
+    console = Console(stderr=True)
+    try:
+        return asyncio.run(_main(parser.parse_args(argv), console))
+    except TinkermqError as error:
+        console.print(str(error), style="red", markup=False)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
