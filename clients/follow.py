@@ -4,9 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-from ..broker.feed import FeedMessage, follow
+from ..broker.feed import follow
 from ..schemas.errors import NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, LogLines, Metric
@@ -78,7 +78,7 @@ class _Follower:
             ("metric", "event"),
             from_start=self._from_start,
         )
-        async with aclosing(cast("AsyncGenerator[FeedMessage, None]", feed)) as messages:
+        async with aclosing(feed) as messages:
             async for message in messages:
                 self._heard = time.monotonic()
                 if not isinstance(message, LogLines):

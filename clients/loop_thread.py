@@ -6,7 +6,7 @@ of its own (a notebook), and gives back futures where one does not want to wait.
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import cache
 from typing import Any, TypeVar
@@ -35,6 +35,10 @@ class LoopThread:
         except BaseException:
             future.cancel()
             raise
+
+    def call(self, callback: Callable[[], object]) -> None:
+        """Call a plain function in the loop's thread, soon."""
+        self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
         """Stop the loop and end the thread."""

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
-from ...broker.feed import FeedMessage, follow
+from ...broker.feed import follow
 from ...broker.streams import stream_info
 from ...schemas.errors import NotFoundError
 from ...schemas.job import JobRecord
@@ -76,8 +76,7 @@ async def _lines(
     left = int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
     if not left and not follow_on:
         return
-    feed = follow(pool.broker, scope, ("log",))
-    async with aclosing(cast("AsyncGenerator[FeedMessage, None]", feed)) as messages:
+    async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
         async for message in messages:
             left -= 1
             if isinstance(message, LogLines):

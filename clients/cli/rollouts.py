@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from ...broker.batches import BatchLog
 from ...broker.rollouts import LogEntry, RolloutLog
@@ -144,8 +144,7 @@ async def _entries(log: RolloutLog, seqs: set[int] | None) -> AsyncGenerator[Log
     first, last = await log.first_seq(), await log.last_seq()
     if last < first:
         return
-    reader = cast("AsyncGenerator[LogEntry, None]", log.read(first))
-    async with aclosing(reader) as entries:
+    async with aclosing(log.read(first)) as entries:
         async for entry in entries:
             yield entry
             if entry.seq >= last:
@@ -177,7 +176,7 @@ def _print(episode: Episode) -> None:
     versions = (
         f"{one.min_version}"
         if one.min_version == one.max_version
-        else f"{one.min_version}–{one.max_version}"
+        else f"{one.min_version}-{one.max_version}"
     )
     say(
         f"{head}  reward [bold]{one.reward:g}[/] (by turn: {by_turn})  version {versions}  "

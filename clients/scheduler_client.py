@@ -1,0 +1,251 @@
+"""Submit jobs and ask after them: `SchedulerClient`, and `AsyncSchedulerClient` for async code."""
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar, cast
+
+from ..broker.connection import Broker, connect
+from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
+from ..schemas.job import JobRecord
+from ..schemas.subjects import JobScope
+from .address import DEFAULT_USER, JobAddress, parse_broker_url
+from .arguments import as_tree
+from .loop_thread import shared_loop
+from .opentinker_keys import merged, translate
+from .paths import resolve_paths
+from .pool import Pool, new_request_id
+
+T = TypeVar("T")
+
+CONNECT_DEADLINE_S = 10.0
+_STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
+_ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
+
+
+class AsyncSchedulerClient:
+    """The scheduler of a pool, for async code; see `SchedulerClient`."""
+
+    def __init__(
+        self,
+        scheduler_url: str,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+    ) -> None:
+        """Name the pool's broker, `nats://host:port`; the connection is made at first use."""
+        self.scheduler_url = parse_broker_url(scheduler_url)
+        self.timeout = timeout
+        self.poll_interval = poll_interval
+        self._api_key = api_key
+        self._pool: Pool | None = None
+
+    async def __aenter__(self) -> "AsyncSchedulerClient":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._pool is not None:
+            await self._pool.broker.close()
+            self._pool = None
+
+    async def submit_job(
+        self,
+        config: Any,
+        enable_agent_loop: bool = False,
+        wandb_key: str | None = None,
+        num_gpus: int | None = None,
+    ) -> dict[str, Any]:
+        """Submit a training job; see `SchedulerClient.submit_job`."""
+        del enable_agent_loop  # every job runs the agent loop
+        if wandb_key is not None:
+            # A job's record holds no secret: the key stays in this process, where trackers run.
+            os.environ["WANDB_API_KEY"] = wandb_key
+        tree = translate(as_tree(config))
+        if num_gpus is not None:
+            tree = merged(tree, translate({"num_gpus": num_gpus}))
+        complete = is_complete(tree)
+        pool = await self._connected()
+        record = await pool.submit(
+            resolve_paths(tree, self.scheduler_url),
+            configured=complete,
+            request_id=new_request_id(),
+        )
+        if complete:
+            record = await self._started(pool, record)
+        return self._summary(record)
+
+    async def job_status(self, job_id: str) -> dict[str, Any]:
+        """Return state, reason, times and server_url of a job, by id or run name."""
+        pool = await self._connected()
+        return self._summary(await pool.find(job_id))
+
+    async def list_jobs(self, all: bool = True) -> list[dict[str, Any]]:
+        """Return the jobs, newest first; without `all` only those that have not ended."""
+        pool = await self._connected()
+        return [self._summary(record) for record in await pool.list_jobs(all=all)]
+
+    async def cancel_job(self, job_id: str) -> dict[str, Any]:
+        """Stop a job at once; it ends as CANCELLED. Harmless when it has ended."""
+        pool = await self._connected()
+        record = await pool.find(job_id)
+        return self._summary(await pool.stop(record.job, now=True))
+
+    async def complete_job(self, job_id: str) -> dict[str, Any]:
+        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
+        pool = await self._connected()
+        record = await pool.find(job_id)
+        return self._summary(await pool.stop(record.job, complete=True))
+
+    async def _connected(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(await open_broker(self.scheduler_url, self._api_key))
+        return self._pool
+
+    async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
+        """Wait until the job runs.
+
+        Raises JobFailedError, or DeadlineError that says what it waits for.
+        """
+        deadline = asyncio.get_running_loop().time() + self.timeout
+        while record.state not in _STARTED:
+            if record.state in _ENDED_BADLY:
+                raise failure(record)
+            if asyncio.get_running_loop().time() > deadline:
+                raise DeadlineError(
+                    f"job {record.name} is {record.state} after {self.timeout:g} s: "
+                    f"{record.reason}",
+                    hint=f"it stays in the queue; cancel it with cancel_job({record.job!r})",
+                )
+            await asyncio.sleep(min(self.poll_interval, 0.2))
+            record = await pool.find(record.job)
+        return record
+
+    def _summary(self, record: JobRecord) -> dict[str, Any]:
+        address = JobAddress(self.scheduler_url, JobScope(record.user, record.job))
+        return {
+            "job_id": record.job,
+            "name": record.name,
+            "status": record.state,
+            "message": record.reason,
+            "server_url": address.server_url,
+            "created_at": record.created,
+            "started_at": record.started,
+            "completed_at": record.finished,
+            "error_message": record.reason if record.state == "FAILED" else None,
+            "run_dir": record.run_dir,
+        }
+
+
+class SchedulerClient:
+    """The scheduler of a pool: submit jobs, ask after them, end them.
+
+    `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
+    running event loop (a notebook), too; async code takes `AsyncSchedulerClient`.
+    """
+
+    def __init__(
+        self,
+        scheduler_url: str,
+        api_key: str | None = None,
+        timeout: float = 600.0,
+        poll_interval: float = 2.0,
+    ) -> None:
+        """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
+        self.aio = AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval)
+        """The async twin that does the work."""
+
+    @property
+    def scheduler_url(self) -> str:
+        """URL of the broker."""
+        return self.aio.scheduler_url
+
+    def __enter__(self) -> "SchedulerClient":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._run(self.aio.close())
+
+    def submit_job(
+        self,
+        config: Any,
+        enable_agent_loop: bool = False,
+        wandb_key: str | None = None,
+        num_gpus: int | None = None,
+    ) -> dict[str, Any]:
+        """Submit a training job; return a dict with `job_id`, `status` and `server_url`.
+
+        `config` is a tree of our keys (`learner.lr`), of OpenTinker's (`adv_estimator`,
+        `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
+        once, and this returns when the job runs. One without a model or a game waits for
+        `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
+        `wandb_key` is for the trackers of this process and is not sent.
+
+        Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
+        that can never fit, JobFailedError, DeadlineError after `timeout`.
+        """
+        return self._run(self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus))
+
+    def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
+        """Submit as `submit_job` does, without waiting; `.result()` waits."""
+        return shared_loop().start(self.aio.submit_job(config, **options))
+
+    def job_status(self, job_id: str) -> dict[str, Any]:
+        """Return state, reason, times and server_url of a job, by id or run name."""
+        return self._run(self.aio.job_status(job_id))
+
+    def list_jobs(self, all: bool = True) -> list[dict[str, Any]]:
+        """Return the jobs, newest first; without `all` only those that have not ended."""
+        return self._run(self.aio.list_jobs(all))
+
+    def cancel_job(self, job_id: str) -> dict[str, Any]:
+        """Stop a job at once; it ends as CANCELLED. Harmless when it has ended."""
+        return self._run(self.aio.cancel_job(job_id))
+
+    def complete_job(self, job_id: str) -> dict[str, Any]:
+        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
+        return self._run(self.aio.complete_job(job_id))
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return shared_loop().run(work)
+
+
+async def open_broker(url: str, api_key: str | None) -> Broker:
+    """Connect on behalf of a client; the API key travels as the connection's token."""
+    credentials = {} if api_key is None else {"token": api_key}
+    return await connect(
+        url,
+        name="tinkermq-client",
+        user=DEFAULT_USER,
+        deadline_s=CONNECT_DEADLINE_S,
+        **credentials,
+    )
+
+
+def is_complete(tree: dict[str, Any]) -> bool:
+    """Whether a configuration names model and game, without which a job cannot start."""
+    for section, key in (("model", "path"), ("env", "game")):
+        inner: Any = tree.get(section) or {}
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{section} is a section, got {inner!r}")
+        if not cast("dict[str, Any]", inner).get(key):
+            return False
+    return True
+
+
+def failure(record: JobRecord) -> JobFailedError:
+    """Return the error of a job that has failed or was stopped."""
+    how = "failed" if record.state == "FAILED" else "was stopped"
+    return JobFailedError(
+        f"job {record.name} {how}: {record.reason or 'no reason was given'}",
+        hint=f"see `tinkermq logs {record.name}`; `tinkermq resume {record.name}` goes on from "
+        "its last checkpoint",
+    )

@@ -1,0 +1,305 @@
+"""One job's training from the user's side: `ServiceClient`, and its async twin.
+
+The training loop runs in the pool. `fit` completes the job's configuration, starts it, and follows
+it to its end; a client that dies and comes back finds the run going on, and `fit` attaches to it.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+from ..broker.tracking import ConsoleTracker, Tracker, make_trackers
+from ..schemas.errors import ConfigError
+from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.metric import Metric
+from .address import parse_server_url
+from .arguments import as_tree
+from .follow import follow_run
+from .game_environment import GameEnvironment
+from .loop_thread import shared_loop
+from .opentinker_keys import merged, translate
+from .paths import resolve_paths
+from .pool import Pool
+from .progress import REWARD
+from .scheduler_client import failure, is_complete, open_broker
+
+_FIT_DEFAULTS: dict[str, Any] = {
+    "save_freq": 100,
+    "test_freq": 50,
+    "validate_before_training": True,
+}
+
+
+class AsyncServiceClient:
+    """The training of one job, for async code; see `ServiceClient`."""
+
+    def __init__(
+        self,
+        server_url: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        logger_backends: Sequence[str] | None = None,
+    ) -> None:
+        """Name the job by the `server_url` that `submit_job` returned."""
+        self._address = parse_server_url(server_url)
+        self._project_name = project_name
+        self._experiment_name = experiment_name
+        self._logger_backends = list(logger_backends or [])
+        self._config: dict[str, Any] = {}
+        self._pool: Pool | None = None
+
+    @property
+    def server_url(self) -> str:
+        """The job's URL."""
+        return self._address.server_url
+
+    async def __aenter__(self) -> "AsyncServiceClient":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; the job goes on."""
+        if self._pool is not None:
+            await self._pool.broker.close()
+            self._pool = None
+
+    async def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
+        """Complete the job's configuration; see `ServiceClient.set_config`."""
+        tree = translate(as_tree(args))
+        if env is not None:
+            tree = merged(tree, env.get_config())
+        pool = await self._connected()
+        record = await pool.find(self._address.scope.job)
+        if not record.configured:
+            config = resolve_paths(tree, self._address.broker_url)
+            if "output_dir" not in tree and "output_dir" in record.config:
+                del config["output_dir"]
+            await pool.configure(record.job, config, start=False)
+        self._config = merged(self._config, tree)
+        if env is not None:
+            await asyncio.to_thread(env.setup, self)
+
+    async def fit(
+        self,
+        env: GameEnvironment | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        save_freq: int = 100,
+        test_freq: int = 50,
+        validate_before_training: bool = True,
+        verbose: bool = True,
+        game_stats_client: None = None,
+    ) -> dict[str, float]:
+        """Train to the end; see `ServiceClient.fit`."""
+        if game_stats_client is not None:
+            raise ConfigError(
+                "game_stats_client has no effect here",
+                hint="numbers that the game puts into `info` come with the metrics as game/*",
+            )
+        pool = await self._connected()
+        if env is not None:
+            await asyncio.to_thread(env.setup, self)
+        record = await pool.find(self._address.scope.job)
+        if not record.configured:
+            wishes = {
+                "num_epochs": num_epochs,
+                "num_steps": num_steps,
+                "save_freq": save_freq,
+                "test_freq": test_freq,
+                "validate_before_training": validate_before_training,
+            }
+            record = await self._start(pool, record, env, wishes)
+        trackers = self._trackers(record, verbose=verbose)
+        return await self._attend(pool, record, env, trackers)
+
+    async def status(self) -> JobRecord:
+        """Return the job's record."""
+        return await (await self._connected()).find(self._address.scope.job)
+
+    async def _start(
+        self,
+        pool: Pool,
+        record: JobRecord,
+        env: GameEnvironment | None,
+        wishes: Mapping[str, Any],
+    ) -> JobRecord:
+        """Complete the configuration by what `fit` was given, and start the job."""
+        known: dict[str, Any] = record.config.get("training") or {}
+        training: dict[str, Any] = {
+            key: value
+            for key, value in wishes.items()
+            # A default of `fit` does not override what was configured on purpose.
+            if value is not None and not (key in known and value == _FIT_DEFAULTS.get(key))
+        }
+        config: dict[str, Any] = {"training": training}
+        if env is not None:
+            config = merged(config, env.get_config())
+        if not is_complete(merged(record.config, config)):
+            raise ConfigError(
+                f"job {record.name} has no model or no game yet",
+                hint="call set_config(args, env) with tokenizer_path (model.path) and an "
+                "environment, or name env.game",
+            )
+        return await pool.configure(record.job, config, start=True)
+
+    def _trackers(self, record: JobRecord, *, verbose: bool) -> list[Tracker]:
+        name = self._experiment_name or record.name
+        trackers = make_trackers(
+            self._logger_backends,
+            folder=Path("outputs") / record.name / "client",
+            project=self._project_name or "tinkermq",
+            name=name,
+        )
+        for tracker in trackers:
+            tracker.log_config(record.config)
+        if verbose and "console" not in self._logger_backends:
+            trackers.append(ConsoleTracker())
+        return trackers
+
+    async def _attend(
+        self,
+        pool: Pool,
+        record: JobRecord,
+        env: GameEnvironment | None,
+        trackers: Sequence[Tracker],
+    ) -> dict[str, float]:
+        """Follow the run to its end, unless the game's host in this process fails before."""
+        following = asyncio.create_task(_log_run(pool, record, trackers), name="fit")
+        waits: set[asyncio.Future[Any]] = {following}
+        if env is not None and env.hosting is not None:
+            waits.add(asyncio.wrap_future(env.hosting))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done() and env is not None:
+                env.check()
+            return await following
+        finally:
+            following.cancel()
+            for tracker in trackers:
+                await asyncio.to_thread(tracker.finish)
+
+    async def _connected(self) -> Pool:
+        if self._pool is None:
+            self._pool = Pool(await open_broker(self._address.broker_url, None))
+        return self._pool
+
+
+class ServiceClient:
+    """The training of one job, from the user's side.
+
+    Works inside a running event loop (a notebook), too; async code takes `AsyncServiceClient`.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        logger_backends: Sequence[str] | None = None,
+    ) -> None:
+        """Name the job by the `server_url` that `submit_job` returned.
+
+        `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
+        `project_name` and `experiment_name`; the pool writes its own beside the run.
+        """
+        self.aio = AsyncServiceClient(server_url, project_name, experiment_name, logger_backends)
+        """The async twin that does the work."""
+
+    @property
+    def server_url(self) -> str:
+        """The job's URL."""
+        return self.aio.server_url
+
+    def __enter__(self) -> "ServiceClient":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the job goes on."""
+        shared_loop().run(self.aio.close())
+
+    def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
+        """Complete the job's configuration and start hosting `env`.
+
+        `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
+        already keeps the configuration it has.
+        """
+        shared_loop().run(self.aio.set_config(args, env))
+
+    def fit(
+        self,
+        env: GameEnvironment | None = None,
+        num_epochs: int | None = None,
+        num_steps: int | None = None,
+        save_freq: int = 100,
+        test_freq: int = 50,
+        validate_before_training: bool = True,
+        verbose: bool = True,
+        game_stats_client: None = None,
+    ) -> dict[str, float]:
+        """Train to the end and return the last training metrics.
+
+        The run validates at step 0 (unless told not to), every `test_freq` and after the last
+        step, and writes a checkpoint every `save_freq` and after the last step. `num_steps` wins
+        over `num_epochs`; without either it is one pass over the data. What the configuration
+        says is only overridden by an argument that differs from its default. A job that runs
+        already is only attached to.
+
+        Raises JobFailedError with the pool's reason when the job fails or is stopped, and
+        GameError when the game in this process cannot go on.
+        """
+        return shared_loop().run(
+            self.aio.fit(
+                env,
+                num_epochs,
+                num_steps,
+                save_freq,
+                test_freq,
+                validate_before_training,
+                verbose,
+                game_stats_client,
+            )
+        )
+
+    def fit_future(
+        self, env: GameEnvironment | None = None, **options: Any
+    ) -> "Future[dict[str, float]]":
+        """Train as `fit` does, without waiting; `.result()` waits."""
+        return shared_loop().start(self.aio.fit(env, **options))
+
+    def upload_reward_function(self, function_name: str, source_code: str) -> None:
+        """Refuse: a reward belongs in the game.
+
+        Raises ConfigError that says so.
+        """
+        del source_code
+        raise ConfigError(
+            f"reward function {function_name!r} cannot be uploaded: no code of clients runs in "
+            "the pool",
+            hint="a reward belongs in the game: compute it in your game's step(), and host the "
+            "game with GameEnvironment",
+        )
+
+
+async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -> dict[str, float]:
+    """Log every metric until the run ends; return those of the last training step.
+
+    Raises JobFailedError.
+    """
+    last: dict[str, float] = {}
+    async with aclosing(follow_run(pool, record)) as updates:
+        async for update in updates:
+            if isinstance(update, Metric):
+                for tracker in trackers:
+                    await asyncio.to_thread(tracker.log, update.values, update.step)
+                last = dict(update.values) if REWARD in update.values or not last else last
+            elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
+                raise failure(update)
+    return last
