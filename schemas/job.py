@@ -68,6 +68,8 @@ class JobRecord(Message):
     """Folder of the run on the pool."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
+    fork_dir: str = ""
+    """Folder of that checkpoint."""
     stop: Literal["no", "drain", "now"] = "no"
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False

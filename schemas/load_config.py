@@ -82,6 +82,14 @@ def parse_config(values: dict[str, Any]) -> JobConfig:
         raise ConfigError(_explain(error), hint="see `tinkermq config schema`") from error
 
 
+def check_keys(values: dict[str, Any]) -> None:
+    """Refuse unknown keys of a configuration that is not complete yet.
+
+    Raises ConfigError, naming the closest known key.
+    """
+    _refuse_unknown(values, JobConfig, "")
+
+
 def _numbers(value: Any) -> Any:
     """YAML 1.1 reads 1e-5 as a string; give such strings their number, except in free maps."""
     if isinstance(value, dict):

@@ -14,9 +14,7 @@ from ...schemas.node import WantedActor
 Command = Callable[[WantedActor], list[str]]
 
 _PR_SET_PDEATHSIG = 1
-_LIBC: ctypes.CDLL | None = None
-if sys.platform == "linux":
-    _LIBC = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -43,9 +41,9 @@ def die_with(parent: int) -> Callable[[], None]:
     """Return what a child runs before its program: the kernel kills it when `parent` dies."""
 
     def before_exec() -> None:
-        if _LIBC is None:
+        if sys.platform != "linux":
             return
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 

@@ -23,10 +23,10 @@ def next_state(
     `statuses` is what nodes last said, by actor name; what they say of an older attempt is
     ignored. `silent` are the nodes not heard of for too long.
     """
-    if record.state in FINAL_STATES or record.state == "QUEUED":
+    if record.state in FINAL_STATES:
         return None
-    if record.state == "LOST":
-        return Transition("QUEUED", f"queued again: {record.reason}")
+    if record.state in {"QUEUED", "LOST"}:
+        return _waiting(record)
     said = {
         actor.name: status
         for actor in record.actors
@@ -40,6 +40,15 @@ def next_state(
         or _ended(record, said.get(learner.name))
         or _started(record, said)
     )
+
+
+def _waiting(record: JobRecord) -> Transition | None:
+    """Judge a job none of whose actors run."""
+    if record.stop != "no":
+        return Transition("CANCELLED", "stopped while it waited for a node")
+    if record.state == "LOST":
+        return Transition("QUEUED", f"queued again: {record.reason}")
+    return None
 
 
 def _lost(learner: ActorPlacement, silent: frozenset[str]) -> Transition | None:

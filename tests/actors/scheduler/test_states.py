@@ -112,6 +112,11 @@ def test_a_job_whose_learner_vanished_with_its_node_is_lost_and_queued_again() -
     assert after(record("LOST", reason=lost.reason)) == "QUEUED"
 
 
+@pytest.mark.parametrize("state", ["QUEUED", "LOST"])
+def test_a_job_that_waits_for_a_node_can_be_stopped(state: str) -> None:
+    assert after(record(state, stop="drain")) == "CANCELLED"
+
+
 def test_a_silent_node_of_a_generator_only_takes_the_generator() -> None:
     job = record("RUNNING")
     silent = frozenset({"n2"})

@@ -1,0 +1,54 @@
+"""What a node takes from its machine: a name, slots, and a lock against a second one."""
+
+import fcntl
+import hashlib
+import os
+import re
+import socket
+import tempfile
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+from ...schemas.errors import StateError
+
+
+def default_name() -> str:
+    """Return the host's name as a token of a subject."""
+    name = re.sub(r"[^a-z0-9_-]+", "-", socket.gethostname().lower()).strip("-_")
+    return name[:64] or "node"
+
+
+def default_slots() -> int:
+    """Return the CPU shares of this machine; a learner and a generator fit on the smallest."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return max(2, num_cores)
+
+
+def lock_name(name: str, nats_url: str) -> IO[str]:
+    """Hold the name of a node on this machine for one broker, for as long as the file is open.
+
+    The kernel lets go when the process ends, however it ends. Raises StateError if another
+    process holds it, with its process id.
+    """
+    parts = urlsplit(nats_url)
+    broker = hashlib.sha256(f"{parts.hostname}:{parts.port or 4222}".encode()).hexdigest()[:12]
+    folder = Path(tempfile.gettempdir()) / f"tinkermq-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / f"node-{name}-{broker}.pid"
+    file = path.open("a+", encoding="ascii")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise StateError(
+            f"a node named {name!r} runs already on this machine (process {holder})",
+            hint="give this one another name with --name",
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file

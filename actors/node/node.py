@@ -1,0 +1,204 @@
+"""The node: it runs what the scheduler last asked for, and nothing else.
+
+A sync names every actor that the node shall run. What is missing is started, what is extra is
+stopped, what runs stays untouched, so the scheduler may die, come back and ask again at any time.
+Actors are children that die with the node; a node that comes back starts with none and gets them
+all by the next sync. Between syncs nothing changes but what the actors do themselves.
+"""
+
+import asyncio
+import platform
+import socket
+import time
+
+import structlog
+
+from ...broker.connection import Broker
+from ...broker.feed import publish_log
+from ...broker.kv import Bucket
+from ...broker.rpc import Service, call
+from ...schemas.errors import (
+    BrokerError,
+    DeadlineError,
+    FencedError,
+    NotFoundError,
+    StateError,
+)
+from ...schemas.message import Empty
+from ...schemas.metric import LogLines
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
+from ...schemas.subjects import BUCKET_NODES, JobScope
+from ...schemas.subjects import node as node_subject
+from .command import Command, actor_command
+from .process import STOP_DEADLINE_S, ActorProcess
+
+RECORD_S = 2.0
+_DRAIN_S = STOP_DEADLINE_S + 5.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+ActorKey = tuple[str, str, str]
+
+
+class Node:
+    """The actors of one machine."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        name: str,
+        slots: int,
+        *,
+        command: Command = actor_command,
+        stop_deadline_s: float = STOP_DEADLINE_S,
+    ) -> None:
+        """Run nothing yet; `command` says how an actor is started."""
+        self.name = name
+        self._broker = broker
+        self._slots = slots
+        self._command = command
+        self._stop_deadline_s = stop_deadline_s
+        self._actors: dict[ActorKey, ActorProcess] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._epoch = 0
+        self._draining = False
+        self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
+
+    def status(self) -> NodeStatus:
+        """What the node is and runs."""
+        return NodeStatus(
+            node=self.name,
+            host=socket.gethostname(),
+            slots=self._slots,
+            slot_model=platform.processor() or platform.machine(),
+            actors=[_told(actor) for actor in self._actors.values()],
+            time=time.time(),
+        )
+
+    async def sync(self, request: NodeSync) -> NodeStatus:
+        """Start and stop actors until exactly the wanted ones run; answers at once.
+
+        Raises FencedError for a scheduler that another has replaced.
+        """
+        if request.epoch < self._epoch:
+            raise FencedError(
+                f"scheduler {request.scheduler} has been replaced by another",
+                hint="let it wait for its lease",
+            )
+        self._epoch = request.epoch
+        wanted = {_key(actor): actor for actor in request.actors}
+        for key in set(self._actors) - set(wanted):
+            self._remove(key, kill=f"{key[0]}.{key[1]}" in request.kill)
+        if not self._draining:
+            for key, actor in wanted.items():
+                self._ensure(key, actor)
+        return self.status()
+
+    def _remove(self, key: ActorKey, *, kill: bool) -> None:
+        actor = self._actors[key]
+        if actor.ended:
+            del self._actors[key]
+        else:
+            actor.stop(kill=kill)
+
+    def _ensure(self, key: ActorKey, wanted: WantedActor) -> None:
+        """Run the wanted actor; one of an older attempt, or one being stopped, ends first."""
+        present = self._actors.get(key)
+        if present is not None:
+            is_current = present.wanted.attempt == wanted.attempt and not present.stopping
+            if is_current or not present.ended:
+                if not is_current:
+                    present.stop()
+                return
+        self._start(key, wanted)
+
+    def _start(self, key: ActorKey, wanted: WantedActor) -> None:
+        assert self._tasks is not None
+        scope = JobScope(wanted.user, wanted.job)
+
+        async def send(lines: LogLines) -> None:
+            await publish_log(self._broker, scope, lines)
+
+        actor = ActorProcess(
+            wanted,
+            command=self._command,
+            nats_url=self._broker.url,
+            send=send,
+            stop_deadline_s=self._stop_deadline_s,
+        )
+        self._actors[key] = actor
+        self._tasks.create_task(actor.run(), name=f"actor {'.'.join(key)}")
+
+    async def run(self, service: Service, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set, then drain.
+
+        Raises StateError if a node of this name answers already.
+        """
+        await self._refuse_second()
+        async with asyncio.TaskGroup() as self._tasks:
+            record = self._tasks.create_task(self._keep_record(), name="node record")
+            await service.endpoint("sync", node_subject(self.name, "sync"), NodeSync, self.sync)
+            await service.endpoint(
+                "status", node_subject(self.name, "status"), Empty, self._answer_status
+            )
+            await stopping.wait()
+            await self._drain()
+            record.cancel()
+        await self._leave()
+
+    async def _answer_status(self, _: Empty) -> NodeStatus:
+        return self.status()
+
+    async def _refuse_second(self) -> None:
+        try:
+            other = await call(
+                self._broker,
+                node_subject(self.name, "status"),
+                Empty(),
+                NodeStatus,
+                timeout_s=2.0,
+                waiting_for=f"a second node {self.name!r}",
+                idempotent=True,
+            )
+        except (NotFoundError, DeadlineError):
+            return
+        raise StateError(
+            f"a node named {self.name!r} runs already on host {other.host}",
+            hint="give this one another name with --name",
+        )
+
+    async def _keep_record(self) -> None:
+        """Write the node's record every two seconds: this is how schedulers find it."""
+        while True:
+            try:
+                await self._records.put(self.name, self.status())
+            except (BrokerError, DeadlineError) as error:
+                _log.warning("node_record_failed", error=str(error))
+            await asyncio.sleep(RECORD_S)
+
+    async def _drain(self) -> None:
+        """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""
+        self._draining = True
+        for actor in self._actors.values():
+            actor.stop()
+        async with asyncio.timeout(_DRAIN_S):
+            while not all(actor.ended for actor in self._actors.values()):  # noqa: ASYNC110  each actor ends in a task of its own
+                await asyncio.sleep(0.02)
+
+    async def _leave(self) -> None:
+        """Take the record away, so that schedulers need not wait for the silence."""
+        try:
+            await self._records.delete(self.name)
+        except (BrokerError, DeadlineError) as error:
+            _log.warning("node_record_failed", error=str(error))
+
+
+def _key(wanted: WantedActor) -> ActorKey:
+    return (wanted.user, wanted.job, wanted.name)
+
+
+def _told(actor: ActorProcess) -> ActorStatus:
+    """Return an actor's status; an end that the node brought about is not the actor's own."""
+    status = actor.status
+    if actor.stopping and status.state in {"running", "exited"}:
+        return status.model_copy(update={"state": "restarting"})
+    return status

@@ -1,0 +1,169 @@
+"""What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
+
+import asyncio
+
+from ...broker.connection import Broker
+from ...broker.jobs import JobStore, is_final
+from ...broker.rpc import Handler, RequestContext, Service
+from ...schemas.errors import StateError
+from ...schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ListRequest,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from ...schemas.message import Empty, Message
+from ...schemas.node import NodeList
+from ...schemas.subjects import rpc
+from .placement import refuse_impossible
+from .pool import Pool
+from .reconciler import Reconciler, tell_learner
+from .roster import scaled, slots_of, unplaced
+from .submission import Submission
+
+
+class Desk:
+    """Answers clients; every change goes through the job records, so it survives the scheduler."""
+
+    def __init__(self, broker: Broker, jobs: JobStore, pool: Pool, reconciler: Reconciler) -> None:
+        """Answer from `jobs` and `pool`; `reconciler` carries out."""
+        self._broker = broker
+        self._jobs = jobs
+        self._pool = pool
+        self._reconciler = reconciler
+        self._submission = Submission(broker, jobs, reconciler)
+        self._lock = asyncio.Lock()
+
+    async def open(self, service: Service) -> None:
+        """Answer on the subjects of every user."""
+        endpoints: list[tuple[str, type[Message], Handler]] = [
+            ("submit", SubmitRequest, self.submit),
+            ("configure", ConfigureRequest, self.configure),
+            ("get", JobRequest, self.get),
+            ("list", ListRequest, self.list_jobs),
+            ("stop", StopRequest, self.stop),
+            ("resume", JobRequest, self.resume),
+            ("scale", ScaleRequest, self.scale),
+            ("pause", JobRequest, self.pause),
+            ("unpause", JobRequest, self.unpause),
+            ("nodes", Empty, self.nodes),
+        ]
+        for method, model, handler in endpoints:
+            await service.endpoint(method, rpc("*", "scheduler", method), model, handler)
+
+    async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
+        """Make a job."""
+        return JobReply(record=await self._submission.submit(context.user, request))
+
+    async def configure(self, request: ConfigureRequest, context: RequestContext) -> JobReply:
+        """Complete the configuration of a job."""
+        return JobReply(record=await self._submission.configure(context.user, request))
+
+    async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Return one job."""
+        return JobReply(record=await self._jobs.get(context.user, request.job))
+
+    async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
+        """Return the user's jobs."""
+        records = await self._jobs.list_jobs(context.user)
+        return JobList(records=[one for one in records if request.all or not is_final(one)])
+
+    async def nodes(self, _: Empty) -> NodeList:
+        """Return the nodes that are there."""
+        return NodeList(nodes=self._pool.nodes())
+
+    async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
+        """Stop a job: the learner drains with a checkpoint, or everything ends now.
+
+        A job that has ended stays as it is; a later `now` overrides an earlier drain.
+        """
+        record = await self._jobs.get(context.user, request.job)
+        how = "now" if request.now or record.stop == "now" else "drain"
+
+        def ask(current: JobRecord) -> JobRecord:
+            if is_final(current):
+                return current
+            return current.model_copy(
+                update={"stop": how, "stop_complete": request.complete or current.stop_complete}
+            )
+
+        return self._changed(await self._jobs.update(record, ask))
+
+    async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Queue a job that has ended again; one that is paused goes on; others are left alone."""
+        async with self._lock:
+            record = await self._jobs.get(context.user, request.job)
+            if record.state == "PAUSED":
+                return await self.unpause(request, context)
+            if not is_final(record):
+                return JobReply(record=record)
+            if not record.configured:
+                raise StateError(f"job {record.name} was never configured", hint="submit a new job")
+            refuse_impossible(slots_of(record.actors), self._reconciler.slots())
+            record = await self._jobs.transition(
+                record,
+                "QUEUED",
+                "resumed",
+                f"user {context.user}",
+                attempt=record.attempt + 1,
+                stop="no",
+                stop_complete=False,
+                actors=unplaced(record.actors),
+            )
+        return self._changed(record)
+
+    async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
+        """Change how many generators or environment hosts a job has; it need not be running."""
+        record = await self._jobs.get(context.user, request.job)
+        if is_final(record) or not record.configured:
+            raise StateError(
+                f"job {record.name} is {record.state} and has no actors to scale",
+                hint="scale a job that is queued or running",
+            )
+        wanted = scaled(record.actors, request.role, request.count)
+        if len(wanted) > len(record.actors):
+            refuse_impossible(slots_of(wanted), self._reconciler.slots())
+
+        def resize(current: JobRecord) -> JobRecord:
+            actors = scaled(current.actors, request.role, request.count)
+            return current.model_copy(update={"actors": actors})
+
+        return self._changed(await self._jobs.update(record, resize))
+
+    async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let the learner stand still; its actors stay where they are."""
+        record = await self._jobs.get(context.user, request.job)
+        if record.state == "PAUSED":
+            return JobReply(record=record)
+        if record.state != "RUNNING":
+            raise StateError(
+                f"job {record.name} is {record.state}, only a RUNNING job can be paused",
+                hint="see its state: `tinkermq ps`",
+            )
+        await tell_learner(self._broker, record, "pause")
+        who = f"user {context.user}"
+        return self._changed(await self._jobs.transition(record, "PAUSED", "paused", who))
+
+    async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let a paused job go on."""
+        record = await self._jobs.get(context.user, request.job)
+        if record.state == "RUNNING":
+            return JobReply(record=record)
+        if record.state != "PAUSED":
+            raise StateError(
+                f"job {record.name} is {record.state}, not PAUSED",
+                hint="an ended job goes on with `tinkermq resume`",
+            )
+        who = f"user {context.user}"
+        record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
+        await tell_learner(self._broker, record, "resume")
+        return self._changed(record)
+
+    def _changed(self, record: JobRecord) -> JobReply:
+        self._reconciler.look(record)
+        return JobReply(record=record)

@@ -1,0 +1,118 @@
+"""The scheduler's view of the nodes: who is there, what they say, and who fell silent.
+
+Nodes are found by their records in the KV bucket and asked by sync. A node is heard when its
+record was written anew or it answered a sync. Silence is counted in the time that the scheduler
+itself could have heard something: while the broker is away nobody falls silent.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from ...broker.connection import Broker
+from ...broker.kv import Bucket
+from ...broker.rpc import call
+from ...schemas.errors import TinkermqError
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync
+from ...schemas.subjects import BUCKET_NODES
+from ...schemas.subjects import node as node_subject
+
+SILENT_S = 10.0
+_SYNC_TIMEOUT_S = 2.0
+_LONGEST_STEP_S = 1.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass
+class _Member:
+    status: NodeStatus | None = None
+    revision: int = 0
+    silent_s: float = 0.0
+
+
+class Pool:
+    """The nodes, as of the last `refresh` and `sync`."""
+
+    def __init__(self, broker: Broker, silent_s: float = SILENT_S) -> None:
+        """Know no node yet."""
+        self._broker = broker
+        self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
+        self._members: dict[str, _Member] = {}
+        self._silent_s = silent_s
+        self._looked = time.monotonic()
+
+    def nodes(self) -> list[NodeStatus]:
+        """Return the nodes that are there, by name."""
+        known = (member.status for _, member in sorted(self._members.items()))
+        return [status for status in known if status is not None]
+
+    def silent(self, names: Iterable[str | None]) -> frozenset[str]:
+        """Return those of the nodes that left or were not heard of for too long."""
+        return frozenset(name for name in names if name is not None and self._is_silent(name))
+
+    def _is_silent(self, name: str) -> bool:
+        """Judge one node; one never heard of gets the same time to show up."""
+        return self._members.setdefault(name, _Member()).silent_s >= self._silent_s
+
+    def status(self, node: str | None, user: str, job: str, actor: str) -> ActorStatus | None:
+        """Return what a node last said of one actor, or None."""
+        member = self._members.get(node or "")
+        if member is None or member.status is None:
+            return None
+        wanted = (user, job, actor)
+        told = member.status.actors
+        return next((one for one in told if (one.user, one.job, one.name) == wanted), None)
+
+    async def refresh(self) -> None:
+        """Read the nodes' records; note who was heard and who was not."""
+        records = {entry.key: entry for entry in await self._records.items()}
+        now = time.monotonic()
+        passed_s = min(now - self._looked, _LONGEST_STEP_S)
+        self._looked = now
+        for name, entry in records.items():
+            member = self._members.setdefault(name, _Member())
+            if entry.revision != member.revision:
+                member.revision = entry.revision
+                self._hear(name, member, member.status or entry.value)
+        for name, member in list(self._members.items()):
+            member.silent_s += passed_s
+            if name not in records and member.revision:
+                self._part(name, "left")
+            elif member.silent_s >= self._silent_s and member.status is not None:
+                self._part(name, "silent")
+                await self._records.delete(name)
+
+    def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
+        if member.status is None:
+            _log.info("node_joined", node=name, host=status.host, slots=status.slots)
+        member.silent_s = 0.0
+        member.status = status
+
+    def _part(self, name: str, how: str) -> None:
+        _log.warning("node_lost", node=name, how=how)
+        self._members[name] = _Member(silent_s=self._silent_s)
+
+    async def sync(self, requests: Mapping[str, NodeSync]) -> None:
+        """Ask all nodes at once; one that does not answer in time is asked again next time."""
+        async with asyncio.TaskGroup() as group:
+            for name, request in requests.items():
+                group.create_task(self._sync_one(name, request))
+
+    async def _sync_one(self, name: str, request: NodeSync) -> None:
+        try:
+            status = await call(
+                self._broker,
+                node_subject(name, "sync"),
+                request,
+                NodeStatus,
+                timeout_s=_SYNC_TIMEOUT_S,
+                waiting_for=f"node {name}",
+                idempotent=True,
+            )
+        except TinkermqError as error:
+            _log.debug("node_sync_failed", node=name, error=error.message)
+            return
+        self._hear(name, self._members.setdefault(name, _Member()), status)

@@ -1,0 +1,62 @@
+"""The scheduler's life: wait for the lease, lead while it lasts, wait again.
+
+Any number of schedulers may run; the one with the lease answers clients and reconciles. All that
+it knows is in the job records and on the nodes, so the next one goes on where it was.
+"""
+
+import asyncio
+
+from ...broker.jobs import JobStore
+from ...broker.rpc import Service
+from ...schemas.errors import BrokerError, DeadlineError, FencedError
+from ..runtime import ActorContext
+from .desk import Desk
+from .lease import Lease
+from .pool import Pool
+from .reconciler import Reconciler
+
+
+async def run(context: ActorContext) -> None:
+    """Schedule until `context.stopping` is set."""
+    while not context.stopping.is_set():
+        lease = Lease(context.broker)
+        context.set_state("waiting")
+        with context.waiting("the lease of another scheduler"):
+            if not await lease.acquire(context.stopping):
+                return
+        context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
+        context.set_state("working")
+        try:
+            await _lead(context, lease)
+        except* FencedError as group:
+            context.log.warning("lease_lost", error=str(group.exceptions[0]))
+        else:
+            await _release(context, lease)
+
+
+async def _lead(context: ActorContext, lease: Lease) -> None:
+    """Answer clients and reconcile, until told to stop or another scheduler takes over."""
+    broker = context.broker
+    jobs, pool = JobStore(broker), Pool(broker)
+    reconciler = Reconciler(broker, jobs, pool, lease)
+    async with (
+        await Service.start(
+            broker,
+            name="tinkermq-scheduler-desk",
+            description="Jobs and nodes of the pool, answered by the scheduler that leads",
+            metadata={"holder": lease.holder},
+        ) as service,
+        asyncio.TaskGroup() as group,
+    ):
+        holding = group.create_task(lease.hold(), name="scheduler lease")
+        await pool.refresh()
+        await Desk(broker, jobs, pool, reconciler).open(service)
+        await reconciler.run(context.stopping)
+        holding.cancel()
+
+
+async def _release(context: ActorContext, lease: Lease) -> None:
+    try:
+        await lease.release()
+    except (BrokerError, DeadlineError) as error:  # it runs out by itself
+        context.log.warning("lease_not_released", error=error.message)

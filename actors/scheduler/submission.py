@@ -1,0 +1,217 @@
+"""How a job comes into being: checked, named, given its streams and its run folder.
+
+Submitting is idempotent by the client's request id, and so is each step of it: a submission that
+was cut off half-way goes on where it was when it is sent again.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import ValidationError
+from ulid import ULID
+
+from ...broker.connection import Broker
+from ...broker.jobs import JobStore
+from ...broker.streams import create_job_streams
+from ...schemas.config import JobConfig, LimitsConfig
+from ...schemas.errors import (
+    ConfigError,
+    MessageError,
+    NotFoundError,
+    StateError,
+    StorageError,
+)
+from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ...schemas.load_config import check_keys, parse_config
+from ...schemas.subjects import JobScope, token
+from .naming import run_name
+from .placement import refuse_impossible
+from .reconciler import WHO, Reconciler
+from .roster import actors_for, slots_of
+
+
+class Submission:
+    """Makes jobs, one at a time so that no two get the same name."""
+
+    def __init__(self, broker: Broker, jobs: JobStore, reconciler: Reconciler) -> None:
+        """Make jobs that `reconciler` takes up."""
+        self._broker = broker
+        self._jobs = jobs
+        self._reconciler = reconciler
+        self._lock = asyncio.Lock()
+
+    async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
+        """Make a job, or return the one that this request id made before.
+
+        Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
+        """
+        if request.kind != "train":
+            raise ConfigError(
+                f"this pool does not run jobs of kind {request.kind!r}", hint="submit kind='train'"
+            )
+        if request.configured:
+            parse_config(request.config)
+        else:
+            check_keys(request.config)
+        async with self._lock:
+            job = await self._jobs.job_of_request(user, request.request_id, str(ULID()).lower())
+            record = await self._jobs.find(user, job)
+            if record is None:
+                record = await self._create(user, job, request)
+        self._reconciler.look(record)
+        return record
+
+    async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        blank = JobRecord(
+            job=job,
+            name=await self._free_name(user, job, request.config),
+            user=user,
+            kind=request.kind,
+            state="QUEUED",
+            reason="waits for its configuration",
+            config=request.config,
+            configured=False,
+            fork_of=request.fork_of,
+            fork_dir=await self._fork_dir(user, request.fork_of),
+            created=time.time(),
+        )
+        record = await self._complete(blank) if request.configured else blank
+        await create_job_streams(self._broker, JobScope(user, job), _limits(record.config))
+        return await self._jobs.create(record, WHO)
+
+    async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
+        """Lay keys over those of a job without a complete configuration; maybe start it.
+
+        Raises StateError if the job has started, and what `submit` raises.
+        """
+        async with self._lock:
+            record = await self._jobs.get(user, request.job)
+            config = merged(record.config, request.config)
+            if record.configured:
+                return _already(record, config)
+            if record.state != "QUEUED":
+                raise StateError(
+                    f"job {record.name} is {record.state}", hint="submit it as a new job"
+                )
+            check_keys(config)
+            name = record.name
+            if request.config.get("name") is not None:
+                name = await self._free_name(user, record.job, config)
+            changed = record.model_copy(update={"config": config, "name": name})
+            if request.start:
+                changed = await self._complete(changed)
+                await create_job_streams(
+                    self._broker, JobScope(user, record.job), _limits(changed.config)
+                )
+            record = await self._jobs.update(record, lambda _: changed)
+        self._reconciler.look(record)
+        return record
+
+    async def _complete(self, record: JobRecord) -> JobRecord:
+        """Return a record that can be placed, with its run folder made."""
+        config = parse_config({**record.config, "name": record.name})
+        actors = actors_for(config)
+        refuse_impossible(slots_of(actors), self._reconciler.slots())
+        run_dir = await asyncio.to_thread(_make_run_dir, config)
+        fields = {
+            "config": config.model_dump(mode="json", exclude_unset=True),
+            "configured": True,
+            "reason": "waits for a node",
+            "actors": actors,
+            "run_dir": run_dir,
+        }
+        return record.model_copy(update=fields)
+
+    async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
+        """Return the configured name if no other run has it, else a new one."""
+        taken = {other.name for other in await self._jobs.list_jobs(user) if other.job != job}
+        name = config.get("name")
+        if name is None:
+            return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
+        check_name(name)
+        if name in taken:
+            raise StateError(
+                f"there is a run named {name!r} already",
+                hint=f"go on with it (`tinkermq resume {name}`), or choose another name",
+            )
+        return name
+
+    async def _fork_dir(self, user: str, source: str | None) -> str:
+        """Return the folder of the checkpoint that `run@step` names."""
+        if source is None:
+            return ""
+        run, _, step = source.partition("@")
+        if not step.isdigit():
+            raise ConfigError(
+                f"fork_of={source!r} does not name a checkpoint",
+                hint="write run@step, such as my-run@40",
+            )
+        origin = await self._jobs.get(user, run)
+        folder = Path(origin.run_dir) / "checkpoints" / f"step_{int(step):06d}"
+        if not await asyncio.to_thread(folder.is_dir):
+            raise NotFoundError(
+                f"run {origin.name!r} has no checkpoint of step {int(step)} ({folder})",
+                hint=f"see which there are: ls {folder.parent}",
+            )
+        return str(folder)
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay one tree of maps over another; neither is changed."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        if isinstance(value, dict) and isinstance(inner, dict):
+            result[key] = merged(cast("dict[str, Any]", inner), cast("dict[str, Any]", value))
+        else:
+            result[key] = value
+    return result
+
+
+def check_name(name: Any) -> None:
+    """Raise ConfigError if a run cannot have this name."""
+    try:
+        token(str(name), what="run name")
+    except MessageError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+
+
+def _limits(config: Mapping[str, Any]) -> LimitsConfig:
+    """Return the bounds of the streams; a partial configuration may not hold valid ones yet."""
+    try:
+        return LimitsConfig.model_validate(config.get("limits") or {})
+    except ValidationError as error:
+        raise ConfigError(f"limits: {error.errors()[0]['msg']}") from error
+
+
+def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:
+    """Answer a `configure` that was sent again after it had started the job."""
+    same = {**config, "name": record.name} == {**record.config, "name": record.name}
+    if not same:
+        raise StateError(
+            f"job {record.name} has its configuration already and is {record.state}",
+            hint="submit a new job, or fork this one",
+        )
+    return record
+
+
+def _make_run_dir(config: JobConfig) -> str:
+    """Make the folder of a run; one that holds something is another run's."""
+    folder = Path(config.output_dir).expanduser().resolve() / str(config.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = next(folder.iterdir(), None) is not None
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {folder}: {error.strerror}",
+            hint="set output_dir to a folder that the pool can write to",
+        ) from error
+    if occupied:
+        raise StateError(
+            f"the run folder {folder} holds another run",
+            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
+        )
+    return str(folder)

@@ -1,0 +1,177 @@
+"""Job records: kept in a KV bucket, changed by compare-and-set, every change of state an event.
+
+The record is the truth about a job: a scheduler that starts anew reads it and goes on. Only moves
+that `MAY_FOLLOW` names are made.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from ..schemas.errors import ConflictError, NotFoundError, StateError
+from ..schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord, JobState, RequestRecord
+from ..schemas.metric import Event
+from ..schemas.subjects import BUCKET_JOBS, BUCKET_REQUESTS, JobScope
+from .connection import Broker
+from .feed import publish_event
+from .kv import Bucket, Entry
+
+_MAX_TRIES = 20
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class JobStore:
+    """The job records of a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Work on the shared buckets, which `create_shared` has made."""
+        self._broker = broker
+        self._jobs = Bucket(broker, BUCKET_JOBS, JobRecord)
+        self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
+
+    async def job_of_request(self, user: str, request_id: str, job: str) -> str:
+        """Return the id of the job that a submission makes: `job` for a new one, else the first's.
+
+        Two submissions with the same id may race: the first key written wins for both.
+        """
+        key = f"{user}.{request_id}"
+        try:
+            await self._requests.create(key, RequestRecord(job=job))
+        except ConflictError:
+            entry = await self._requests.get(key)
+            return job if entry is None else entry.value.job
+        return job
+
+    async def create(self, record: JobRecord, who: str) -> JobRecord:
+        """Write the record of a new job and tell its first event.
+
+        Raises ConflictError if the id is taken.
+        """
+        await self._jobs.create(_scope(record).key, record)
+        await self._tell(record, None, who)
+        return record
+
+    async def get(self, user: str, name: str) -> JobRecord:
+        """Return a job of `user` by its id or by the name of its run.
+
+        Raises NotFoundError.
+        """
+        record = await self.find(user, name)
+        if record is None:
+            raise NotFoundError(
+                f"user {user!r} has no job or run {name!r}",
+                hint="list them with `tinkermq ps --all`",
+            )
+        return record
+
+    async def find(self, user: str, name: str) -> JobRecord | None:
+        """Return a job of `user` by its id or by the name of its run, or None."""
+        entry = await self._jobs.get(JobScope(user, name).key)
+        if entry is not None:
+            return entry.value
+        return next((one for one in await self.list_jobs(user) if one.name == name), None)
+
+    async def list_jobs(self, user: str = "") -> list[JobRecord]:
+        """Return all jobs, or those of one user, newest first."""
+        records = [entry.value for entry in await self._jobs.items(user)]
+        return sorted(records, key=lambda record: record.created, reverse=True)
+
+    async def live(self) -> list[JobRecord]:
+        """Return the jobs that have not ended, oldest first."""
+        return [record for record in reversed(await self.list_jobs()) if not is_final(record)]
+
+    async def transition(
+        self, record: JobRecord, state: JobState, reason: str, who: str, **changes: Any
+    ) -> JobRecord:
+        """Move a job from the state that `record` shows to another, and tell the event.
+
+        `changes` are further fields to set. Raises StateError for a move that is not allowed, and
+        ConflictError if the job is no longer in the state of `record`.
+        """
+        _check_move(record, state)
+
+        def move(current: JobRecord) -> JobRecord:
+            if (current.state, current.attempt) != (record.state, record.attempt):
+                raise ConflictError(
+                    f"job {record.job} is {current.state} by now, not {record.state}",
+                    hint="read it again and decide anew",
+                )
+            fields = {"state": state, "reason": reason, **_times(current, state), **changes}
+            return current.model_copy(update=fields)
+
+        moved = await self.update(record, move)
+        await self._tell(moved, record.state, who)
+        return moved
+
+    async def update(
+        self, record: JobRecord, change: Callable[[JobRecord], JobRecord]
+    ) -> JobRecord:
+        """Replace a record by `change` of it, again while others write first; return the new one.
+
+        Nothing is written when `change` returns its argument. The state is changed by
+        `transition` only.
+        """
+        key = _scope(record).key
+        for _ in range(_MAX_TRIES):
+            entry = await self._entry(key)
+            changed = change(entry.value)
+            if changed == entry.value:
+                return changed
+            try:
+                await self._jobs.update(key, changed, entry.revision)
+            except ConflictError:
+                continue
+            return changed
+        raise ConflictError(
+            f"job {record.job} was written by others {_MAX_TRIES} times in a row",
+            hint="see whether two schedulers run (`nats micro ls`)",
+        )
+
+    async def _entry(self, key: str) -> Entry[JobRecord]:
+        entry = await self._jobs.get(key)
+        if entry is None:
+            raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
+        return entry
+
+    async def _tell(self, record: JobRecord, before: JobState | None, who: str) -> None:
+        event = Event(
+            kind=f"job_{record.state.lower()}",
+            source=who,
+            message=record.reason,
+            data={"state": record.state, "before": before, "attempt": record.attempt},
+            time=time.time(),
+        )
+        try:
+            await publish_event(self._broker, _scope(record), event)
+        except NotFoundError as error:  # the job's streams were deleted: the record still counts
+            _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
+
+
+def is_final(record: JobRecord) -> bool:
+    """Whether the job has ended."""
+    return record.state in FINAL_STATES
+
+
+def _scope(record: JobRecord) -> JobScope:
+    return JobScope(record.user, record.job)
+
+
+def _check_move(record: JobRecord, state: JobState) -> None:
+    if state in MAY_FOLLOW[record.state]:
+        return
+    allowed = ", ".join(sorted(MAY_FOLLOW[record.state]))
+    raise StateError(
+        f"job {record.job} ({record.name}) is {record.state} and cannot become {state}",
+        hint=f"from {record.state} it can become: {allowed}",
+    )
+
+
+def _times(record: JobRecord, state: JobState) -> dict[str, Any]:
+    """Return the time stamps that a move sets."""
+    if state == "RUNNING" and record.started is None:
+        return {"started": time.time()}
+    if state in FINAL_STATES:
+        return {"finished": time.time()}
+    return {"finished": None} if is_final(record) else {}

@@ -1,0 +1,80 @@
+"""Which of several schedulers acts."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from tinkermq.actors.scheduler import lease
+from tinkermq.actors.scheduler.lease import Lease
+from tinkermq.broker.connection import Broker
+from tinkermq.schemas.errors import FencedError
+from tinkermq.schemas.job import JobRequest
+
+from .conftest import Stack
+
+
+@pytest.fixture(autouse=True)
+def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "STALE_S", 1.0)
+    monkeypatch.setattr(lease, "RENEW_S", 0.3)
+
+
+async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
+    own_broker: Broker,
+) -> None:
+    never = asyncio.Event()
+    first, second = Lease(own_broker), Lease(own_broker)
+    assert await first.acquire(never)
+    waiting = asyncio.create_task(second.acquire(never))
+    await asyncio.sleep(0.4)
+    assert not waiting.done()
+    await first.release()
+    assert await asyncio.wait_for(waiting, 2)
+    assert second.epoch > first.epoch
+
+
+async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
+    own_broker: Broker,
+) -> None:
+    never = asyncio.Event()
+    first, second = Lease(own_broker), Lease(own_broker)
+    assert await first.acquire(never)
+    started = time.monotonic()
+    assert await second.acquire(never)
+    assert time.monotonic() - started >= 1.0
+    assert not first.is_fresh
+    with pytest.raises(FencedError):
+        await asyncio.wait_for(first.hold(), 5)
+    await first.release()
+    assert second.is_fresh
+
+
+async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
+    never = asyncio.Event()
+    first, second = Lease(own_broker), Lease(own_broker)
+    assert await first.acquire(never)
+    holding = asyncio.create_task(first.hold())
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(second.acquire(never), 1.0 + 0.7)
+    holding.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await holding
+
+
+async def test_a_waiting_scheduler_can_be_stopped(own_broker: Broker) -> None:
+    stopping = asyncio.Event()
+    assert await Lease(own_broker).acquire(stopping)
+    waiting = asyncio.create_task(Lease(own_broker).acquire(stopping))
+    stopping.set()
+    assert await asyncio.wait_for(waiting, 2) is False
+
+
+async def test_of_two_schedulers_the_second_takes_over_when_the_first_ends(stack: Stack) -> None:
+    first = await stack.scheduler()
+    job = await stack.submit()
+    await stack.scheduler()
+    await first.drain()
+    assert (await stack.ask("get", JobRequest(job=job.job))).job == job.job
+    await stack.node()
+    await stack.until(job, "RUNNING")

@@ -1,0 +1,178 @@
+"""A job's way through scheduler and node, with toy actors."""
+
+from pathlib import Path
+
+from tinkermq.broker.feed import read_events
+from tinkermq.broker.presence import presences
+from tinkermq.schemas.job import JobRequest, ScaleRequest, StopRequest
+from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.subjects import JobScope
+
+from .conftest import Stack, eventually
+
+
+async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
+    job = await stack.running(env={"game": "bandit"})
+    assert {actor.name: actor.node for actor in job.actors} == dict.fromkeys(
+        ["learner", "generator-0", "evaluator-0", "environment-0"], "n1"
+    )
+    stack.do(job, "learner", "done")
+    ended = await stack.until(job, "COMPLETED")
+    assert ended.started is not None
+    assert ended.finished is not None
+    events = await read_events(stack.broker, JobScope(job.user, job.job))
+    moves = [(event.kind, event.source) for event in events if event.kind.startswith("job_")]
+    assert moves == [
+        (f"job_{state}", "scheduler") for state in ("queued", "starting", "running", "completed")
+    ]
+    await stack.until_actors()
+    log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
+    assert log.read_text() == "up\ndrained\n"
+
+
+async def test_a_failure_for_good_is_the_jobs_reason(stack: Stack) -> None:
+    job = await stack.running()
+    stack.do(job, "generator-0", "fail")
+    failed = await stack.until(job, "FAILED")
+    assert failed.reason == "generator-0 failed: model: no model\n  make one"
+
+
+async def test_a_killed_actor_is_started_again_and_the_job_goes_on(stack: Stack) -> None:
+    job = await stack.running()
+    stack.do(job, "learner", "crash")
+    job = await stack.until(job, lambda now: now.actors[0].restarts == 1)
+    assert job.state == "RUNNING"
+
+
+async def test_the_learners_heartbeat_tells_the_version(stack: Stack) -> None:
+    job = await stack.running()
+    beat = Presence(
+        actor="learner", role="learner", host="h", pid=1, state="working", version=7, time=0.0
+    )
+    await presences(stack.broker).put(f"local.{job.job}.learner", beat)
+    await stack.until(job, lambda now: now.version == 7)
+
+
+async def test_stop_drains_the_learner_and_cancels(stack: Stack) -> None:
+    job = await stack.running()
+    await stack.answer_as_learner(job)
+    await stack.ask("stop", StopRequest(job=job.name))
+    ended = await stack.until(job, "CANCELLED")
+    assert ended.reason == "stopped with a checkpoint"
+    assert stack.told == ["stop"]
+    again = await stack.ask("stop", StopRequest(job=job.name))
+    assert again.state == "CANCELLED"
+
+
+async def test_stop_may_complete_a_job(stack: Stack) -> None:
+    job = await stack.running()
+    await stack.answer_as_learner(job)
+    await stack.ask("stop", StopRequest(job=job.name, complete=True))
+    await stack.until(job, "COMPLETED")
+
+
+async def test_a_stop_waits_for_a_learner_that_does_not_listen_yet(stack: Stack) -> None:
+    job = await stack.running()
+    record = await stack.ask("stop", StopRequest(job=job.name))
+    assert (record.state, record.stop) == ("RUNNING", "drain")
+    await stack.answer_as_learner(job)
+    await stack.until(job, "CANCELLED")
+
+
+async def test_stop_now_kills_what_would_not_drain(stack: Stack) -> None:
+    job = await stack.running()
+    stack.do(job, "generator-0", "hang")
+
+    async def obeyed() -> bool:
+        return not (Path(job.run_dir) / "generator-0.do").exists()
+
+    await eventually(obeyed)
+    await stack.ask("stop", StopRequest(job=job.job, now=True))
+    await stack.until(job, "CANCELLED")
+    await stack.until_actors()
+    assert "drained" not in (Path(job.run_dir) / "logs/attempt_1/learner.log").read_text()
+
+
+async def test_a_queued_job_can_be_stopped(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit()
+    await stack.ask("stop", StopRequest(job=job.job))
+    await stack.until(job, "CANCELLED")
+
+
+async def test_a_paused_learner_that_restarts_is_paused_again(stack: Stack) -> None:
+    job = await stack.running()
+    await stack.answer_as_learner(job)
+    paused = await stack.ask("pause", JobRequest(job=job.job))
+    assert paused.state == "PAUSED"
+
+    async def told_twice() -> bool:  # by the request, and by the loop that keeps it so
+        return len(stack.told) == 2
+
+    await eventually(told_twice)
+    stack.do(job, "learner", "crash")
+
+    async def told_again() -> bool:
+        return len(stack.told) == 3
+
+    await eventually(told_again)
+    assert set(stack.told) == {"pause"}
+    record = await stack.ask("unpause", JobRequest(job=job.job))
+    assert record.state == "RUNNING"
+    assert stack.told[-1] == "resume"
+
+
+async def test_resume_queues_an_ended_job_as_a_new_attempt(stack: Stack) -> None:
+    job = await stack.running()
+    stack.do(job, "learner", "fail")
+    await stack.until(job, "FAILED")
+    resumed = await stack.ask("resume", JobRequest(job=job.name))
+    assert (resumed.attempt, resumed.finished) == (2, None)
+    again = await stack.ask("resume", JobRequest(job=job.name))
+    assert again.attempt == 2
+    await stack.until(job, "RUNNING")
+    stack.do(job, "learner", "done")
+    await stack.until(job, "COMPLETED")
+    assert (Path(job.run_dir) / "logs" / "attempt_2" / "learner.log").exists()
+
+
+async def test_generators_and_hosts_come_and_go_while_the_job_runs(stack: Stack) -> None:
+    job = await stack.running(slots=3, env={"game": "bandit", "num_val": 0})
+    before = await stack.actors()
+    await stack.ask("scale", ScaleRequest(job=job.job, role="generator", count=2))
+    await stack.ask("scale", ScaleRequest(job=job.job, role="environment", count=0))
+    after = await stack.until_actors("learner", "generator-0", "generator-1")
+    assert after["learner"].pid == before["learner"].pid
+    await stack.ask("scale", ScaleRequest(job=job.job, role="generator", count=1))
+    await stack.until_actors("learner", "generator-0")
+    assert (await stack.get(job)).state == "RUNNING"
+
+
+async def test_a_second_job_waits_for_slots_and_says_so(stack: Stack) -> None:
+    first = await stack.running()
+    second = await stack.submit()
+    second = await stack.until(second, lambda now: "0 of 2 are free" in now.reason)
+    assert second.state == "QUEUED"
+    stack.do(first, "learner", "done")
+    await stack.until(second, "RUNNING")
+
+
+async def test_a_job_submitted_before_any_node_waits_for_one(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.until(await stack.submit(), lambda now: "none has joined" in now.reason)
+    await stack.node()
+    await stack.until(job, "RUNNING")
+
+
+async def test_a_node_that_drains_hands_its_jobs_to_another(stack: Stack) -> None:
+    await stack.scheduler()
+    first = await stack.node("n1")
+    await stack.until_nodes(1)
+    job = await stack.until(await stack.submit(), "RUNNING")
+    await stack.node("n2")
+    await stack.until_nodes(2)
+    await first.drain()
+    job = await stack.until(job, lambda now: now.state == "RUNNING" and now.actors[0].node == "n2")
+    assert job.attempt == 1
+    kinds = [e.kind for e in await read_events(stack.broker, JobScope(job.user, job.job))]
+    assert kinds.count("job_lost") == 1

@@ -1,0 +1,168 @@
+"""What a client may submit, and what it is told when it may not."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.streams import stream_info
+from tinkermq.schemas.errors import (
+    ConfigError,
+    NotFoundError,
+    PlacementError,
+    StateError,
+    StorageError,
+)
+from tinkermq.schemas.job import (
+    ConfigureRequest,
+    JobRequest,
+    ListRequest,
+    ScaleRequest,
+    StopRequest,
+)
+from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.subjects import JobScope
+
+from .conftest import Stack
+
+
+async def test_the_same_request_makes_one_job_however_often_it_comes(stack: Stack) -> None:
+    await stack.scheduler()
+    request = stack.request(request_id="again")
+    records = await asyncio.gather(*(stack.ask("submit", request) for _ in range(4)))
+    assert len({record.job for record in records}) == 1
+    assert len(await stack.jobs.list_jobs()) == 1
+
+
+async def test_a_job_gets_a_readable_name_streams_and_a_run_folder(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit(generator={"count": 2})
+    assert job.name.startswith("bandit-tiny-")
+    assert job.run_dir == str(stack.folder / "outputs" / job.name)
+    assert Path(job.run_dir).is_dir()  # noqa: ASYNC240  a local folder, in a test
+    assert [actor.name for actor in job.actors] == ["learner", "generator-0", "generator-1"]
+    assert parse_config(job.config).name == job.name
+    info = await stream_info(stack.broker, JobScope(job.user, job.job).stream_rollout)
+    assert info["config"]["description"]
+    assert (await stack.ask("get", JobRequest(job=job.name))).job == job.job
+
+
+async def test_a_wrong_key_comes_back_to_the_client_and_makes_no_job(stack: Stack) -> None:
+    await stack.scheduler()
+    with pytest.raises(ConfigError, match=r"learner\.lrr(.|\n)*did you mean learner\.lr"):
+        await stack.submit(learner={"lrr": 1})
+    with pytest.raises(ConfigError, match=r"learner\.lrr"):
+        await stack.submit(learner={"lrr": 1}, configured=False)
+    with pytest.raises(ConfigError, match=r"lr=-1"):
+        await stack.submit(learner={"lr": -1})
+    assert await stack.jobs.list_jobs() == []
+
+
+async def test_a_job_that_no_pool_of_this_size_can_hold_is_refused(stack: Stack) -> None:
+    await stack.scheduler()
+    await stack.node(slots=2)
+    await stack.until_nodes(1)
+    with pytest.raises(PlacementError, match="needs 5 slots"):
+        await stack.submit(generator={"count": 4})
+    job = await stack.submit()
+    with pytest.raises(PlacementError, match="needs 4 slots"):
+        await stack.ask("scale", ScaleRequest(job=job.job, role="generator", count=3))
+    assert len(await stack.jobs.list_jobs()) == 1
+
+
+async def test_a_name_is_given_once(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit(name="mine")
+    with pytest.raises(StateError, match=r"named 'mine' already(.|\n)*resume mine"):
+        await stack.submit(name="mine")
+    await stack.ask("stop", StopRequest(job="mine"))
+    await stack.until(job, "CANCELLED")
+    with pytest.raises(StateError, match="named 'mine'"):
+        await stack.submit(name="mine")
+
+
+async def test_a_folder_that_holds_another_run_is_never_written_over(stack: Stack) -> None:
+    await stack.scheduler()
+    folder = stack.folder / "outputs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("{}")
+    with pytest.raises(StateError, match="holds another run"):
+        await stack.submit(name="mine")
+
+
+async def test_an_output_folder_that_cannot_be_made_is_told(stack: Stack) -> None:
+    await stack.scheduler()
+    (stack.folder / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot make the run folder"):
+        await stack.submit(output_dir=str(stack.folder / "file"))
+
+
+async def test_users_do_not_see_each_other(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit(name="mine")
+    with pytest.raises(NotFoundError, match="user 'eve' has no job or run 'mine'"):
+        await stack.ask("get", JobRequest(job="mine"), user="eve")
+    with pytest.raises(NotFoundError):
+        await stack.ask("stop", StopRequest(job=job.job), user="eve")
+
+
+async def test_a_job_may_be_configured_after_it_was_submitted(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit(configured=False)
+    assert (job.state, job.configured, job.actors) == ("QUEUED", False, [])
+    half = ConfigureRequest(job=job.job, config={"learner": {"lr": 1e-3}})
+    assert not (await stack.ask("configure", half)).configured
+    with pytest.raises(ConfigError, match="batchsize"):
+        await stack.ask(
+            "configure", ConfigureRequest(job=job.job, config={"training": {"batchsize": 3}})
+        )
+    rest = ConfigureRequest(
+        job=job.job, config={"name": "mine", "training": {"batch_size": 3}}, start=True
+    )
+    started = await stack.ask("configure", rest)
+    config = parse_config(started.config)
+    assert (started.name, config.learner.lr, config.training.batch_size) == ("mine", 1e-3, 3)
+    assert (await stack.ask("configure", rest)).job == job.job
+    with pytest.raises(StateError, match="has its configuration already"):
+        await stack.ask("configure", half.model_copy(update={"config": {"seed": 5}}))
+
+
+async def test_an_incomplete_configuration_does_not_start(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit(configured=False, model={})
+    with pytest.raises(ConfigError, match=r"model\.path is missing"):
+        await stack.ask("configure", ConfigureRequest(job=job.job, config={}, start=True))
+
+
+async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
+    await stack.scheduler()
+    origin = await stack.submit(name="origin")
+    with pytest.raises(NotFoundError, match="'origin' has no checkpoint of step 40"):
+        await stack.submit(fork_of="origin@40")
+    folder = Path(origin.run_dir) / "checkpoints" / "step_000040"
+    folder.mkdir(parents=True)
+    fork = await stack.submit(fork_of="origin@40")
+    assert (fork.fork_of, fork.fork_dir) == ("origin@40", str(folder))
+    with pytest.raises(ConfigError, match="does not name a checkpoint"):
+        await stack.submit(fork_of="origin")
+
+
+async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
+    await stack.scheduler()
+    job = await stack.submit()
+    with pytest.raises(StateError, match="is QUEUED, only a RUNNING job can be paused"):
+        await stack.ask("pause", JobRequest(job=job.job))
+    await stack.ask("stop", StopRequest(job=job.job))
+    await stack.until(job, "CANCELLED")
+    with pytest.raises(StateError, match="has no actors to scale"):
+        await stack.ask("scale", ScaleRequest(job=job.job, role="generator", count=1))
+
+
+async def test_the_list_holds_ended_jobs_only_when_asked(stack: Stack) -> None:
+    await stack.scheduler()
+    first = await stack.submit()
+    await stack.ask("stop", StopRequest(job=first.job))
+    await stack.until(first, "CANCELLED")
+    second = await stack.submit()
+    assert [job.job for job in await stack.list_jobs(ListRequest())] == [second.job]
+    both = await stack.list_jobs(ListRequest(all=True))
+    assert [job.job for job in both] == [second.job, first.job]
