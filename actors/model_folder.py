@@ -124,5 +124,17 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
         ) from error
 
 
+def load_stop_token_ids(path: str) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's generation_config.json says."""
+    from transformers import GenerationConfig
+
+    try:
+        config: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    except OSError:
+        return ()  # the file is optional
+    ids: int | list[int] | None = config.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
 def _is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.errors import EngineError
+
 if TYPE_CHECKING:
     import torch
 
@@ -92,6 +94,11 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """Policy version that decodes now."""
+        ...
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more; its actor should end and be started again."""
         ...
 
     async def generate(

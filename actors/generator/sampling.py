@@ -1,11 +1,13 @@
 """Sampling for a whole batch, each row with its own parameters and its own random stream.
 
-Shape letters: B rows, V vocabulary, K candidates kept by a filter.
+Shape letters: B rows, V vocabulary.
 
 Random numbers are counter-based: the number of a token is a hash of the request's seed and the
 token's index (SplitMix64, Steele et al. 2014), so a row draws the same tokens whatever the rest of
-the batch does, and no generator object lives per request. One uniform per token picks the token
-from the cumulative distribution.
+the batch does, and no generator object lives per request. One uniform picks the token from the
+cumulative distribution. Top-p and top-k draw from the whole distribution and draw again when the
+token is not among those they keep: the same distribution as renormalising over the kept ones,
+without sorting the vocabulary. Rows that keep so little that this takes long are sorted after all.
 """
 
 from dataclasses import dataclass
@@ -17,8 +19,8 @@ from numpy.typing import NDArray
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
-_CANDIDATES = 1024
-"""A nucleus is looked for among this many likeliest tokens before the vocabulary is sorted."""
+_TRIES = 8
+"""Draws of a filtered row before its vocabulary is sorted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,23 @@ class RowParameters:
     counter_B: NDArray[np.uint64]
     """Index of the token that is drawn, counted from the request's first."""
 
+    def pick(self, index: NDArray[np.int64]) -> "RowParameters":
+        """Return the parameters of some rows."""
+        return RowParameters(
+            self.temperature_B[index],
+            self.top_p_B[index],
+            self.top_k_B[index],
+            self.seed_B[index],
+            self.counter_B[index],
+        )
 
-def uniforms(seed_B: NDArray[np.uint64], counter_B: NDArray[np.uint64]) -> NDArray[np.float32]:
-    """Return float32[B] in [0, 1), a pure function of seed and counter."""
-    bits_B = _mix(_mix(seed_B) + (counter_B + np.uint64(1)) * _GOLDEN)
+
+def uniforms(
+    seed_B: NDArray[np.uint64], counter_B: NDArray[np.uint64], attempt: int = 0
+) -> NDArray[np.float32]:
+    """Return float32[B] in [0, 1), a pure function of seed, counter and attempt."""
+    step_B = counter_B + np.uint64((attempt << 40) + 1)
+    bits_B = _mix(_mix(seed_B) + step_B * _GOLDEN)
     return ((bits_B >> np.uint64(40)).astype(np.float32)) * np.float32(2.0**-24)
 
 
@@ -73,19 +88,11 @@ def _draw(
 ) -> torch.Tensor:
     if greedy_B.all():
         return logits_BV.argmax(-1)
-    uniform_B1 = _column(uniforms(rows.seed_B, rows.counter_B), probs_BV)
-    filtered_B = ~greedy_B & ((rows.top_p_B < 1) | (rows.top_k_B > 0))
-    if filtered_B.all():
-        return _draw_filtered(probs_BV, rows.top_p_B, rows.top_k_B, uniform_B1)
-    tokens_B = _inverse_cdf(probs_BV, uniform_B1)
-    if filtered_B.any():
-        chosen = torch.as_tensor(np.flatnonzero(filtered_B), device=probs_BV.device)
-        tokens_B[chosen] = _draw_filtered(
-            probs_BV[chosen],
-            rows.top_p_B[filtered_B],
-            rows.top_k_B[filtered_B],
-            uniform_B1[chosen],
-        )
+    cdf_BV = probs_BV.cumsum(-1)
+    tokens_B = _inverse_cdf(cdf_BV, _column(uniforms(rows.seed_B, rows.counter_B), probs_BV))
+    filtered = np.flatnonzero(~greedy_B & ((rows.top_p_B < 1) | (rows.top_k_B > 0)))
+    if len(filtered):
+        _draw_again(tokens_B, probs_BV, cdf_BV, rows, filtered)
     if greedy_B.any():
         mask_B = torch.as_tensor(greedy_B, device=probs_BV.device)
         tokens_B = torch.where(mask_B, logits_BV.argmax(-1), tokens_B)
@@ -96,34 +103,72 @@ def _column(values_B: NDArray[np.float32], like: torch.Tensor) -> torch.Tensor:
     return torch.as_tensor(values_B, device=like.device)[:, None]
 
 
-def _inverse_cdf(weights_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
-    """Pick index i with probability weights[i] / sum(weights); never one of weight 0."""
-    cdf_BV = weights_BV.cumsum(-1)
+def _inverse_cdf(cdf_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+    """Pick index i with probability (cdf[i] - cdf[i - 1]) / cdf[-1]; never one of weight 0."""
     total_B1 = cdf_BV[:, -1:]
     below_B1 = torch.nextafter(total_B1, torch.zeros_like(total_B1))
     target_B1 = torch.minimum(uniform_B1 * total_B1, below_B1)
     picked_B1 = torch.searchsorted(cdf_BV, target_B1, right=True)
-    return picked_B1[:, 0].clamp(max=weights_BV.shape[1] - 1)
+    return picked_B1[:, 0].clamp(max=cdf_BV.shape[1] - 1)
 
 
-def _draw_filtered(
+def _draw_again(
+    tokens_B: torch.Tensor,
     probs_BV: torch.Tensor,
+    cdf_BV: torch.Tensor,
+    rows: RowParameters,
+    filtered: NDArray[np.int64],
+) -> None:
+    """Replace the tokens of filtered rows until each is one that its row keeps."""
+    device = probs_BV.device
+    for attempt in range(1, _TRIES + 1):
+        index = torch.as_tensor(filtered, device=device)
+        probs, drawn = (
+            (probs_BV, tokens_B)
+            if len(filtered) == len(tokens_B)
+            else (
+                probs_BV[index],
+                tokens_B[index],
+            )
+        )
+        kept = _keeps(probs, drawn, rows.top_p_B[filtered], rows.top_k_B[filtered])
+        filtered = filtered[~kept.cpu().numpy()]
+        if not len(filtered):
+            return
+        index = torch.as_tensor(filtered, device=device)
+        few = rows.pick(filtered)
+        uniform = _column(uniforms(few.seed_B, few.counter_B, attempt), probs_BV)
+        tokens_B[index] = _inverse_cdf(cdf_BV[index], uniform)
+    few, index = rows.pick(filtered), torch.as_tensor(filtered, device=device)
+    tokens_B[index] = _draw_sorted(probs_BV[index], few)
+
+
+def _keeps(
+    probs_BV: torch.Tensor,
+    tokens_B: torch.Tensor,
     top_p_B: NDArray[np.float32],
     top_k_B: NDArray[np.int64],
-    uniform_B1: torch.Tensor,
 ) -> torch.Tensor:
-    vocabulary = probs_BV.shape[1]
-    kept_B = np.where(top_k_B > 0, np.minimum(top_k_B, vocabulary), vocabulary)
-    num_candidates = min(int(kept_B.max()), max(_CANDIDATES, int(top_k_B.max())), vocabulary)
-    best_BK, index_BK = probs_BV.topk(num_candidates, dim=-1)
-    top_p_B1 = _column(top_p_B, probs_BV)
-    open_B = torch.as_tensor(kept_B > num_candidates, device=probs_BV.device)
-    if bool((open_B & (best_BK.sum(-1) < top_p_B1[:, 0])).any()):
-        best_BK, index_BK = probs_BV.sort(dim=-1, descending=True)
-    rank_K = torch.arange(best_BK.shape[1], device=probs_BV.device)
-    before_BK = best_BK.cumsum(-1) - best_BK
-    keep_BK = (before_BK < top_p_B1) & (
-        rank_K < torch.as_tensor(kept_B, device=rank_K.device)[:, None]
-    )
-    picked_B = _inverse_cdf(best_BK * keep_BK, uniform_B1)
-    return index_BK.gather(1, picked_B[:, None])[:, 0]
+    """Say which tokens are kept: those above them weigh less than top_p and are under top_k.
+
+    A row whose probabilities are not finite keeps whatever it has.
+    """
+    above_BV = probs_BV > probs_BV.gather(1, tokens_B[:, None])
+    weight_B = (probs_BV * above_BV).sum(-1)
+    kept_B = ~(weight_B >= torch.as_tensor(top_p_B, device=probs_BV.device))
+    if (top_k_B > 0).any():
+        limit_B = np.where(top_k_B > 0, top_k_B, probs_BV.shape[1])
+        kept_B &= above_BV.sum(-1) < torch.as_tensor(limit_B, device=probs_BV.device)
+    return kept_B
+
+
+def _draw_sorted(probs_BV: torch.Tensor, rows: RowParameters) -> torch.Tensor:
+    best_BV, index_BV = probs_BV.sort(dim=-1, descending=True)
+    limit_B = np.where(rows.top_k_B > 0, rows.top_k_B, probs_BV.shape[1])
+    rank_V = torch.arange(probs_BV.shape[1], device=probs_BV.device)
+    keep_BV = rank_V < torch.as_tensor(limit_B, device=probs_BV.device)[:, None]
+    keep_BV &= best_BV.cumsum(-1) - best_BV < _column(rows.top_p_B, probs_BV)
+    keep_BV[:, 0] = True
+    uniform_B1 = _column(uniforms(rows.seed_B, rows.counter_B, _TRIES + 1), probs_BV)
+    picked_B = _inverse_cdf((best_BV * keep_BV).cumsum(-1), uniform_B1)
+    return index_BV.gather(1, picked_B[:, None])[:, 0]

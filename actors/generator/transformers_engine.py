@@ -95,6 +95,11 @@ class TransformersEngine:
         """Policy version that decodes now."""
         return self._worker.version
 
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        return self._ended
+
     async def generate(
         self,
         prompt_ids: Sequence[int] | IntVector,

@@ -53,7 +53,7 @@ class EngineWorker:
         self._closing = False
         self._generated = self._prefilled = self._reused = 0
         self._busy_s = self._last_pause_s = 0.0
-        self._marks: deque[tuple[float, int, float]] = deque([(time.monotonic(), 0, 0.0)])
+        self._marks = deque([(time.monotonic(), 0, 0.0)], maxlen=11)
 
     def do(self, command: Callable[[], None]) -> None:
         """Have a command run in the engine's thread, between two ticks."""
@@ -119,15 +119,17 @@ class EngineWorker:
 
     def stats(self) -> EngineStats:
         """Read the counters; safe in any thread."""
-        _, generated, _ = first = self._marks[0]
-        elapsed = max(time.monotonic() - first[0], 1e-6)
+        now = time.monotonic()
+        recent = [mark for mark in tuple(self._marks) if now - mark[0] <= _RATE_WINDOW_S]
+        then, generated, busy_s = recent[0] if recent else (0.0, self._generated, self._busy_s)
+        elapsed = max(now - then, 1e-6)
         return EngineStats(
             version=self.version,
             running=self._rows.num,
             waiting=len(self._waiting),
             parked=len(self._lot),
             tokens_per_s=(self._generated - generated) / elapsed,
-            busy_share=min(1.0, (self._busy_s - first[2]) / elapsed),
+            busy_share=min(1.0, (self._busy_s - busy_s) / elapsed),
             generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
             reused_tokens=self._reused,
@@ -277,8 +279,6 @@ class EngineWorker:
         now = time.monotonic()
         if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
             self._marks.append((now, self._generated, self._busy_s))
-        while len(self._marks) > 1 and now - self._marks[1][0] > _RATE_WINDOW_S:
-            self._marks.popleft()
 
     def _not_finite(self) -> EngineError:
         return EngineError(

@@ -105,6 +105,7 @@ async def test_a_failure_in_the_engine_fails_every_request(folder: Path) -> None
     failed = [result for result in results if isinstance(result, EngineError)]
     assert failed
     assert "RuntimeError: out of memory" in failed[0].message
+    assert "RuntimeError: out of memory" in str(engine.failure)
     with pytest.raises(EngineError, match="out of memory"):
         await engine.generate([9], Sampling(1), request_id="later")
     with pytest.raises(EngineError, match="out of memory"):

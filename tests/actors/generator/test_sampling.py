@@ -60,12 +60,18 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     np.testing.assert_allclose(seen, [0, 4 / 7, 0, 3 / 7], atol=0.015)
 
 
-def test_a_nucleus_larger_than_the_first_candidates_is_found() -> None:
-    logits = torch.zeros(5000)
-    logits[:2500] = 1.0
-    tokens, _ = sample(logits.expand(2000, -1), rows(2000, top_p=0.7))
-    assert tokens.max() < 2500
-    assert tokens.max() > 2400
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.02, 0), (1.0, 3), (0.03, 2)])
+def test_filters_that_keep_almost_nothing_are_still_exact(top_p: float, top_k: int) -> None:
+    logits = torch.linspace(0, 0.1, 100).repeat(3)  # 1/300 or so each: redrawing never ends
+    logits[[7, 150, 299]] += torch.tensor([1.2, 1.1, 1.0])
+    order = logits.argsort(descending=True)
+    probs = logits.softmax(-1)[order]
+    keep = (probs.cumsum(-1) - probs < top_p) & (torch.arange(300) < (top_k or 300))
+    expected = torch.zeros(300)
+    expected[order] = probs * keep / (probs * keep).sum()
+    seen = frequencies(logits, rows(NUM_DRAWS, top_p=top_p, top_k=top_k))
+    np.testing.assert_allclose(seen, expected.numpy(), atol=0.015)
+    assert seen[expected.numpy() == 0].sum() == 0
 
 
 def test_each_row_of_a_batch_has_its_own_parameters() -> None:
