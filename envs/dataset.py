@@ -1,28 +1,29 @@
 """Datasets on disk: parquet and JSONL, any row at once, without holding them in memory.
 
-A parquet file is unpacked once into a temporary Arrow file that is mapped into memory, because a
-compressed row group cannot be entered in its middle; a JSONL file is mapped as it is, with an
-index of its lines. Rows are decoded one by one when asked for.
+A file is mapped into memory with an index of where its rows end, and rows are decoded one by one
+when asked for: a JSONL file as it is, a parquet file after it has been unpacked to a temporary
+one.
 """
 
 import bisect
 import contextlib
-import importlib
 import itertools
 import json
 import mmap
 import random
 import tempfile
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from ..schemas.errors import DataError, StorageError
-from .record import Record, check_columns, parse_record
+import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-BATCH_ROWS = 1024
-"""Rows that are unpacked together."""
+from ..schemas.errors import DataError
+from .record import Record, check_columns, parse_record
+from .unpack import unpack_parquet
+
+_unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 
 class RowFile(Protocol):
@@ -107,99 +108,69 @@ def _open_file(path: Path, opened: contextlib.ExitStack) -> RowFile:
     return file
 
 
-class _JsonLines:
-    """The lines of a JSONL file, mapped into memory with the place of each."""
+class _MappedRows:
+    """Rows that stand one after the other in a file mapped into memory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, mapped: Path) -> None:
         self._path = path
-        self._starts = array("Q")
+        self._ends = array("Q")
         self._map: mmap.mmap | None = None
-        with path.open("rb") as file:
-            if path.stat().st_size:
+        with mapped.open("rb") as file:
+            if mapped.stat().st_size:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._index_lines()
-        if self._starts:
-            check_columns(self.row(0), f"line 1 of {path}")
-
-    def _index_lines(self) -> None:
-        if self._map is None:
-            return
-        start = 0
-        for line in iter(self._map.readline, b""):
-            if not line.isspace():
-                self._starts.append(start)
-            start += len(line)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._ends)
 
-    def row(self, number: int) -> Mapping[str, Any]:
+    def _bytes(self, number: int) -> bytes:
         assert self._map is not None
-        start = self._starts[number]
-        end = self._map.find(b"\n", start)
-        line = self._map[start : end if end >= 0 else len(self._map)]
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
-        if not isinstance(value, dict):
-            raise DataError(f"row {number} of {self._path} is not a JSON object")
-        return cast("dict[str, Any]", value)
+        return self._map[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def close(self) -> None:
         if self._map is not None:
             self._map.close()
 
 
-class _Parquet:
-    """The rows of a parquet file, unpacked to a temporary Arrow file that is mapped."""
+class _JsonLines(_MappedRows):
+    """The lines of a JSONL file as it is; lines without text belong to the one that follows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._source: Any = None
-        self._ends: list[int] = []
-        pyarrow = _pyarrow()
-        try:
-            with pyarrow.parquet.ParquetFile(path) as packed:
-                check_columns(packed.schema_arrow.names, str(path))
-                self._unpack(pyarrow, packed)
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(
-                f"{path} is not a parquet file: {error}", hint="write it again"
-            ) from error
+        super().__init__(path, path)
+        self._index_lines()
+        if self._ends:
+            check_columns(self.row(0), f"line 1 of {path}")
 
-    def _unpack(self, pyarrow: Any, packed: Any) -> None:
-        try:
-            with tempfile.NamedTemporaryFile(prefix="tinkermq-data-", suffix=".arrow") as spool:
-                with pyarrow.ipc.new_file(spool.name, packed.schema_arrow) as writer:
-                    for batch in packed.iter_batches(batch_size=BATCH_ROWS):
-                        writer.write_batch(batch)
-                        self._ends.append((self._ends[-1] if self._ends else 0) + len(batch))
-                self._source = pyarrow.memory_map(spool.name)
-        except OSError as error:
-            raise StorageError(
-                f"{self._path} cannot be unpacked to {tempfile.gettempdir()}: {error}",
-                hint="free some space there, or set TMPDIR to a larger disk",
-            ) from error
-        self._reader = pyarrow.ipc.open_file(self._source)
-
-    def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+    def _index_lines(self) -> None:
+        if self._map is None:
+            return
+        end = 0
+        for line in iter(self._map.readline, b""):
+            end += len(line)
+            if not line.isspace():
+                self._ends.append(end)
 
     def row(self, number: int) -> Mapping[str, Any]:
-        index = bisect.bisect_right(self._ends, number)
-        local = number - (self._ends[index - 1] if index else 0)
-        return self._reader.get_batch(index).slice(local, 1).to_pylist()[0]
+        try:
+            value = json.loads(self._bytes(number))
+        except ValueError as error:
+            raise DataError(f"row {number} of {self._path} is not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise DataError(f"row {number} of {self._path} is not a JSON object")
+        return cast("dict[str, Any]", value)
 
-    def close(self) -> None:
-        if self._source is not None:
-            self._source.close()
+
+class _Parquet(_MappedRows):
+    """The rows of a parquet file, unpacked to a temporary file that lives as long as its map."""
+
+    def __init__(self, path: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="tinkermq-data-") as folder:
+            rows, ends = Path(folder) / "rows", Path(folder) / "ends"
+            unpack_parquet(path, rows, ends)
+            super().__init__(path, rows)
+            self._ends.frombytes(ends.read_bytes())
+
+    def row(self, number: int) -> Mapping[str, Any]:
+        return _unpackb(self._bytes(number), raw=False, strict_map_key=False)
 
 
 _READERS = {".parquet": _Parquet, ".jsonl": _JsonLines, ".ndjson": _JsonLines}
-
-
-def _pyarrow() -> Any:
-    """Import pyarrow when a parquet file is opened: a client without data stays light."""
-    importlib.import_module("pyarrow.parquet")
-    return importlib.import_module("pyarrow")

@@ -1,13 +1,16 @@
 """Datasets on disk: every row, every column convention, every error."""
 
+import datetime
 import json
+import sys
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tinkermq.envs.dataset import BATCH_ROWS, Dataset
+from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.unpack import BATCH_ROWS, unpack_parquet
 from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.errors import DataError
+from tinkermq.schemas.errors import DataError, StorageError
 
 
 def rows(count, start=0):
@@ -39,6 +42,39 @@ def test_small_row_groups_do_not_shift_rows(tmp_path):
     data = Dataset([path])
     assert [data.record(n).ground_truth for n in range(100)] == [str(n) for n in range(100)]
     data.close()
+
+
+def test_a_process_without_pyarrow_unpacks_alike_and_stays_without(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.parquet", rows(5))
+    for folder, loaded in (("here", True), ("there", False)):
+        (tmp_path / folder).mkdir()
+        if not loaded:
+            monkeypatch.delitem(sys.modules, "pyarrow")
+        unpack_parquet(path, tmp_path / folder / "rows", tmp_path / folder / "ends")
+    assert "pyarrow" not in sys.modules
+    for name in ("rows", "ends"):
+        here, there = (tmp_path / folder / name for folder in ("here", "there"))
+        assert here.read_bytes() == there.read_bytes()
+
+
+def test_the_process_that_unpacks_hands_its_error_on(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "a.parquet", [{"question": "1+1"}])
+    monkeypatch.delitem(sys.modules, "pyarrow")
+    assert "has no column prompt; its columns are question" in error_of(path)
+
+
+def test_rows_that_cannot_be_unpacked_name_the_folder(tmp_path):
+    path = write_rows(tmp_path / "a.parquet", rows(1))
+    missing = tmp_path / "missing" / "rows"
+    with pytest.raises(StorageError, match=r"a\.parquet cannot be unpacked to .*missing"):
+        unpack_parquet(path, missing, missing)
+
+
+def test_dates_in_a_row_become_texts(tmp_path):
+    row = {"prompt": "when?", "answer": datetime.date(2026, 1, 2)}
+    assert Dataset([write_rows(tmp_path / "d.parquet", [row])]).record(0).ground_truth == (
+        "2026-01-02"
+    )
 
 
 def test_prompt_and_answer_are_enough(tmp_path):
