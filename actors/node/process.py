@@ -66,7 +66,7 @@ class ActorProcess:
             user=wanted.user,
             job=wanted.job,
             name=wanted.name,
-            slots=0 if self.ended else wanted.slots,
+            slots=0 if self._state in {"exited", "failed"} else wanted.slots,
             attempt=wanted.attempt,
             state=self._state,
             exit_code=self._exit_code,

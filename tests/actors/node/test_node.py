@@ -1,0 +1,222 @@
+"""A node does what the last sync wants, and nothing else. Real server, real processes."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.actors.node.machine import default_name, default_slots, lock_name
+from tinkermq.actors.node.node import Node
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import follow
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rpc import Service, call
+from tinkermq.schemas.errors import FencedError, StateError
+from tinkermq.schemas.metric import LogLines
+from tinkermq.schemas.node import NodeStatus, NodeSync, WantedActor
+from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, node, token
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
+
+
+class Client:
+    """A scheduler's side of one node."""
+
+    def __init__(self, broker: Broker, scope: JobScope, run_dir: Path) -> None:
+        self.broker = broker
+        self.scope = scope
+        self.run_dir = run_dir
+        self.texts: dict[str, str] = {}
+        self.stopping = asyncio.Event()
+
+    def command(self, wanted: WantedActor) -> list[str]:
+        return [sys.executable, "-S", "-c", self.texts.get(wanted.name, SLEEPS)]
+
+    def wanted(self, name: str, **changes: Any) -> WantedActor:
+        fields = {"user": self.scope.user, "job": self.scope.job, "role": "generator"}
+        return WantedActor.model_validate(
+            {**fields, "name": name, "run_dir": str(self.run_dir), **changes}
+        )
+
+    async def sync(self, *wanted: WantedActor, epoch: int = 1, kill: bool = False) -> NodeStatus:
+        request = NodeSync(
+            scheduler="test",
+            epoch=epoch,
+            actors=list(wanted),
+            kill=[self.scope.key] if kill else [],
+        )
+        return await call(
+            self.broker,
+            node("box", "sync"),
+            request,
+            NodeStatus,
+            timeout_s=5,
+            waiting_for="the node",
+        )
+
+    async def until(
+        self, *wanted: WantedActor, that: Callable[[NodeStatus], bool], **more: Any
+    ) -> NodeStatus:
+        async with asyncio.timeout(15):
+            while not that(status := await self.sync(*wanted, **more)):  # noqa: ASYNC110  polled
+                await asyncio.sleep(0.03)
+        return status
+
+
+def states(status: NodeStatus) -> dict[str, str]:
+    return {actor.name: actor.state for actor in status.actors}
+
+
+def all_run(status: NodeStatus) -> bool:
+    return {actor.state for actor in status.actors} == {"running"}
+
+
+@pytest.fixture
+async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Client]:
+    """A running node `box` and the scheduler's side of it."""
+    side = Client(broker, scope, tmp_path)
+    box = Node(broker, "box", 4, command=side.command, stop_deadline_s=5.0)
+    service = await Service.start(broker, name="tinkermq-node", description="a node")
+    run = asyncio.create_task(box.run(service, side.stopping))
+    bucket = Bucket(broker, BUCKET_NODES, NodeStatus)
+    async with asyncio.timeout(5):
+        while await bucket.get("box") is None:  # noqa: ASYNC110  polled
+            await asyncio.sleep(0.01)
+    yield side
+    side.stopping.set()
+    await asyncio.wait_for(run, 15)
+    await service.stop(0)
+    assert await bucket.get("box") is None
+
+
+async def test_missing_actors_are_started_and_asking_again_changes_nothing(
+    client: Client,
+) -> None:
+    both = (client.wanted("a"), client.wanted("b"))
+    first = await client.until(*both, that=all_run)
+    assert first.slots == 4
+    again = await client.sync(*both)
+    assert {one.name: one.pid for one in again.actors} == {
+        one.name: one.pid for one in first.actors
+    }
+
+
+async def test_actors_no_longer_wanted_are_stopped_and_forgotten(client: Client) -> None:
+    first = await client.until(client.wanted("a"), client.wanted("b"), that=all_run)
+    left = await client.until(client.wanted("b"), that=lambda now: set(states(now)) == {"b"})
+    assert left.actors[0].pid == next(one.pid for one in first.actors if one.name == "b")
+
+
+async def test_an_actor_that_is_done_is_not_started_again(client: Client) -> None:
+    client.texts["a"] = "print('done')"
+    status = await client.until(client.wanted("a"), that=lambda now: states(now) == {"a": "exited"})
+    assert (status.actors[0].slots, status.actors[0].exit_code) == (0, 0)
+    await asyncio.sleep(0.1)
+    assert states(await client.sync(client.wanted("a"))) == {"a": "exited"}
+
+
+async def test_a_higher_attempt_starts_it_again(client: Client) -> None:
+    client.texts["a"] = "raise SystemExit(2)"
+    await client.until(client.wanted("a"), that=lambda now: states(now) == {"a": "failed"})
+    client.texts["a"] = SLEEPS
+    status = await client.until(client.wanted("a", attempt=2), that=all_run)
+    assert status.actors[0].attempt == 2
+
+
+async def test_a_higher_attempt_ends_a_running_one_first(client: Client) -> None:
+    first = await client.until(client.wanted("a"), that=all_run)
+    second = await client.until(
+        client.wanted("a", attempt=2),
+        that=lambda now: all_run(now) and now.actors[0].attempt == 2,
+    )
+    assert first.actors[0].pid != second.actors[0].pid
+
+
+async def test_an_actor_that_is_wanted_again_while_it_drains_starts_anew(client: Client) -> None:
+    first = await client.until(client.wanted("a"), that=all_run)
+    await client.sync()
+    second = await client.until(
+        client.wanted("a"),
+        that=lambda now: all_run(now) and now.actors[0].pid != first.actors[0].pid,
+    )
+    assert states(second) == {"a": "running"}
+
+
+async def test_the_end_of_an_actor_that_the_node_stopped_is_not_the_actors_own(
+    client: Client,
+) -> None:
+    client.texts["a"] = HANGS
+    await client.until(client.wanted("a"), that=all_run)
+    await client.sync()
+    status = await client.sync(client.wanted("a"))
+    assert states(status) == {"a": "restarting"}
+    assert status.actors[0].slots == 1
+    await client.until(that=lambda now: not now.actors, kill=True)
+
+
+async def test_a_killed_job_does_not_wait_for_draining(client: Client) -> None:
+    client.texts["a"] = HANGS
+    await client.until(client.wanted("a"), that=all_run)
+    async with asyncio.timeout(3):
+        await client.until(that=lambda now: not now.actors, kill=True)
+
+
+async def test_a_scheduler_that_was_replaced_is_refused(client: Client) -> None:
+    await client.sync(client.wanted("a"), epoch=5)
+    with pytest.raises(FencedError, match="has been replaced"):
+        await client.sync(epoch=4)
+    assert set(states(await client.sync(client.wanted("a"), epoch=5))) == {"a"}
+
+
+async def test_lines_of_actors_are_published_for_clients(client: Client) -> None:
+    client.texts["a"] = "print('one'); print('two')"
+    await client.sync(client.wanted("a", attempt=3))
+    lines: list[str] = []
+    async with asyncio.timeout(10):
+        async for told in follow(client.broker, client.scope, kinds={"log"}):
+            assert isinstance(told, LogLines)
+            assert (told.actor, told.attempt) == ("a", 3)
+            lines += told.lines
+            if len(lines) >= 2:
+                break
+    assert lines == ["one", "two"]
+
+
+async def test_a_second_node_of_the_same_name_is_refused(client: Client, broker: Broker) -> None:
+    service = await Service.start(broker, name="tinkermq-node", description="another node")
+    with pytest.raises(StateError, match="a node named 'box' runs already on host"):
+        await Node(broker, "box", 4).run(service, asyncio.Event())
+    await service.stop(0)
+
+
+async def test_a_node_that_drains_starts_nothing_more(client: Client) -> None:
+    client.texts["a"] = (
+        "import signal, time; signal.signal(signal.SIGTERM, lambda *_: time.sleep(0.5) or exit(0))"
+        f"; {SLEEPS}"
+    )
+    await client.until(client.wanted("a"), that=all_run)
+    await asyncio.sleep(0.2)
+    client.stopping.set()
+    await asyncio.sleep(0.05)
+    status = await client.sync(client.wanted("a"), client.wanted("b"))
+    assert states(status) == {"a": "restarting"}
+
+
+def test_a_name_is_locked_on_one_machine_for_one_broker() -> None:
+    url = "nats://127.0.0.1:1"
+    with (
+        lock_name("locked", url),
+        pytest.raises(StateError, match="runs already on this machine"),
+        lock_name("locked", url),
+    ):
+        pass
+    with lock_name("locked", url), lock_name("locked", "nats://127.0.0.1:2"):
+        pass
+
+
+def test_a_machine_has_a_name_and_at_least_two_slots() -> None:
+    assert token(default_name(), what="node") == default_name()
+    assert default_slots() >= 2

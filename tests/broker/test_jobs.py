@@ -1,0 +1,174 @@
+"""Job records: changed by compare-and-set, every change of state told."""
+
+import asyncio
+import itertools
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import read_events
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.errors import ConflictError, NotFoundError, StateError
+from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord
+from tinkermq.schemas.subjects import JobScope
+
+_numbers = itertools.count(1)
+
+
+def record(user: str, job: str, state: str = "QUEUED", **changes: Any) -> JobRecord:
+    fields: dict[str, Any] = {
+        "job": job,
+        "name": f"run-{job}",
+        "user": user,
+        "state": state,
+        "config": {},
+        "created": time.time(),
+    }
+    return JobRecord.model_validate({**fields, **changes})
+
+
+@pytest.fixture
+def user() -> str:
+    """A user of the test's own, on the shared server."""
+    return f"jobs-{next(_numbers)}"
+
+
+@pytest.fixture
+def store(broker: Broker) -> JobStore:
+    return JobStore(broker)
+
+
+async def made(broker: Broker, user: str, job: str = "j1", **changes: Any) -> JobRecord:
+    await create_job_streams(broker, JobScope(user, job), LimitsConfig())
+    return await JobStore(broker).create(record(user, job, **changes), "scheduler")
+
+
+async def test_a_job_is_found_by_its_id_and_by_the_name_of_its_run(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    assert await store.get(user, "j1") == job
+    assert await store.get(user, "run-j1") == job
+    with pytest.raises(NotFoundError, match="has no job or run 'j2'"):
+        await store.get(user, "j2")
+    with pytest.raises(NotFoundError):
+        await store.get("somebody-else", "j1")
+
+
+async def test_jobs_are_listed_newest_first_and_the_live_ones_oldest_first(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    for number, state in enumerate(["QUEUED", "COMPLETED", "RUNNING"]):
+        await made(broker, user, f"j{number}", state=state, created=float(number))
+    assert [job.job for job in await store.list_jobs(user)] == ["j2", "j1", "j0"]
+    assert [job.job for job in await store.live() if job.user == user] == ["j0", "j2"]
+
+
+async def test_every_move_is_an_event_with_reason_teller_and_time(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    job = await store.transition(job, "STARTING", "placed on n1", "scheduler")
+    job = await store.transition(job, "RUNNING", "all actors run", "scheduler", version=3)
+    assert job.version == 3
+    assert job.started is not None
+    job = await store.transition(job, "CANCELLED", "enough", "user ada")
+    assert job.finished is not None
+    again = await store.transition(job, "QUEUED", "resumed", "user ada", attempt=2)
+    assert (again.attempt, again.finished, again.started) == (2, None, job.started)
+    events = await read_events(broker, JobScope(user, "j1"))
+    assert [(event.kind, event.source, event.message) for event in events] == [
+        ("job_queued", "scheduler", ""),
+        ("job_starting", "scheduler", "placed on n1"),
+        ("job_running", "scheduler", "all actors run"),
+        ("job_cancelled", "user ada", "enough"),
+        ("job_queued", "user ada", "resumed"),
+    ]
+    assert events[2].data == {"state": "RUNNING", "before": "STARTING", "attempt": 1}
+    assert abs(events[2].time - time.time()) < 60
+
+
+async def test_a_move_that_the_states_do_not_allow_is_refused(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    with pytest.raises(StateError, match=r"is QUEUED and cannot become PAUSED(.|\n)*STARTING"):
+        await store.transition(job, "PAUSED", "", "test")
+    assert (await store.get(user, "j1")).state == "QUEUED"
+
+
+async def test_of_two_who_move_a_job_the_second_is_told(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    await store.transition(job, "STARTING", "first", "one")
+    with pytest.raises(ConflictError, match="is STARTING by now"):
+        await store.transition(job, "CANCELLED", "second", "two")
+    assert (await store.get(user, "j1")).reason == "first"
+
+
+async def test_a_move_keeps_what_others_wrote_meanwhile(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    await store.update(job, lambda now: now.model_copy(update={"version": 9}))
+    moved = await store.transition(job, "STARTING", "", "test")
+    assert moved.version == 9
+
+
+async def test_updates_at_the_same_time_are_all_kept(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+
+    async def add() -> None:
+        await store.update(job, lambda now: now.model_copy(update={"version": now.version + 1}))
+
+    await asyncio.gather(*(add() for _ in range(8)))
+    assert (await store.get(user, "j1")).version == 8
+
+
+async def test_an_update_that_changes_nothing_writes_nothing(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    entry = await store._entry(f"{user}.j1")
+    await store.update(job, lambda now: now.model_copy())
+    assert (await store._entry(f"{user}.j1")).revision == entry.revision
+
+
+async def test_a_job_id_is_given_once(broker: Broker, store: JobStore, user: str) -> None:
+    job = await made(broker, user)
+    with pytest.raises(ConflictError):
+        await store.create(job, "test")
+
+
+async def test_one_request_id_is_one_job_and_each_user_has_ids_of_its_own(
+    store: JobStore, user: str
+) -> None:
+    made = await asyncio.gather(*(store.job_of_request(user, "r1", f"j{i}") for i in range(5)))
+    assert len(set(made)) == 1
+    assert await store.job_of_request(user, "r2", "other") == "other"
+    assert await store.job_of_request(f"{user}x", "r1", "theirs") == "theirs"
+
+
+async def test_a_move_counts_even_if_nobody_can_be_told(
+    broker: Broker, store: JobStore, user: str
+) -> None:
+    job = await made(broker, user)
+    await delete_job_streams(broker, JobScope(user, "j1"))
+    assert (await store.transition(job, "STARTING", "", "test")).state == "STARTING"
+
+
+@given(st.lists(st.sampled_from(sorted(MAY_FOLLOW)), max_size=12))
+def test_every_state_can_reach_an_end_and_only_a_resume_leaves_one(path: list[str]) -> None:
+    for state in path:
+        if state in FINAL_STATES:
+            assert MAY_FOLLOW[state] == {"QUEUED"}
+        else:
+            assert MAY_FOLLOW[state] & FINAL_STATES
