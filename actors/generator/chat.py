@@ -9,7 +9,7 @@ right only for a template that appends. `check_template` proves that at start-up
 rewrites earlier turns would show the policy another history than the one it was trained on.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -30,6 +30,8 @@ _STAND_IN: tuple[ChatMessage, ...] = (
 )
 _REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second reply", "a third reply")
 _SHOWN = 60
+_REMEMBERED = 1024
+"""Encodings that are kept; then all are forgotten."""
 
 
 class ChatTokenizer:
@@ -53,6 +55,7 @@ class ChatTokenizer:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._known: dict[str, IntVector] = {}
         head = self._render(_STAND_IN, prompt=False)
         self._head = head
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
@@ -70,7 +73,9 @@ class ChatTokenizer:
 
     def first_prompt(self, messages: Sequence[ChatMessage]) -> IntVector:
         """Return int32[T]: the conversation so far and the generation prompt."""
-        return np.array(self.encode(self._render(messages, prompt=True)), np.int32)
+        return self._remember(
+            f"first {messages!r}", lambda: self.encode(self._render(messages, prompt=True))
+        )
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
@@ -80,10 +85,12 @@ class ChatTokenizer:
         That is the rest of the end of its turn (all of it, if generation was cut before the stop
         token), the observation messages, and the generation prompt.
         """
-        delta = self.encode(self._closing + self._delta(observation))
-        if len(generated_ids) and int(generated_ids[-1]) == delta[0] and self._is_stop(delta[0]):
-            delta = delta[1:]
-        return np.array(delta, np.int32)
+        delta = self._remember(
+            f"next {observation!r}", lambda: self.encode(self._closing + self._delta(observation))
+        )
+        last = int(generated_ids[-1]) if len(generated_ids) else None
+        first = int(delta[0]) if len(delta) else None
+        return delta[1:] if last == first and first in self.stop_token_ids else delta
 
     def decode(self, token_ids: Sequence[int] | IntVector) -> str:
         """Return the text of generated tokens without special tokens: the policy's action."""
@@ -156,8 +163,16 @@ class ChatTokenizer:
             token_id in self._tokenizer.added_tokens_decoder  # pyright: ignore[reportAttributeAccessIssue]
         )
 
-    def _is_stop(self, token_id: int) -> bool:
-        return token_id in self.stop_token_ids
+    def _remember(self, key: str, encode: Callable[[], list[int]]) -> IntVector:
+        """Encode once what a group asks for many times over."""
+        known = self._known.get(key)
+        if known is None:
+            known = np.array(encode(), np.int32)
+            known.flags.writeable = False
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[key] = known
+        return known
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

@@ -151,7 +151,8 @@ def _keeps(
 ) -> torch.Tensor:
     """Say which tokens are kept: those above them weigh less than top_p and are under top_k.
 
-    A row whose probabilities are not finite keeps whatever it has.
+    Tokens of equal weight are kept together. A row whose probabilities are not finite keeps
+    whatever it has.
     """
     above_BV = probs_BV > probs_BV.gather(1, tokens_B[:, None])
     weight_B = (probs_BV * above_BV).sum(-1)

@@ -60,14 +60,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     np.testing.assert_allclose(seen, [0, 4 / 7, 0, 3 / 7], atol=0.015)
 
 
-@pytest.mark.parametrize(("top_p", "top_k"), [(0.02, 0), (1.0, 3), (0.03, 2)])
+@pytest.mark.parametrize(("top_p", "top_k"), [(0.05, 0), (1.0, 3), (0.07, 2)])
 def test_filters_that_keep_almost_nothing_are_still_exact(top_p: float, top_k: int) -> None:
-    logits = torch.linspace(0, 0.1, 100).repeat(3)  # 1/300 or so each: redrawing never ends
-    logits[[7, 150, 299]] += torch.tensor([1.2, 1.1, 1.0])
+    logits = torch.linspace(0, 0.1, 50).repeat(2)  # 1/100 or so each: redrawing never ends
+    logits[[7, 50, 99]] += torch.tensor([1.2, 1.1, 0.9])
     order = logits.argsort(descending=True)
     probs = logits.softmax(-1)[order]
-    keep = (probs.cumsum(-1) - probs < top_p) & (torch.arange(300) < (top_k or 300))
-    expected = torch.zeros(300)
+    keep = (probs.cumsum(-1) - probs < top_p) & (torch.arange(100) < (top_k or 100))
+    expected = torch.zeros(100)
     expected[order] = probs * keep / (probs * keep).sum()
     seen = frequencies(logits, rows(NUM_DRAWS, top_p=top_p, top_k=top_k))
     np.testing.assert_allclose(seen, expected.numpy(), atol=0.015)
