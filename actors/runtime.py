@@ -3,7 +3,7 @@
 An actor's module parses its arguments, then calls `run_actor` with a coroutine function. That
 function gets an `ActorContext` and returns when the work is done or `stopping` is set. Exit codes
 tell the node what to do: 0 done, 2 failed for good (a mistake of the user's that a restart cannot
-mend), anything else is a crash and the actor is started again.
+mend), anything else is no end and the actor is started again if it is still wanted.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import structlog
 import uvloop
@@ -40,6 +40,8 @@ from .logging import configure_logging
 EXIT_DONE = 0
 EXIT_CRASHED = 1
 EXIT_FAILED = 2
+EXIT_DRAINED = 3
+"""Told to stop before the work was done: to be gone on with elsewhere."""
 SLOW_CALLBACK_S = 0.05
 _CONNECT_DEADLINE_S = 30.0
 _NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
@@ -166,14 +168,14 @@ def service_parser(role: str) -> argparse.ArgumentParser:
 
 def run_job_actor(
     role: str,
-    main: Callable[[JobContext], Awaitable[None]],
+    main: Callable[[JobContext], Awaitable[int | None]],
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run one actor of a job until it is done; return the exit code."""
     arguments = actor_arguments(role, argv)
     scope = JobScope(arguments.user, arguments.job)
 
-    async def body(broker: Broker, stopping: asyncio.Event) -> None:
+    async def body(broker: Broker, stopping: asyncio.Event) -> int | None:
         record = await _job_record(broker, scope)
         service = await _start_service(broker, role, arguments.name, scope)
         context = JobContext(
@@ -190,12 +192,13 @@ def run_job_actor(
         )
         async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat):
             try:
-                await main(context)
+                code = await main(context)
             except TinkermqError as error:
                 if not _is_crash(error):
                     await context.event("actor_failed", str(error), code=error.code)
                 raise
         await service.stop()
+        return code
 
     return _run(role, arguments.nats, body, actor=arguments.name, job=arguments.job)
 
@@ -258,18 +261,18 @@ def _presence(role: str, name: str) -> Presence:
 def _run(
     role: str,
     nats: str,
-    body: Callable[[Broker, asyncio.Event], Awaitable[None]],
+    body: Callable[[Broker, asyncio.Event], Awaitable[int | None]],
     **bound: Any,
 ) -> int:
     log = configure_logging(role=role, **bound)
 
-    async def main() -> None:
+    async def main() -> int:
         loop = asyncio.get_running_loop()
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
         broker = await connect(nats, name=bound["actor"], deadline_s=_CONNECT_DEADLINE_S)
         try:
-            await body(broker, stopping)
+            return await body(broker, stopping) or EXIT_DONE
         finally:
             await broker.close()
 
@@ -277,10 +280,9 @@ def _run(
         with asyncio.Runner(
             loop_factory=uvloop.new_event_loop, debug=bool(os.environ.get("TINKERMQ_DEBUG"))
         ) as runner:
-            runner.run(main())
+            return runner.run(main())
     except Exception as raised:  # noqa: BLE001  the process edge: record, then tell the node
         return _report_failure(log, raised)
-    return EXIT_DONE
 
 
 def _report_failure(log: structlog.stdlib.BoundLogger, raised: Exception) -> int:
@@ -299,7 +301,7 @@ def _is_crash(error: TinkermqError) -> bool:
 def root_cause(raised: BaseException) -> BaseException:
     """Return the one error inside an exception group, or the group's first."""
     while isinstance(raised, BaseExceptionGroup):
-        inner = raised.exceptions
+        inner = cast("tuple[BaseException, ...]", raised.exceptions)
         named = [error for error in inner if isinstance(error, TinkermqError)]
         raised = (named or list(inner))[0]
     return raised

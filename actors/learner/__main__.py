@@ -5,10 +5,10 @@ import sys
 from ..runtime import JobContext, run_job_actor
 
 
-async def _main(context: JobContext) -> None:
+async def _main(context: JobContext) -> int:
     from .start import run_learner
 
-    await run_learner(context)
+    return await run_learner(context)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
 from ...schemas.errors import DeadlineError, MessageError, StorageError
 from ...schemas.task import Task
-from ..runtime import JobContext
+from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
@@ -98,8 +98,8 @@ class Learner:
     def _version(self) -> int:
         return self.state.step
 
-    async def run(self) -> None:
-        """Train until the last step is done or `stopping` is set."""
+    async def run(self) -> int:
+        """Train until the last step is done or `stopping` is set; return the exit code."""
         await self.evaluations.load()
         records = await self._batches.read_all()
         self.intake.max_version = records[-1][1].step if records else self.state.step
@@ -123,6 +123,8 @@ class Learner:
             for helper in helpers:
                 helper.cancel()
         self._torch.shutdown()
+        done = self.state.step >= self.total_steps or self.control.stop_asked
+        return EXIT_DONE if done else EXIT_DRAINED
 
     # -- the loop ------------------------------------------------------------------------------
 
@@ -144,9 +146,11 @@ class Learner:
             if self.control.checkpoint_wanted:
                 self.control.checkpoint_done(await self._save())
             if self.control.paused:
+                self.control.changed.clear()
                 with self.context.waiting("somebody to resume the job"):
                     await self._look_again(self.control.changed)
                 continue
+            self.intake.changed.clear()  # before looking: what comes from now on is seen next time
             self._notice_arrivals()
             await self.issuer.expire_reservations()
             decision = form_batch(
@@ -166,14 +170,15 @@ class Learner:
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
+            if decision.dropped:
+                continue
             missing = training.batch_size - len(self.intake.candidates())
             with self.context.waiting(f"the generators: {max(missing, 0)} more groups"):
                 await self._look_again(self.intake.changed)
         return None
 
     async def _look_again(self, event: asyncio.Event) -> None:
-        """Wait for an event, but look again now and then."""
-        event.clear()
+        """Wait until an event is set, but look again now and then."""
         try:
             await asyncio.wait_for(self.context.unless_stopping(event.wait()), _LOOK_S)
         except TimeoutError:
@@ -217,7 +222,8 @@ class Learner:
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
         for entry in entries:
-            self._reporter.waste.add(entry.group, trained=True)
+            if entry.group is not None:
+                self._reporter.waste.add(entry.group, trained=True)
         self.intake.forget(entry.seq for entry in entries)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -250,9 +256,11 @@ class Learner:
 
     async def _request_evaluation(self) -> None:
         freq, step = self.config.training.test_freq, self.state.step
-        if step == self.total_steps or (freq and step % freq == 0):
-            if await self.evaluations.request(step, always=step == self.total_steps):
-                self.publisher.pin(step)
+        last = step == self.total_steps
+        if not last and not (freq and step % freq == 0):
+            return
+        if await self.evaluations.request(step, always=last):
+            self.publisher.pin(step)
 
     async def _checkpoint_if_due(self) -> None:
         training = self.config.training
@@ -331,7 +339,9 @@ class Learner:
                         f"the rollout log was read up to {self.intake.last_seq} of {seq} within "
                         f"{_RECOVERY_S:.0f} s"
                     )
-                await self._look_again(self.intake.changed)
+                self.intake.changed.clear()
+                if self.intake.last_seq < seq:
+                    await self._look_again(self.intake.changed)
 
     async def _train_again(self, record: BatchRecord) -> None:
         """Train one recorded batch; its metrics were reported, unless the crash came first."""
@@ -351,8 +361,7 @@ class Learner:
 
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
-        if self.context.record.stop != "now":
-            await self._save_at_the_end()
+        await self._save_at_the_end()
         await self.publisher.wait()
         if self.state.step < self.total_steps:
             await self.context.event("training_stopped", step=self.state.step)

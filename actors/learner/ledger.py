@@ -40,8 +40,9 @@ class Ledger:
         """Issued and not in the log yet: number -> oldest version its tokens may have."""
         self._in_log: set[int] = set()
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: object) -> bool:
         """Whether a number's fate is decided."""
+        assert isinstance(number, int)
         return number in self.trained or number in self.dropped
 
     @property

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Set
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +75,7 @@ class Publisher:
             seen[tensor.data_ptr()] = name
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            raw = cast(Any, copy.flatten().view(torch.uint8).numpy())
+            raw: Any = copy.flatten().view(torch.uint8).numpy()
             tensors[name] = TensorBytes(
                 str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
             )

@@ -8,9 +8,9 @@ with the run's newest checkpoint. Nothing of the run is changed.
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -52,7 +52,9 @@ class ReplayResult:
         return not self.differing
 
 
-async def replay(broker: Broker, record: JobRecord, progress: Any = None) -> ReplayResult:
+async def replay(
+    broker: Broker, record: JobRecord, progress: Callable[[int, int], None] | None = None
+) -> ReplayResult:
     """Train all recorded steps of a run again and compare with its newest checkpoint.
 
     Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
@@ -113,11 +115,11 @@ async def _main(arguments: argparse.Namespace, console: Console) -> int:
         record = await JobStore(broker).get(arguments.user, arguments.job)
         with Progress(console=console, transient=True) as bars:
             bar = bars.add_task(f"replaying {record.name}", total=None)
-            result = await replay(
-                broker,
-                record,
-                lambda step, last: bars.update(bar, completed=step, total=last),
-            )
+
+            def show(step: int, last: int) -> None:
+                bars.update(bar, completed=step, total=last)
+
+            result = await replay(broker, record, show)
     finally:
         await broker.close()
     if result.identical:

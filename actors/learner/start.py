@@ -19,10 +19,10 @@ from .reporting import Reporter, last_reported_step
 from .step import Trainer
 
 
-async def run_learner(context: JobContext) -> None:
-    """Run the learner of a job to its end."""
+async def run_learner(context: JobContext) -> int:
+    """Run the learner of a job to its end; return the exit code."""
     learner = await make_learner(context)
-    await learner.run()
+    return await learner.run()
 
 
 async def make_learner(context: JobContext) -> Learner:
