@@ -1,8 +1,9 @@
 """One actor of a job as a child process, kept alive until it is done, fails for good, or is
 stopped.
 
-Exit 0 is done; exit 2 is a mistake that a restart cannot mend; any other end is a crash, and the
-actor is started again, later each time. The child leads a process group of its own and dies with
+Exit 0 is done; exit 2 is a mistake that a restart cannot mend; exit 3 is the end of a drain that
+nobody here asked for, and the actor is started again; any other end is a crash, and it is started
+again, too, later each time. The child leads a process group of its own and dies with
 the node, so nothing is left behind whichever of them is killed.
 """
 
@@ -17,12 +18,12 @@ from typing import Literal
 import structlog
 
 from ...schemas.node import ActorStatus, WantedActor
-from .backoff import Backoff
+from ..runtime import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
+from .backoff import FIRST_DELAY_S, Backoff
 from .command import Command, actor_environment, die_with
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
-EXIT_FAILED = 2
 _PIPE_DEADLINE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -103,18 +104,11 @@ class ActorProcess:
 
     def _judge(self, exit_code: int) -> float | None:
         """Note how a process ended; return the delay before the next start, None for no more."""
-        if exit_code == 0 or self.stopping:
+        if exit_code == EXIT_DONE or self.stopping:
             self._state = "exited"
             return None
-        self._error = self._output.errors.reason(exit_code)
-        delay_s = self._backoff.after_failure(time.monotonic())
-        if exit_code == EXIT_FAILED or delay_s is None:
-            self._state = "failed"
-            if exit_code != EXIT_FAILED:
-                self._error = f"crashed {self._backoff.num_failures} times: {self._error}"
-            delay_s = None
-        else:
-            self._state = "restarting"
+        delay_s = self._delay_s(exit_code)
+        self._state = "failed" if delay_s is None else "restarting"
         _log.warning(
             "actor_ended",
             job=self.wanted.job,
@@ -122,6 +116,18 @@ class ActorProcess:
             exit_code=exit_code,
             restart_in_s=delay_s,
         )
+        return delay_s
+
+    def _delay_s(self, exit_code: int) -> float | None:
+        """Remember the error and count the failure; None when it is final."""
+        if exit_code == EXIT_DRAINED:
+            return FIRST_DELAY_S
+        self._error = self._output.errors.reason(exit_code)
+        if exit_code == EXIT_FAILED:
+            return None
+        delay_s = self._backoff.after_failure(time.monotonic())
+        if delay_s is None:
+            self._error = f"crashed {self._backoff.num_failures} times: {self._error}"
         return delay_s
 
     async def _run_once(self) -> int:

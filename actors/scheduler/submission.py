@@ -65,6 +65,7 @@ class Submission:
         return record
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        fork_of, fork_dir = await self._fork(user, request.fork_of)
         blank = JobRecord(
             job=job,
             name=await self._free_name(user, job, request.config),
@@ -74,8 +75,8 @@ class Submission:
             reason="waits for its configuration",
             config=request.config,
             configured=False,
-            fork_of=request.fork_of,
-            fork_dir=await self._fork_dir(user, request.fork_of),
+            fork_of=fork_of,
+            fork_dir=fork_dir,
             created=time.time(),
         )
         record = await self._complete(blank) if request.configured else blank
@@ -139,10 +140,10 @@ class Submission:
             )
         return name
 
-    async def _fork_dir(self, user: str, source: str | None) -> str:
-        """Return the folder of the checkpoint that `run@step` names."""
+    async def _fork(self, user: str, source: str | None) -> tuple[str | None, str]:
+        """Return `run@step` with the run's name, and the folder of that checkpoint."""
         if source is None:
-            return ""
+            return None, ""
         run, _, step = source.partition("@")
         if not step.isdigit():
             raise ConfigError(
@@ -156,7 +157,7 @@ class Submission:
                 f"run {origin.name!r} has no checkpoint of step {int(step)} ({folder})",
                 hint=f"see which there are: ls {folder.parent}",
             )
-        return str(folder)
+        return f"{origin.name}@{int(step)}", str(folder)
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

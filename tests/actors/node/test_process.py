@@ -99,6 +99,16 @@ async def test_too_many_crashes_are_final_and_show_the_end_of_the_output(tmp_pat
     assert actor.status.error == "crashed 2 times: exit code 1\nlast words"
 
 
+async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) -> None:
+    sink = Sink()
+    actor = process(tmp_path, "import sys; print('drained'); sys.exit(3)", sink, max_restarts=0)
+    run = asyncio.create_task(actor.run())
+    await until(lambda: sink.lines.count("drained") == 2, "started again")
+    actor.stop()
+    await asyncio.wait_for(run, 10)
+    assert actor.status.state == "exited"
+
+
 async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
     actor = process(tmp_path, "import time; time.sleep(60)")
     run = asyncio.create_task(actor.run())

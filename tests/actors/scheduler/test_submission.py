@@ -140,7 +140,7 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
         await stack.submit(fork_of="origin@40")
     folder = Path(origin.run_dir) / "checkpoints" / "step_000040"
     folder.mkdir(parents=True)
-    fork = await stack.submit(fork_of="origin@40")
+    fork = await stack.submit(fork_of=f"{origin.job}@40")
     assert (fork.fork_of, fork.fork_dir) == ("origin@40", str(folder))
     with pytest.raises(ConfigError, match="does not name a checkpoint"):
         await stack.submit(fork_of="origin")
