@@ -1,0 +1,46 @@
+"""What users touch: the Python clients and the command line. Nothing here needs torch.
+
+The names below are imported when they are first used, so that the command line starts fast.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .game_environment import (
+        GameEnvironment,
+        MathGameEnvironment,
+        create_game_environment,
+    )
+    from .publish import AsyncTrajectoryPublisher, TrajectoryPublisher
+    from .scheduler_client import AsyncSchedulerClient, SchedulerClient
+    from .service_client import AsyncServiceClient, ServiceClient
+    from .trajectories import make_trajectory
+
+__all__ = [
+    "AsyncSchedulerClient",
+    "AsyncServiceClient",
+    "AsyncTrajectoryPublisher",
+    "GameEnvironment",
+    "MathGameEnvironment",
+    "SchedulerClient",
+    "ServiceClient",
+    "TrajectoryPublisher",
+    "create_game_environment",
+    "make_trajectory",
+]
+
+_HOMES = {
+    "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
+    "service_client": ("AsyncServiceClient", "ServiceClient"),
+    "game_environment": ("GameEnvironment", "MathGameEnvironment", "create_game_environment"),
+    "publish": ("AsyncTrajectoryPublisher", "TrajectoryPublisher"),
+    "trajectories": ("make_trajectory",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

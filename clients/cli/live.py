@@ -75,12 +75,15 @@ class LineDisplay:
     def show(self, update: Update) -> None:
         """Print what is new."""
         progress = self._progress
+        known = progress.bottleneck
         stepped = take(progress, update)
         if isinstance(update, JobRecord):
             if update.state != self._state:
                 self._state = update.state
                 say_plain(f"{update.name} {update.state} {update.reason}".rstrip())
         elif isinstance(update, Event):
+            if update.kind == "bottleneck" and update.message == known:
+                return
             say_plain(f"{update.kind}: {update.message}".rstrip(": "))
         elif stepped:
             say_plain(step_line(progress))
@@ -206,9 +209,11 @@ def announce(record: JobRecord) -> None:
     """Say what was submitted and what can be done with it."""
     name = record.name
     say(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
-    for command, meaning in (
-        (f"tinkermq watch {name}", "come back to this display"),
-        (f"tinkermq logs {name} -f", "what its actors write"),
-        (f"tinkermq stop {name}", "stop it, with a checkpoint"),
-    ):
-        say(f"  {command:<48} [dim]{meaning}[/]")
+    commands = {
+        f"tinkermq watch {name}": "come back to this display",
+        f"tinkermq logs {name} -f": "what its actors write",
+        f"tinkermq stop {name}": "stop it, with a checkpoint",
+    }
+    width = max(map(len, commands))
+    for command, meaning in commands.items():
+        say(f"  {command:<{width}}   [dim]{meaning}[/]")

@@ -1,19 +1,21 @@
 """`tinkermq ps`, `stop`, `resume`, `fork` and `scale`."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.presence import list_presences
 from ...schemas.errors import ConfigError
-from ...schemas.job import JobRecord
+from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
-from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
-from ..progress import RunProgress
+from ..progress import REWARD, VALIDATION, RunProgress
+from ..recent import recent_values
 from .live import announce
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
@@ -33,7 +35,7 @@ def ps(
     nats_url: str | None = None,
     json: bool = False,
 ) -> int:
-    """List runs: state, step, reward, tokens/s, slots, age and restarts.
+    """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
 
     Parameters
     ----------
@@ -50,36 +52,40 @@ def ps(
     elif not rows:
         note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
     else:
-        columns = ("run", "state", "step", "reward", "tokens/s", "slots", "age", "restarts")
+        columns = (
+            *("run", "state", "step", "reward", "validation", "tokens/s", "slots", "age"),
+            "restarts",
+        )
         print_table(columns, [_cells(row) for row in rows])
     return 0
 
 
 async def _list(pool: Pool, *, all: bool) -> list[dict[str, Any]]:
     records = await pool.list_jobs(all=all)
-    presences: dict[str, list[Presence]] = {}
-    for entry in await list_presences(pool.broker, pool.broker.user):
-        presences.setdefault(entry.key.rsplit(".", 1)[0], []).append(entry.value)
-    return [_row(record, presences.get(pool.scope(record).key, [])) for record in records]
+    return list(await asyncio.gather(*(_row(pool, record) for record in records)))
 
 
-def _row(record: JobRecord, presences: list[Presence]) -> dict[str, Any]:
-    """Return what is known of a run; its figures come from its actors' heartbeats."""
-    numbers = {name: value for one in presences for name, value in one.numbers.items()}
-    learner = next((one for one in presences if one.role == "learner"), None)
-    version = learner.version if learner is not None else None
+async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
+    """Return what is known of a run, its figures from its newest metrics."""
+    scope = pool.scope(record)
+    try:
+        values = await recent_values(pool.broker, scope)
+    except StreamNotFound:
+        values = {}  # its streams were removed
+    actors = [entry.value for entry in await list_presences(pool.broker, scope.key)]
+    learner = next((one for one in actors if one.role == "learner"), None)
+    live = record.state not in FINAL_STATES
     return {
         "run": record.name,
         "job": record.job,
         "state": record.state,
         "reason": record.reason,
-        "step": record.version if version is None else version,
-        "total_steps": RunProgress(record).total_steps,
-        "reward": numbers.get("reward"),
-        "tokens_per_s": sum(
-            one.numbers.get("tokens_per_s", 0.0) for one in presences if one.role == "generator"
-        ),
-        "slots": sum(actor.slots for actor in record.actors if actor.node is not None),
+        "step": int(values.get("step", record.version)),
+        "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
+        "reward": values.get(REWARD),
+        "validation": values.get(VALIDATION),
+        "tokens_per_s": values.get("perf/throughput") if live else None,
+        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
         "age_s": (record.finished or time.time()) - record.created,
         "restarts": sum(actor.restarts for actor in record.actors),
         "attempt": record.attempt,
@@ -89,18 +95,22 @@ def _row(record: JobRecord, presences: list[Presence]) -> dict[str, Any]:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    total = f"/{row['total_steps']}" if row["total_steps"] else ""
-    reward = row["reward"]
+    total = f"/{row['total_steps']:.0f}" if row["total_steps"] else ""
     return [
         row["run"],
         row["state"],
         f"{row['step']}{total}",
-        "" if reward is None else f"{reward:.3f}",
-        f"{row['tokens_per_s']:,.0f}" if row["tokens_per_s"] else "",
+        _number(row["reward"], ".3f"),
+        _number(row["validation"], ".3f"),
+        _number(row["tokens_per_s"], ",.0f"),
         str(row["slots"]),
         duration(row["age_s"]),
         str(row["restarts"]),
     ]
+
+
+def _number(value: float | None, shape: str) -> str:
+    return "" if value is None else format(value, shape)
 
 
 def stop(run: str, /, *, now: bool = False, nats_url: str | None = None, json: bool = False) -> int:

@@ -1,0 +1,146 @@
+"""`tinkermq doctor`: what works here and what does not, for oneself and for bug reports."""
+
+import asyncio
+import os
+import platform
+import shutil
+import sys
+import time
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from ...broker.connection import connect
+from ...broker.presence import list_presences
+from ...broker.server import binary_path
+from ...schemas.errors import NotFoundError, TinkermqError
+from ..home import Home, find_url
+from .output import literal, print_json, say
+
+FAILED = 1
+_SLOW_S = 0.05
+_CLOCK_S = 5.0
+_MIN_FREE_BYTES = 2 * 2**30
+
+
+class Finding(NamedTuple):
+    """The answer to one question."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str = ""
+
+
+def doctor(*, nats_url: str | None = None, json: bool = False) -> int:
+    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk.
+
+    Parameters
+    ----------
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
+    findings += [_disk(), *_pool(nats_url)]
+    if json:
+        print_json([finding._asdict() for finding in findings])
+    else:
+        for finding in findings:
+            mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
+            say(f"{mark} {finding.name:<12} {literal(finding.detail)}")
+            if finding.hint:
+                say(f"                  [dim]{literal(finding.hint)}[/]")
+    return 0 if all(finding.ok for finding in findings) else FAILED
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", sys.version_info >= (3, 11), f"{detail}, {os.cpu_count()} cores")
+
+
+def _packages() -> Finding:
+    found = [f"tinkermq {package_version('tinkermq')}"]
+    for package in ("torch", "transformers", "vllm"):
+        try:
+            found.append(f"{package} {package_version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    hint = ""
+    if find_spec("torch") is None:
+        hint = "enough for a client; a machine of the pool needs: pip install 'tinkermq[worker]'"
+    return Finding("packages", True, ", ".join(found), hint)
+
+
+def _server_binary() -> Finding:
+    try:
+        return Finding("nats-server", True, str(binary_path()))
+    except TinkermqError as error:
+        return Finding("nats-server", False, error.message, error.hint)
+
+
+def _gpu() -> Finding:
+    tool = shutil.which("nvidia-smi")
+    return Finding("gpu", True, f"NVIDIA driver tools at {tool}" if tool else "none: CPU only")
+
+
+def _model_cache() -> Finding:
+    home = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    count = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
+    return Finding("model cache", True, f"{count} models in {folder}")
+
+
+def _sandbox() -> Finding:
+    tool = shutil.which("bwrap")
+    detail = f"bubblewrap at {tool}" if tool else "no bubblewrap: games that run code need it"
+    return Finding("sandbox", True, detail, "" if tool else "apt install bubblewrap")
+
+
+def _disk() -> Finding:
+    folder = Home().folder
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / 2**30:.1f} GiB free at {folder}"
+    hint = "" if free > _MIN_FREE_BYTES else "runs, logs and weights need some GiB"
+    return Finding("disk", free > _MIN_FREE_BYTES, detail, hint)
+
+
+def _pool(nats_url: str | None) -> list[Finding]:
+    """Look at broker, JetStream, scheduler, nodes and clocks."""
+    try:
+        return asyncio.run(_look(find_url(nats_url)))
+    except TinkermqError as error:
+        return [Finding("broker", False, error.message, error.hint)]
+
+
+async def _look(url: str) -> list[Finding]:
+    async with await connect(url, name="tinkermq-doctor", deadline_s=3) as broker:
+        started = time.perf_counter()
+        await broker.nc.flush()
+        trip_s = time.perf_counter() - started
+        version = broker.nc.connected_server_version
+        detail = f"nats-server {version} at {broker.url}, JetStream on, {trip_s * 1e3:.1f} ms away"
+        findings = [Finding("broker", trip_s < _SLOW_S, detail)]
+        try:
+            heard = [entry.value for entry in await list_presences(broker, "pool")]
+        except NotFoundError:
+            heard = []
+        for role, hint in (("scheduler", "tinkermq up"), ("node", "tinkermq up")):
+            there = [one.actor for one in heard if one.role == role]
+            detail = ", ".join(there) or f"no {role} is heard of"
+            findings.append(Finding(role, bool(there), detail, "" if there else hint))
+        skew = max((abs(time.time() - one.time) for one in heard), default=0.0)
+        findings.append(
+            Finding(
+                "clock",
+                skew < _CLOCK_S,
+                f"heartbeats are at most {skew:.1f} s old",
+                "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
+            )
+        )
+        return findings

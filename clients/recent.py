@@ -1,0 +1,25 @@
+"""The newest numbers of a run, without reading its whole history."""
+
+from ..broker.connection import Broker
+from ..broker.stored import get_batch
+from ..broker.streams import stream_info
+from ..schemas.metric import Metric
+from ..schemas.subjects import JobScope
+
+RECENT_ENTRIES = 40
+
+
+async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
+    """Return the newest value of each metric among the last entries of a run's feed.
+
+    Raises nats' NotFoundError when the run's streams are gone.
+    """
+    state = (await stream_info(broker, scope.stream_feed))["state"]
+    first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)
+    messages, _ = await get_batch(broker, scope.stream_feed, first, scope.metric)
+    values: dict[str, float] = {}
+    for message in messages:
+        metric = Metric.from_bytes(message.payload)
+        values.update(metric.values)
+        values["step"] = max(values.get("step", 0.0), float(metric.step))
+    return values
