@@ -1,6 +1,6 @@
 """Array fields of messages: dtype and number of dimensions are checked, elements are not."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,12 @@ def _checker(dtype: str, ndim: int) -> PlainValidator:
     def check(value: Any) -> NDArray[Any]:
         if not isinstance(value, np.ndarray):
             raise ValueError(f"must be an array of {wanted}, is a {type(value).__name__}")
-        if value.dtype != wanted:
-            raise ValueError(f"must be an array of {wanted}, is one of {value.dtype}")
-        if value.ndim != ndim:
-            raise ValueError(f"must have {ndim} dimension(s), has {value.ndim}")
-        return value
+        array = cast("NDArray[Any]", value)
+        if array.dtype != wanted:
+            raise ValueError(f"must be an array of {wanted}, is one of {array.dtype}")
+        if array.ndim != ndim:
+            raise ValueError(f"must have {ndim} dimension(s), has {array.ndim}")
+        return array
 
     return PlainValidator(check)
 

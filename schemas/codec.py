@@ -3,15 +3,16 @@
 An array travels as extension type 1: a msgpack-packed pair (dtype string, shape) followed by its
 little-endian bytes, and is decoded as a read-only NumPy view of the received payload, without a
 copy. Nesting is bounded by the decoder's own stack (1,024 levels), the number of objects by the
-size of a message. bfloat16 has no NumPy dtype: it travels as raw bytes in the weights' own format and never
-here.
+size of a message. bfloat16 has no NumPy dtype: it travels as raw bytes in the weights' own format
+and never here.
 """
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any, cast
 
-import msgpack
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
 import numpy as np
 
 from .errors import MessageError
@@ -19,11 +20,15 @@ from .errors import MessageError
 ARRAY_EXT = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_CONTAINER_LENGTH = 1_000_000
-_DTYPES = frozenset(
+ARRAY_DTYPES = frozenset(
     {"<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "|b1"}
 )
 _HEADER = struct.Struct("<BB")  # length of the dtype string, number of dimensions
 _MAX_DIMS = 8
+_DTYPES_BY_NAME: dict[bytes, "np.dtype[Any]"] = {
+    name.encode(): np.dtype(name) for name in ARRAY_DTYPES
+}
+_SHAPES = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
@@ -79,11 +84,11 @@ def _pack_array(value: Any) -> msgpack.ExtType:
     array = np.ascontiguousarray(cast("np.ndarray[Any, Any]", value))
     array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     dtype = array.dtype.str
-    if dtype not in _DTYPES:
+    if dtype not in ARRAY_DTYPES:
         raise TypeError(f"arrays of {array.dtype} do not travel")
     name = dtype.encode()
     head = _HEADER.pack(len(name), len(shape)) + name
-    head += struct.pack(f"<{len(shape)}Q", *shape)
+    head += _SHAPES[len(shape)].pack(*shape)
     return msgpack.ExtType(ARRAY_EXT, head + array.tobytes())
 
 
@@ -93,20 +98,19 @@ def _unpack_ext(code: int, data: bytes) -> "np.ndarray[Any, Any]":
     try:
         name_len, ndim = _HEADER.unpack_from(data, 0)
         offset = _HEADER.size + name_len
-        dtype = data[_HEADER.size : offset].decode("ascii")
-        if dtype not in _DTYPES or ndim > _MAX_DIMS:
-            raise MessageError(f"an array of dtype {dtype!r} with {ndim} dimensions is refused")
-        shape = struct.unpack_from(f"<{ndim}Q", data, offset)
-    except (struct.error, UnicodeDecodeError) as error:
+        dtype = _DTYPES_BY_NAME.get(data[_HEADER.size : offset])
+        if dtype is None or ndim > _MAX_DIMS:
+            name = data[_HEADER.size : offset]
+            raise MessageError(f"an array of dtype {name!r} with {ndim} dimensions is refused")
+        shape: tuple[int, ...] = _SHAPES[ndim].unpack_from(data, offset)
+    except struct.error as error:
         raise MessageError(f"an array's header is broken: {error}") from error
     offset += 8 * ndim
-    itemsize = int(dtype[2:])
-    count = 1
-    for length in shape:
-        count *= length
-    if count * itemsize != len(data) - offset:
+    count = math.prod(shape)
+    if count * dtype.itemsize != len(data) - offset:
         raise MessageError(
-            f"an array of shape {shape} and dtype {dtype} needs {count * itemsize} bytes, "
+            f"an array of shape {shape} and dtype {dtype} needs {count * dtype.itemsize} bytes, "
             f"the payload has {len(data) - offset}"
         )
-    return np.frombuffer(data, dtype=dtype, count=count, offset=offset).reshape(shape)
+    array = np.frombuffer(data, dtype, count, offset)
+    return array if ndim == 1 else array.reshape(shape)

@@ -3,6 +3,7 @@
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .array import FloatVector, IntVector, MaskVector
@@ -141,34 +142,50 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
 
     Raises MessageError naming the first rule that is broken.
     """
-    for trajectory in group.trajectories:
-        length = len(trajectory.token_ids)
-        if not 2 <= length <= max_tokens:
-            raise MessageError(f"a trajectory has {length} tokens, allowed are 2 to {max_tokens}")
-        if trajectory.mask[0]:
-            raise MessageError("the first token must be part of a prompt (mask 0)")
-        ends = trajectory.turn_ends
-        if ends[0] < 0 or ends[-1] >= length or bool(np.any(np.diff(ends) <= 0)):
-            raise MessageError("turn_ends must ascend within the sequence")
-        if not trajectory.mask[ends].all() or trajectory.mask[ends[-1] + 1 :].any():
-            raise MessageError("each turn ends on a generated token, and none comes after the last")
-    ids, mask, logprobs, versions = (
-        np.concatenate([getattr(trajectory, name) for trajectory in group.trajectories])
-        for name in ("token_ids", "mask", "logprobs", "versions")
+    episodes = group.trajectories
+    lengths = np.array([len(item.token_ids) for item in episodes])
+    if lengths.min() < 2 or lengths.max() > max_tokens:
+        raise MessageError(
+            f"the trajectories of task {group.task.task} have {lengths.min()} to {lengths.max()} "
+            f"tokens, allowed are 2 to {max_tokens}"
+        )
+    ids, mask, logprobs, versions, rewards, ends = (
+        np.concatenate([getattr(item, name) for item in episodes])
+        for name in ("token_ids", "mask", "logprobs", "versions", "rewards", "turn_ends")
     )
-    generated = mask == 1
-    rewards = np.concatenate([trajectory.rewards for trajectory in group.trajectories])
+    generated = np.flatnonzero(mask)
+    logprobs, versions = logprobs[generated], versions[generated]
     rules = {
         f"token_ids must be from 0 to {vocab_size - 1}": (ids >= 0) & (ids < vocab_size),
         "mask may hold 0 and 1 only": mask <= 1,
-        "logprobs of generated tokens must be finite and at most 0": (
-            np.isfinite(logprobs[generated]) & (logprobs[generated] <= 1e-3)
-        ),
+        "logprobs of generated tokens must be finite and at most 0": logprobs <= 1e-3,
+        "logprobs of generated tokens must be finite": np.isfinite(logprobs),
         f"versions of generated tokens must be from 0 to {version}": (
-            (versions[generated] >= 0) & (versions[generated] <= version)
+            (versions >= 0) & (versions <= version)
         ),
         "rewards must be finite": np.isfinite(rewards),
+        "turns must end, in order, on generated tokens, the last one included": _turns_fit(
+            lengths, np.array([len(item.turn_ends) for item in episodes]), ends, mask
+        ),
     }
     for rule, holds in rules.items():
-        if not holds.all():
+        if not np.all(holds):
             raise MessageError(f"a group of task {group.task.task} is refused: {rule}")
+
+
+def _turns_fit(
+    lengths: NDArray[np.int64],
+    num_turns: NDArray[np.int64],
+    ends: NDArray[np.int32],
+    mask: NDArray[np.uint8],
+) -> bool:
+    """Whether the turns of each trajectory ascend and end where the policy's tokens do."""
+    starts = np.cumsum(lengths) - lengths
+    if mask[starts].any() or ends.min() < 0 or (ends >= np.repeat(lengths, num_turns)).any():
+        return False
+    places = ends + np.repeat(starts, num_turns)
+    last_generated = np.flatnonzero(mask & ~np.append(mask[1:], 0))
+    final = places[np.cumsum(num_turns) - 1]
+    follows = np.append(np.diff(places) > 0, True)
+    last_of_each = last_generated[np.searchsorted(last_generated, starts + lengths) - 1]
+    return bool(mask[places].all() and follows.all() and (final == last_of_each).all())
