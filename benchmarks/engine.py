@@ -88,7 +88,9 @@ async def compare(folder: str, loads: Sequence[Load], repeats: int, table: Table
     engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
     for load in loads:
         await run_engine(engine, load)
-        pairs = [(run_generate(model, load), await run_engine(engine, load)) for _ in range(repeats)]
+        pairs = [
+            (run_generate(model, load), await run_engine(engine, load)) for _ in range(repeats)
+        ]
         tokens = sum(load.new_tokens)
         theirs, ours = (median(tokens / pair[side] for pair in pairs) for side in (0, 1))
         ratio = median(their / our for their, our in pairs)
