@@ -119,6 +119,7 @@ class Broker:
             with contextlib.suppress(nats.errors.Error, TimeoutError):
                 await self.nc.flush(timeout=2)
         await self.nc.close()
+        await _end(cast("Any", self.nc)._reconnection_task)
 
     async def __aenter__(self) -> "Broker":
         return self
@@ -310,9 +311,7 @@ class Broker:
             )
         finally:
             self._refusal = None
-            if not opening.done():
-                opening.cancel()
-                await asyncio.wait({opening})
+            await _end(opening)
 
     async def _open(self, credentials: Mapping[str, Any]) -> None:
         try:
@@ -361,7 +360,7 @@ class Broker:
             self._report("messages_dropped", faults.dropped(error.subject))
         elif faults.is_refusal(error):
             self._refuse(error)
-        elif self._connected.is_set() and not isinstance(error, nats.errors.UnexpectedEOF):
+        elif self.nc.is_connected and not isinstance(error, nats.errors.UnexpectedEOF):
             _log.warning("broker_error", error=repr(error))
 
     def _deny(self, operation: str, subject: str) -> None:
@@ -458,6 +457,13 @@ def checked(reply: Msg) -> dict[str, Any]:
     if "error" in answer:
         APIError.from_error(answer["error"])
     return answer
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task until it ends: nats-py may lose a cancellation while it connects."""
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=RECONNECT_WAIT_S)
 
 
 def _add(callbacks: list[Any], callback: Any) -> Callable[[], None]:

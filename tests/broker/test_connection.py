@@ -1,0 +1,191 @@
+"""The connection: what it says when it fails, and how it heals."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.connection import Broker, ConnectionLost, NoResponders, connect
+from tinkermq.broker.server import NatsServer
+from tinkermq.schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+
+RIGHTS = """
+authorization { users: [{ user: ann, password: pw, permissions: {
+  publish: ["$JS.API.>", "free.>"], subscribe: ["_INBOX_local.>"] } }] }
+"""
+
+
+@pytest.fixture
+def guarded_server(tmp_path: Path) -> Iterator[NatsServer]:
+    """A server that lets in one user with few rights."""
+    with NatsServer(tmp_path / "guarded", extra_config=RIGHTS) as server:
+        yield server
+
+
+def _as_ann(server: NatsServer, password: str = "pw") -> str:
+    return server.url.replace("//", f"//ann:{password}@")
+
+
+async def test_an_unreachable_server_is_named_within_the_deadline() -> None:
+    started = time.monotonic()
+    with pytest.raises(BrokerError, match=r"no NATS server answers at nats://127.0.0.1:1 ") as got:
+        await connect("nats://127.0.0.1:1", name="test", deadline_s=0.3)
+    assert "tinkermq up" in got.value.hint
+    assert time.monotonic() - started < 2
+
+
+async def test_a_host_that_does_not_exist_is_named() -> None:
+    with pytest.raises(BrokerError, match="no NATS server answers at nats://nohost.invalid:4222"):
+        await connect("nats://nohost.invalid:4222", name="test", deadline_s=0.3)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4222", "127.0.0.1:4222", "nats://", ""])
+async def test_something_that_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(BrokerError, match="not the URL of a NATS server"):
+        await connect(url, name="test")
+
+
+async def test_a_server_without_jetstream_is_refused_at_once(tmp_path: Path) -> None:
+    with NatsServer(tmp_path, jetstream=False) as server:
+        started = time.monotonic()
+        with pytest.raises(BrokerError, match="has JetStream disabled") as raised:
+            await connect(server.url, name="test")
+        assert time.monotonic() - started < 1
+        assert "nats-server -js" in raised.value.hint
+
+
+async def test_a_wrong_password_is_refused_at_once_and_not_shown(
+    guarded_server: NatsServer,
+) -> None:
+    with pytest.raises(BrokerError, match="refuses this user") as raised:
+        await connect(_as_ann(guarded_server, "secret"), name="test")
+    assert "secret" not in str(raised.value)
+
+
+async def test_a_request_to_a_denied_subject_names_the_subject(guarded_server: NatsServer) -> None:
+    async with await connect(_as_ann(guarded_server), name="test") as broker:
+        with pytest.raises(BrokerError, match=r"may not publish to 'secret.thing'"):
+            await broker.request("secret.thing", timeout_s=5)
+        with pytest.raises(NoResponders, match=r"nobody listens on free.thing"):
+            await broker.request("free.thing", timeout_s=5)
+
+
+async def test_a_denied_subscription_reaches_the_error_callback(
+    guarded_server: NatsServer,
+) -> None:
+    async with await connect(_as_ann(guarded_server), name="test") as broker:
+        errors: asyncio.Queue[BrokerError] = asyncio.Queue()
+        broker.on_error(errors.put_nowait)
+        await broker.listen("secret.thing", lambda _: None)
+        error = await asyncio.wait_for(errors.get(), 5)
+        assert "may not subscribe to 'secret.thing'" in error.message
+
+
+async def test_dropped_messages_reach_the_error_callback(broker: Broker) -> None:
+    errors: asyncio.Queue[BrokerError] = asyncio.Queue()
+    broker.on_error(errors.put_nowait)
+    await broker.nc.subscribe("flood", pending_msgs_limit=1)
+    for _ in range(5):
+        await broker.publish("flood", b"x")
+    error = await asyncio.wait_for(errors.get(), 5)
+    assert "messages on flood were dropped" in error.message
+
+
+async def test_a_payload_that_is_too_large_is_refused_with_size_and_limit(broker: Broker) -> None:
+    size = broker.max_payload_bytes + 1
+    with pytest.raises(MessageError, match=rf"has {size:,} bytes, .* at most {size - 1:,} "):
+        await broker.request("anything", bytes(size))
+    with pytest.raises(MessageError, match="raise max_payload"):
+        await broker.publish("anything", bytes(size))
+    assert broker.is_connected
+
+
+async def test_the_largest_payload_with_headers_is_taken(broker: Broker) -> None:
+    await broker.publish("anything", bytes(broker.max_payload_bytes), {"Nats-Msg-Id": "x" * 64})
+    await broker.nc.flush()
+    assert broker.is_connected
+
+
+async def test_storing_where_no_stream_listens_says_so(broker: Broker) -> None:
+    with pytest.raises(NotFoundError, match="no stream stores nowhere"):
+        await broker.append("nowhere", b"", deadline_s=5, waiting_for="test")
+
+
+async def test_a_request_in_flight_ends_when_the_server_is_killed(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    await own_broker.listen("silent", lambda _: None)
+    request = asyncio.create_task(own_broker.request("silent", timeout_s=60))
+    await asyncio.sleep(0.05)
+    own_server.kill()
+    started = time.monotonic()
+    with pytest.raises(ConnectionLost, match="broke during a request"):
+        await request
+    assert time.monotonic() - started < 1
+
+
+async def test_a_repeated_request_is_answered_after_a_restart(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    reconnects: list[float] = []
+    own_broker.on_reconnect(lambda: reconnects.append(time.monotonic()))
+    own_server.kill()
+    asking = asyncio.create_task(
+        own_broker.retry(lambda: own_broker.api("INFO"), deadline_s=20, waiting_for="JetStream")
+    )
+    await asyncio.sleep(0.2)
+    own_server.start()
+    restarted = time.monotonic()
+    assert await asking
+    assert time.monotonic() - restarted < 2
+    assert len(reconnects) == 1
+
+
+async def test_a_server_that_stays_away_ends_a_wait_by_name(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    own_server.kill()
+    with pytest.raises(DeadlineError, match="the list of jobs: .* did not answer in time"):
+        await own_broker.retry(
+            lambda: own_broker.api("INFO"), deadline_s=0.3, waiting_for="the list of jobs"
+        )
+
+
+async def test_a_user_who_is_locked_out_later_is_told(tmp_path: Path) -> None:
+    server = NatsServer(tmp_path / "a", extra_config=RIGHTS)
+    server.start()
+    broker = await connect(_as_ann(server), name="test")
+    errors: list[str] = []
+    broker.on_error(lambda error: errors.append(error.message))
+    server.kill()
+    with NatsServer(tmp_path / "b", port=server.port, extra_config=RIGHTS.replace("pw", "new")):
+        async with asyncio.timeout(10):
+            while not errors:
+                await asyncio.sleep(0.01)
+        assert "refuses this user" in errors[0]
+    await broker.close()
+
+
+async def test_a_closed_connection_says_so(nats_server: NatsServer) -> None:
+    broker = await connect(nats_server.url, name="test")
+    await broker.close()
+    assert broker.closed.is_set()
+    with pytest.raises(BrokerError, match="is closed"):
+        await broker.publish("anything")
+    with pytest.raises(BrokerError, match="is closed"):
+        await broker.retry(lambda: broker.api("INFO"), deadline_s=5, waiting_for="test")
+
+
+async def test_closing_while_the_server_is_away_leaves_nothing_behind(
+    own_server: NatsServer,
+) -> None:
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        broker = await connect(own_server.url, name="test")
+        own_server.kill()
+        await asyncio.sleep(0.07)
+        async with asyncio.timeout(2):
+            await broker.close()
+        assert len(asyncio.all_tasks()) == before
+        own_server.start()
