@@ -53,13 +53,6 @@ class ReserveReply(Message):
     """Longest trajectory, in tokens."""
 
 
-class PublishTasksRequest(Message):
-    """A client's own tasks for a job, on `ctl.learner.tasks`."""
-
-    tasks: list["TaskSpec"] = Field(min_length=1, max_length=10_000)
-    """The tasks, in the order in which they are issued."""
-
-
 class TaskSpec(Message):
     """One plain task: what to reset the game with."""
 
@@ -69,6 +62,13 @@ class TaskSpec(Message):
     """Seed; None: derived from the task's number."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
+
+
+class PublishTasksRequest(Message):
+    """A client's own tasks for a job, on `ctl.learner.tasks`."""
+
+    tasks: list[TaskSpec] = Field(min_length=1, max_length=10_000)
+    """The tasks, in the order in which they are issued."""
 
 
 class PublishTasksReply(Message):

@@ -1,0 +1,63 @@
+# Every target sets itself up: on a fresh machine python3 (3.11 or newer, with venv) and make are
+# enough. What was installed is remembered in .venv/*.stamp and done again when pyproject.toml
+# changes.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart venv test lint format check docs bench
+
+help:  ## List the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+
+quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
+	$(BIN)/python examples/quickstart.py
+
+venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
+
+test: $(VENV)/dev.stamp  ## Run the whole default suite, linters included
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/dev.stamp  ## Put the code into ruff's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+check: lint test  ## lint, then test
+
+docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
+	$(BIN)/python -m tinkermq.schemas.docs docs
+
+bench: $(VENV)/bench.stamp  ## Install what the scripts of benchmarks/ need, and say how to run them
+	@echo "docs/benchmarks.md has the command of each; the scripts:"
+	@ls benchmarks/*.py
+
+# What has been installed for development serves the quickstart, too.
+$(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
+	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
+	  echo "installing tinkermq with torch and transformers into $(VENV) (once)"; \
+	  $(PIP) install -e '.[worker,plot]'; }
+	@touch $@
+
+$(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
+	@echo "installing tinkermq for development into $(VENV) (once)"
+	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+$(VENV)/bench.stamp: pyproject.toml | $(VENV)/bin/python
+	@echo "installing what the benchmarks need into $(VENV) (once)"
+	@$(PIP) install -e '.[bench]'
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "python 3.11 or newer is needed: make PYTHON=python3.12 …" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

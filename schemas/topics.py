@@ -1,0 +1,242 @@
+"""Which message travels on which subject, and what each stream and bucket holds.
+
+Tables for people, tools and docs/messages.md. The actors build the names themselves, from
+`subjects`; tests compare both sides.
+"""
+
+from typing import Literal, NamedTuple
+
+from . import subjects
+from .batch import BatchRecord
+from .control import (
+    ControlReply,
+    ControlRequest,
+    PublishTasksReply,
+    PublishTasksRequest,
+    ReserveReply,
+    ReserveRequest,
+)
+from .env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from .job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ListRequest,
+    RequestRecord,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from .message import Empty, Message
+from .metric import EvalRecord, Event, LogLines, Metric, Presence
+from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
+from .rollout import Group
+from .task import DeadLetter, Task
+from .weights import Manifest, WeightsAnnouncement
+
+_SCOPE = subjects.JobScope("u", "j")
+
+
+class Topic(NamedTuple):
+    """One subject: what is sent there, by whom, and what comes back."""
+
+    subject: str
+    """Subject, with `<u>` for the user, `<j>` for the job id, `<n>` for a task number."""
+    kind: Literal["request", "stream", "announcement"]
+    """A request has a reply; a stream stores what is sent; an announcement is heard or lost."""
+    message: type[Message]
+    """What is sent."""
+    reply: type[Message] | None
+    """What comes back, or None."""
+    route: str
+    """From whom to whom."""
+
+
+class Store(NamedTuple):
+    """One stream, key-value bucket or object store."""
+
+    name: str
+    """Its name; streams of buckets are called `KV_<name>`, those of object stores `OBJ_<name>`."""
+    kind: Literal["stream", "bucket", "objects"]
+    """What it is."""
+    entries: str
+    """Its subjects or keys."""
+    message: type[Message] | None
+    """What an entry is; None for raw bytes, or for more than one kind."""
+    keeps: str
+    """How long it keeps what."""
+
+
+def _shown(name: str) -> str:
+    """Put placeholders in the place of the example user and job."""
+    return name.replace(".u.j.", ".<u>.<j>.").replace("-u-j-", "-<u>-<j>-")
+
+
+def _job(subject: str, message: type[Message], reply: type[Message], route: str) -> Topic:
+    return Topic(_shown(subject), "request", message, reply, route)
+
+
+def _stored(subject: str, message: type[Message], route: str) -> Topic:
+    return Topic(_shown(subject), "stream", message, None, route)
+
+
+def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Topic:
+    subject = subjects.rpc("<u>", "scheduler", method)
+    return Topic(subject, "request", message, reply, "client → scheduler")
+
+
+TOPICS: tuple[Topic, ...] = (
+    _scheduler("submit", SubmitRequest, JobReply),
+    _scheduler("configure", ConfigureRequest, JobReply),
+    _scheduler("get", JobRequest, JobReply),
+    _scheduler("list", ListRequest, JobList),
+    _scheduler("stop", StopRequest, JobReply),
+    _scheduler("resume", JobRequest, JobReply),
+    _scheduler("scale", ScaleRequest, JobReply),
+    _scheduler("pause", JobRequest, JobReply),
+    _scheduler("unpause", JobRequest, JobReply),
+    _scheduler("nodes", Empty, NodeList),
+    Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
+    Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
+    _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
+    _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
+    _stored(_SCOPE.batch, BatchRecord, "learner → its own restart"),
+    _stored(_SCOPE.dead, DeadLetter, "generator → people"),
+    _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
+    _stored(_SCOPE.event, Event, "any actor → clients"),
+    _stored(_SCOPE.log("<actor>"), LogLines, "node → clients"),
+    Topic(
+        _shown(_SCOPE.weights),
+        "announcement",
+        WeightsAnnouncement,
+        None,
+        "learner → generators, evaluator",
+    ),
+    _job(
+        _SCOPE.env_describe,
+        DescribeRequest,
+        DescribeReply,
+        "learner, evaluator → any environment host",
+    ),
+    _job(_SCOPE.env_reset, ResetRequest, ResetReply, "generator, evaluator → any environment host"),
+    _job(
+        _SCOPE.env("<host>", "step"),
+        StepRequest,
+        StepReply,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(
+        _SCOPE.env("<host>", "close"),
+        CloseRequest,
+        Empty,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(_SCOPE.control("<actor>"), ControlRequest, ControlReply, "scheduler, client → actor"),
+    _job(
+        _SCOPE.control("learner.reserve"), ReserveRequest, ReserveReply, "external agent → learner"
+    ),
+    _job(
+        _SCOPE.control("learner.tasks"), PublishTasksRequest, PublishTasksReply, "client → learner"
+    ),
+)
+"""Every subject of the system."""
+
+STORES: tuple[Store, ...] = (
+    Store(
+        _shown(_SCOPE.stream_task),
+        "stream",
+        "`task.<n>`, one message each",
+        Task,
+        "until a generator acknowledges it",
+    ),
+    Store(
+        _shown(_SCOPE.stream_rollout),
+        "stream",
+        "`rollout.<n>`, one message each",
+        Group,
+        "until the next checkpoint, or for good with `training.keep_rollouts`",
+    ),
+    Store(_shown(_SCOPE.stream_batch), "stream", "`batch`", BatchRecord, "for good"),
+    Store(
+        _shown(_SCOPE.stream_dead),
+        "stream",
+        "`dead`",
+        DeadLetter,
+        "up to a byte bound, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_feed),
+        "stream",
+        "`metric`, `event`",
+        None,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_log),
+        "stream",
+        "`log.<actor>`",
+        LogLines,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.bucket_weights),
+        "bucket",
+        "`v<version>`, `latest`",
+        Manifest,
+        "until no one needs the version",
+    ),
+    Store(
+        _shown(_SCOPE.object_weights),
+        "objects",
+        "payloads that manifests name",
+        None,
+        "as long as the manifest",
+    ),
+    Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "for good"),
+    Store(
+        subjects.BUCKET_REQUESTS,
+        "bucket",
+        "`<u>.<request id>`",
+        RequestRecord,
+        "seven days",
+    ),
+    Store(
+        subjects.BUCKET_EVALS,
+        "bucket",
+        "`<u>.<j>.<version>`",
+        EvalRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_ACTORS,
+        "bucket",
+        "`<u>.<j>.<actor>`, `pool.<name>`",
+        Presence,
+        "10 s after the last heartbeat",
+    ),
+    Store(
+        subjects.BUCKET_NODES,
+        "bucket",
+        "`<node>`",
+        NodeStatus,
+        "until the node leaves or falls silent",
+    ),
+    Store(
+        subjects.BUCKET_LEASES,
+        "bucket",
+        "`scheduler`",
+        SchedulerLease,
+        "until its holder ends",
+    ),
+)
+"""Every stream, bucket and object store of the system."""

@@ -1,0 +1,267 @@
+"""The house stays in order: packaging, imports, linters, sizes and docstrings."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = ("schemas", "broker", "envs", "actors", "clients")
+BESIDE = ("tests", "benchmarks", "examples")
+MAX_LINES = 400
+HEAVY = {"torch", "transformers", "vllm", "safetensors"}
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def modules(*folders: str) -> list[Path]:
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def dotted(path: Path) -> str:
+    name = "tinkermq." + ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """Yield what a module imports absolutely, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield str(node.module)
+
+
+def run(*command: str, timeout_s: float = 170) -> None:
+    """Run a tool of this environment in the root folder; show what it says when it fails."""
+    environment = {**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "NO_COLOR": "1"}
+    program = Path(sys.executable).parent / command[0]
+    result = subprocess.run(
+        [str(program), *command[1:]],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert result.returncode == 0, f"{' '.join(command)}\n{result.stdout}{result.stderr}"
+
+
+# -- packaging -------------------------------------------------------------------------------------
+
+
+def test_the_packages_in_pyproject_are_the_folders_on_disk() -> None:
+    setuptools = pyproject()["tool"]["setuptools"]
+    folders = {short(path.parent) for path in modules(*ROOMS)}
+    assert setuptools["package-dir"] == {
+        "tinkermq." + folder.replace("/", "."): folder for folder in folders
+    }
+    assert set(setuptools["packages"]) == set(setuptools["package-dir"])
+
+
+def test_every_folder_of_a_room_has_an_init() -> None:
+    folders = {path.parent for path in modules(*ROOMS)}
+    assert not [short(folder) for folder in folders if not (folder / "__init__.py").is_file()]
+
+
+def test_there_is_no_tinkermq_folder_and_the_type_checker_finds_the_rooms() -> None:
+    assert not (ROOT / "tinkermq").exists()
+    links = {path.name: path.resolve() for path in (ROOT / "typings" / "tinkermq").iterdir()}
+    assert links == {room: ROOT / room for room in ROOMS}
+
+
+def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "import setuptools.build_meta as b; b.build_wheel('dist')"
+    (tmp_path / "dist").mkdir()
+    subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", build],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry_points = archive.read(next(name for name in names if "entry_points" in name))
+    code = {name for name in names if ".dist-info/" not in name}
+    assert code == {f"tinkermq/{short(path)}" for path in modules(*ROOMS)}
+    assert b"tinkermq = tinkermq.clients.cli:main" in entry_points
+
+
+# -- imports ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_the_rooms_relatively(room: str) -> None:
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in modules(room)
+        for name in imported_names(path)
+        if name.split(".")[0] in {"tinkermq", *ROOMS}
+    ]
+    assert not wrong
+
+
+def test_what_stands_beside_the_rooms_imports_them_as_tinkermq() -> None:
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in modules(*BESIDE)
+        for name in imported_names(path)
+        if name.split(".")[0] in ROOMS
+    ]
+    assert not wrong
+
+
+def loaded_by(names: list[str]) -> set[str]:
+    """Return the top-level modules in `sys.modules` after importing `names` in a new process."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {names!r}: importlib.import_module(name)\n"
+        "print(*{name.split('.')[0] for name in sys.modules})"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return set(result.stdout.split())
+
+
+def importable(*folders: str) -> list[str]:
+    return [dotted(path) for path in modules(*folders) if path.stem != "__main__"]
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ("schemas", "broker"),
+        ("envs",),
+        ("clients",),
+        ("actors/scheduler", "actors/node"),
+    ],
+    ids=lambda folders: "+".join(folders),
+)
+def test_what_needs_no_torch_starts_without_it(folders: tuple[str, ...]) -> None:
+    assert not HEAVY & loaded_by(importable(*folders))
+
+
+def test_the_environment_host_starts_without_torch() -> None:
+    assert not HEAVY & loaded_by(["tinkermq.actors.environment"])
+
+
+def test_a_client_starts_without_pyarrow() -> None:
+    assert "pyarrow" not in loaded_by(["tinkermq.clients", "tinkermq.clients.cli.app"])
+
+
+# -- linters ---------------------------------------------------------------------------------------
+
+
+def test_ruff_has_nothing_to_say() -> None:
+    run("ruff", "check", ".")
+
+
+def test_the_code_is_in_ruffs_format() -> None:
+    run("ruff", "format", "--check", ".")
+
+
+def test_the_rooms_arrows_hold() -> None:
+    run("lint-imports", "--no-logo")
+
+
+@pytest.mark.timeout(300)
+def test_pyright_has_nothing_to_say() -> None:
+    run("pyright", timeout_s=290)
+
+
+# -- sizes and docstrings --------------------------------------------------------------------------
+
+
+def test_no_module_is_longer_than_a_reader_bears() -> None:
+    lengths = {short(path): len(path.read_text().splitlines()) for path in modules(*ROOMS, *BESIDE)}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_everything_public_has_a_docstring(room: str) -> None:
+    missing = [name for path in modules(room) for name in undocumented(path)]
+    assert not missing
+
+
+def undocumented(path: Path) -> Iterator[str]:
+    tree = ast.parse(path.read_text())
+    if not ast.get_docstring(tree):
+        yield short(path)
+    for node in public(tree):
+        yield from (f"{short(path)}:{found.lineno}" for found in _bare(node))
+
+
+def public(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    for child in node.body:
+        named = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        if named and not child.name.startswith("_"):
+            yield child
+
+
+def _bare(node: ast.FunctionDef | ast.ClassDef) -> Iterator[ast.FunctionDef | ast.ClassDef]:
+    if not ast.get_docstring(node):
+        yield node
+    if isinstance(node, ast.ClassDef):
+        for method in public(node):
+            yield from _bare(method)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_an_init_holds_a_docstring_and_re_exports_only(room: str) -> None:
+    wrong = [
+        f"{short(path)}:{node.lineno}"
+        for path in modules(room)
+        if path.name == "__init__.py"
+        for node in ast.parse(path.read_text()).body
+        if not re_exports(node)
+    ]
+    assert not wrong
+
+
+def re_exports(node: ast.stmt) -> bool:
+    """Say whether a statement is a docstring or re-exports, also ones made at first use."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign):
+        return ast.unparse(node.targets[0]) in {"__all__", "_HOMES"}
+    if isinstance(node, ast.FunctionDef):
+        return node.name == "__getattr__"
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(re_exports, node.body))
+    return isinstance(node, ast.ImportFrom)
+
+
+def test_every_lint_ignore_says_which_rule_and_why() -> None:
+    reasoned = re.compile(r"# noqa: [A-Z]+[0-9]+(, ?[A-Z]+[0-9]+)*\s+\W*\w+ \w+")
+    wrong: list[str] = []
+    for path in modules(*ROOMS):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            unexplained = "# noqa" in line and not reasoned.search(line)
+            sweeping = "# type: ignore" in line or re.search(r"# pyright: ignore(?!\[)", line)
+            if unexplained or sweeping:
+                wrong.append(f"{short(path)}:{number} {line.strip()}")
+    assert not wrong
