@@ -23,12 +23,12 @@ MAX_CONTAINER_LENGTH = 1_000_000
 ARRAY_DTYPES = frozenset(
     {"<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "|b1"}
 )
-_HEADER = struct.Struct("<BB")  # length of the dtype string, number of dimensions
+_HEADER: struct.Struct = struct.Struct("<BB")  # length of the dtype string, number of dimensions
 _MAX_DIMS = 8
 _DTYPES_BY_NAME: dict[bytes, "np.dtype[Any]"] = {
     name.encode(): np.dtype(name) for name in ARRAY_DTYPES
 }
-_SHAPES = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
+_SHAPES: list[struct.Struct] = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 

@@ -48,7 +48,7 @@ def total_steps(training: TrainingConfig, num_rows: int | None) -> int:
         return training.num_steps
     if num_rows is None:
         raise ConfigError(
-            "training.num_steps is not set, and this game generates its states: an epoch has no end",
+            "training.num_steps is not set, and a game that generates its states has no epochs",
             hint="set training.num_steps",
         )
     steps = num_rows * (training.num_epochs or 1) // training.batch_size
