@@ -3,21 +3,30 @@
 Shape letters: B rows, T columns of a row, N generated tokens, D hidden size, V vocabulary.
 """
 
+# torch and transformers leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
 from ...schemas.config import LearnerConfig, ModelConfig
 from ...schemas.errors import ModelError
 from ..model_folder import load_causal_lm
 from .kl import entropy_from_logits
-from .packing import Packed, block_causal_mask
+from .packing import Packed, TokenSequence, block_causal_mask, pack
 
 _LOGITS_CHUNK_BYTES = 256 * 2**20
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_PACKING_TOLERANCE = 1e-3
+_BF16_TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
@@ -35,32 +44,49 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model with float32 master weights.
 
-    Raises ModelError with the path and the reason when it cannot be loaded.
+    It stays in evaluation mode: dropout would make log-probs differ from the generators'. Raises
+    ModelError with the path and the reason when it cannot be loaded.
     """
     path = str(folder or config.path)
-    model = load_causal_lm(
+    model = _load(config, path)
+    if learner.gradient_checkpointing:
+        _refuse_dropout(model, path)
+        cast(Any, model).gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+        model.train()  # transformers recomputes activations in training mode only
+    return model
+
+
+def load_reference(config: ModelConfig) -> PreTrainedModel:
+    """Load the frozen initial policy, to which a KL is taken."""
+    model = _load(config, config.path)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+def _load(config: ModelConfig, path: str) -> PreTrainedModel:
+    return load_causal_lm(
         path,
         dtype=torch.float32,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
-    # It stays in evaluation mode: dropout would make log-probs differ from the generators'.
-    if learner.gradient_checkpointing:
-        cast(Any, model).gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
-        model.train()
-        _refuse_dropout(model, path)
-    return model
 
 
-def _refuse_dropout(model: nn.Module, path: str) -> None:
-    rates = {module.p for module in model.modules() if isinstance(module, nn.Dropout)}
-    if any(rate > 0 for rate in rates):
+def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
+    settings: dict[str, Any] = model.config.to_dict()
+    rates = {
+        key: value
+        for key, value in settings.items()
+        if ("drop" in key) and isinstance(value, float) and value > 0
+    }
+    if rates:
+        named = ", ".join(f"{key}={value}" for key, value in rates.items())
         raise ModelError(
-            f"the model {path!r} has dropout {sorted(rates)}, which gradient checkpointing would "
-            "turn on",
-            hint="set the dropout rates in its config.json to 0",
+            f"the model {path!r} has {named}, which gradient checkpointing would turn on",
+            hint="set it to 0 in the model's config.json",
         )
 
 
@@ -72,52 +98,113 @@ class Scorer:
     own full forward pass is used then.
     """
 
-    def __init__(self, model: nn.Module, *, temperature: float, dtype: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        temperature: float,
+        dtype: str,
+        flat_rows: bool | None = None,
+        chunk_bytes: int = _LOGITS_CHUNK_BYTES,
+    ) -> None:
+        """`flat_rows`: lay all rows of a micro-batch in one and let the kernel tell the sequences
+        apart by their positions; default: what the model's attention needs.
+
+        Raises ModelError for a model that cannot read packed rows.
+        """
         self._model = model
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
+        config = cast(Any, model).config.get_text_config()
+        kernel: str | None = config._attn_implementation
+        self.flat_rows = kernel == "flash_attention_2" if flat_rows is None else flat_rows
+        self.hidden_size: int = config.hidden_size
+        self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
         self._autocast = dtype == "bfloat16"
+        self._chunk_bytes = chunk_bytes
         self.full_logits = not self._head_is_all()
+        self._check_packing()
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
         return next(self._model.parameters()).device
 
-    def score(self, packed: Packed, *, entropy: bool = True) -> TokenScores:
+    def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
         packed = packed.to(self.device)
+        packed = packed.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            states = self._states_ND(packed)
-        targets_N = packed.target_N
-        logprobs, entropies = [], []
-        chunk = max(1, _LOGITS_CHUNK_BYTES // (4 * self._vocab()))
-        for start in range(0, len(targets_N), chunk):
-            logits_NV = self._logits(states[start : start + chunk]).float()
-            if self._temperature != 1.0:
-                logits_NV = logits_NV / self._temperature
-            log_softmax_NV = logits_NV.log_softmax(-1)
-            ids_N1 = targets_N[start : start + chunk].unsqueeze(1)
-            logprobs.append(log_softmax_NV.gather(1, ids_N1).squeeze(1))
-            if entropy:
-                entropies.append(entropy_from_logits(logits_NV))
-        logprobs_N = torch.cat(logprobs)
-        return TokenScores(
-            logprobs_N, torch.cat(entropies) if entropy else torch.zeros_like(logprobs_N)
-        )
+            states_ND = self._states_ND(packed)
+        chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
+        starts = range(0, len(packed.target_N), chunk)
+        recompute = len(starts) > 1 and torch.is_grad_enabled()
+        logprobs: list[Tensor] = []
+        entropies: list[Tensor] = []
+        for start in starts:
+            inputs = (
+                states_ND[start : start + chunk],
+                packed.target_N[start : start + chunk],
+                entropy_gradient,
+            )
+            # More than one chunk: its logits are computed again in the backward pass, not kept.
+            logprobs_N, entropy_N = (
+                cast(
+                    "tuple[Tensor, Tensor]",
+                    checkpoint.checkpoint(self._read, *inputs, use_reentrant=False),
+                )
+                if recompute
+                else self._read(*inputs)
+            )
+            logprobs.append(logprobs_N)
+            entropies.append(entropy_N)
+        return TokenScores(torch.cat(logprobs), torch.cat(entropies))
+
+    def _read(
+        self, states_ND: Tensor, targets_N: Tensor, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Turn hidden states into the log-probs of the targets, and entropies."""
+        logits_NV = self._logits(states_ND).float()
+        if self._temperature != 1.0:
+            logits_NV = logits_NV / self._temperature
+        log_softmax_NV = logits_NV.log_softmax(-1)
+        logprobs_N = log_softmax_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+        if entropy_gradient:
+            return logprobs_N, entropy_from_logits(logits_NV)
+        with torch.no_grad():
+            # Products of -inf (a masked token) and 0 do not count.
+            terms_NV = torch.nan_to_num(log_softmax_NV.exp() * log_softmax_NV, nan=0.0)
+            return logprobs_N, -terms_NV.sum(-1)
 
     def _states_ND(self, packed: Packed) -> Tensor:
         """Hidden states (or, with `full_logits`, logits) at the columns that predict."""
+        ids_BT, positions_BT = packed.input_ids_BT, packed.position_ids_BT
+        row_N, col_N = packed.row_N, packed.source_col_N
+        masks: Tensor | dict[str, Tensor] | None = None
+        if self.flat_rows:
+            col_N, row_N = row_N * ids_BT.shape[1] + col_N, torch.zeros_like(row_N)
+            ids_BT, positions_BT = ids_BT.reshape(1, -1), positions_BT.reshape(1, -1)
+        else:
+            masks = self._masks(packed)
         model = self._model if self.full_logits else self._decoder
         output = model(
-            input_ids=packed.input_ids_BT,
-            attention_mask=block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT),
-            position_ids=packed.position_ids_BT,
-            use_cache=False,
+            input_ids=ids_BT, attention_mask=masks, position_ids=positions_BT, use_cache=False
         )
-        states_BTD = output.logits if self.full_logits else output.last_hidden_state
-        return states_BTD[packed.row_N, packed.source_col_N]
+        states_BTD: Tensor = output.logits if self.full_logits else output.last_hidden_state
+        return states_BTD[row_N, col_N]
+
+    def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
+        """Build the mask of a micro-batch; one for each kind of layer where they differ."""
+        full = block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT)
+        position_BT = packed.position_ids_BT
+        if self._window is None or int(position_BT.max()) < self._window:
+            return full
+        distance_BTT = position_BT[:, :, None] - position_BT[:, None, :]
+        sliding = full & (distance_BTT < self._window)[:, None]
+        if not self._masks_by_layer:
+            return sliding
+        return {"full_attention": full, "sliding_attention": sliding}
 
     def _logits(self, states_ND: Tensor) -> Tensor:
         if self.full_logits:
@@ -128,9 +215,73 @@ class Scorer:
     def _vocab(self) -> int:
         return int(cast(Tensor, self._head.weight).shape[0])
 
+    # -- what the model is found to be ---------------------------------------------------------
+
     @torch.no_grad()
     def _head_is_all(self) -> bool:
+        """Whether the logits are the output layer applied to the decoder's states.
+
+        The states are made so large on the way that a soft cap would show.
+        """
+        seen: list[Tensor] = []
+
+        def enlarge(_module: nn.Module, _args: Any, output: Any) -> Any:
+            states = output.last_hidden_state
+            seen.append(states * (100.0 / self._head(states).abs().max().clamp(min=1e-6)))
+            output.last_hidden_state = seen[-1]
+            return output
+
         ids = torch.arange(8, device=self.device).unsqueeze(0) % self._vocab()
-        whole = self._model(input_ids=ids, use_cache=False).logits
-        parts = self._head(self._decoder(input_ids=ids, use_cache=False)[0])
-        return bool(torch.allclose(whole.float(), parts.float(), atol=1e-5))
+        hook = self._decoder.register_forward_hook(enlarge)
+        try:
+            whole = self._model(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        return bool(seen) and bool(torch.allclose(whole, self._head(seen[-1]), atol=1e-2))
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """Prove that sequences of one row do not see each other; refuse the model otherwise."""
+        autocast, self._autocast = self._autocast, self._autocast and self.flat_rows
+        worst = self._packing_error()
+        tolerance = _BF16_TOLERANCE if self._autocast else _PACKING_TOLERANCE
+        self._autocast = autocast
+        if not worst <= tolerance:
+            kind = cast(Any, self._model).config.model_type
+            raise ModelError(
+                f"a model of type {kind!r} cannot be trained: sequences that share a row change "
+                f"each other's log-probs by {worst:.2g}",
+                hint="use a model whose layers are all attention",
+            )
+
+    def _packing_error(self) -> float:
+        """Largest difference of a log-prob between a shared row and a row of its own."""
+        ids = np.arange(24, dtype=np.int64) % self._vocab()
+        mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
+        sequences = [TokenSequence(part, mask) for part in np.split(ids, 3)]
+        sequences.append(TokenSequence(np.concatenate([ids[:4], ids[16:20]]), mask))
+        options = {"row_tokens": 64, "microbatch_tokens": 64}
+        alone = torch.cat(list(self._each_alone(sequences)))
+        [packed] = pack(sequences, **options, share_prompts=not self.flat_rows)
+        together = self.score(packed).logprobs_N
+        return float((alone - together).abs().max())
+
+    def _each_alone(self, sequences: list[TokenSequence]) -> Iterator[Tensor]:
+        for sequence in sequences:
+            [packed] = pack([sequence], row_tokens=64, microbatch_tokens=64)
+            yield self.score(packed).logprobs_N
+
+
+def _sliding_window(config: Any) -> tuple[int | None, bool]:
+    """Return the width of the attention window, if any, and whether layers differ in it."""
+    kinds: set[str] = set(getattr(config, "layer_types", None) or ())
+    if kinds - _LAYER_TYPES:
+        raise ModelError(
+            f"a model of type {config.model_type!r} has layers of kind "
+            f"{', '.join(sorted(kinds - _LAYER_TYPES))}, which cannot read packed rows",
+            hint="use a model whose layers are full_attention or sliding_attention",
+        )
+    window: int | None = getattr(config, "sliding_window", None)
+    if kinds and "sliding_attention" not in kinds:
+        window = None
+    return window, bool(kinds)

@@ -1,0 +1,177 @@
+"""What a step minimises: the loss of a micro-batch, from its log-probs to one number.
+
+Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, so
+every loss and correction reads one micro-batch at a time, but for m2po: it ranks the tokens of
+the whole batch, and its weights are computed before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...schemas.config import JobConfig
+from .aggregation import Denominators, aggregate
+from .corrections import Correction, CorrectionInputs, correct
+from .kl import kl_per_token
+from .losses import LossInputs, compute_loss
+from .model import TokenScores
+from .packing import Packed
+from .sequences import sum_by_sequence
+from .training_batch import TrainingBatch
+
+_NO_GRADIENT_AT_ZERO = frozenset({"ppo", "gspo", "cispo", "reinforce"})
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the updates of one step read, over the whole batch."""
+
+    batch: TrainingBatch
+    version: int
+    """The policy's version before the step."""
+    advantages_N: Tensor
+    old_N: Tensor | None
+    """log π_o; None: the policy at the update is π_o."""
+    reference_N: Tensor | None
+    weights_N: Tensor | None
+    """Correction weights that need the whole batch."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows, and where their tokens stand in the whole batch."""
+
+    packed: Packed
+    index_N: Tensor
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The loss of one micro-batch, and what was measured on the way."""
+
+    loss: Tensor
+    """This micro-batch's share of the batch's loss, with gradient."""
+    sums: dict[str, Tensor]
+    """Detached values that add up over micro-batches."""
+    old_N: Tensor
+    """log π_o of its tokens."""
+
+
+class Objective:
+    """The policy loss with its correction, KL and entropy bonus, as configured."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._algorithm = config.algorithm
+        self._loss_options = _loss_options(config)
+        self._correction_options = _correction_options(config)
+
+    def needs_old(self, num_minibatches: int) -> bool:
+        """Whether π_o needs a forward pass of its own: it is not the policy at the update.
+
+        The log-linear proximal policy is there to do without one.
+        """
+        algorithm = self._algorithm
+        interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
+        return (
+            (num_minibatches > 1 and not interpolated)
+            or algorithm.correction == "m2po"
+            or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+        )
+
+    def whole_batch_weights(self, batch: TrainingBatch, old_N: Tensor | None) -> Tensor | None:
+        """Compute the weights of m2po; None for the other corrections."""
+        if old_N is None or self._algorithm.correction != "m2po":
+            return None
+        inputs = CorrectionInputs(old_N, batch.behaviour_N, batch.seq_N, batch.num_seqs)
+        return correct("m2po", inputs).weight_N
+
+    def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
+        """Mark the sequences that move the weights: the others need no pass at all."""
+        algorithm = self._algorithm
+        kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if kl_in_loss or algorithm.entropy_coef or algorithm.loss not in _NO_GRADIENT_AT_ZERO:
+            return torch.ones_like(batch.group_S, dtype=torch.bool)
+        return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
+
+    def loss(
+        self,
+        inputs: StepInputs,
+        micro: MicroBatch,
+        scores: TokenScores,
+        denominators: Denominators,
+    ) -> MicroLoss:
+        """Compute the loss of a micro-batch from the scores of its tokens."""
+        algorithm, index_N, packed = self._algorithm, micro.index_N, micro.packed
+        current_N = scores.logprobs_N
+        old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
+        correction = self._correction(inputs, micro, current_N, old_N)
+        policy_N, sums = compute_loss(
+            algorithm.loss,
+            LossInputs(
+                logprobs_N=current_N,
+                advantages_N=inputs.advantages_N[index_N],
+                old_logprobs_N=correction.old_logprobs_N,
+                behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
+                seq_N=packed.seq_N,
+                num_seqs=packed.num_seqs,
+            ),
+            **self._loss_options,
+        )
+
+        def total(values_N: Tensor) -> Tensor:
+            return aggregate(
+                algorithm.loss_agg, values_N, packed.seq_N, packed.num_seqs, denominators
+            )
+
+        loss = total(policy_N * correction.weight_N)
+        sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
+        if inputs.reference_N is not None and algorithm.kl_in == "loss":
+            kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
+            kl = total(kl_N)
+            sums["kl_loss"] = kl.detach()
+            loss = loss + algorithm.kl_coef * kl
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * total(scores.entropy_N)
+        return MicroLoss(loss, sums, old_N)
+
+    def _correction(
+        self, inputs: StepInputs, micro: MicroBatch, current_N: Tensor, old_N: Tensor
+    ) -> Correction:
+        if inputs.weights_N is not None:
+            return Correction(inputs.weights_N[micro.index_N], old_N)
+        batch = inputs.batch
+        read = CorrectionInputs(
+            old_logprobs_N=old_N,
+            behaviour_logprobs_N=batch.behaviour_N[micro.index_N],
+            seq_N=micro.packed.seq_N,
+            num_seqs=micro.packed.num_seqs,
+            logprobs_N=current_N.detach(),
+            lag_N=inputs.version - batch.versions_N[micro.index_N],
+        )
+        return correct(self._algorithm.correction, read, **self._correction_options)
+
+
+def _loss_options(config: JobConfig) -> dict[str, float]:
+    algorithm = config.algorithm
+    options: dict[str, float] = {}
+    if algorithm.clip_low is not None:
+        options["clip_low"] = algorithm.clip_low
+    if algorithm.clip_high is not None:
+        options["clip_high"] = algorithm.clip_high
+    if algorithm.loss == "ppo":
+        options["dual_clip"] = algorithm.dual_clip
+    return options
+
+
+def _correction_options(config: JobConfig) -> dict[str, Any]:
+    algorithm = config.algorithm
+    options: dict[str, Any] = {}
+    if algorithm.correction_cap is not None:
+        options["cap"] = algorithm.correction_cap
+    if algorithm.correction == "tis":
+        options["level"] = algorithm.correction_level
+    if algorithm.correction == "decoupled":
+        options["proximal"] = algorithm.proximal
+    return options
