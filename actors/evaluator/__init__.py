@@ -1,0 +1,1 @@
+"""The evaluator: runs the validation set on published versions, beside training."""
