@@ -23,9 +23,14 @@ class Evaluations:
         broker: Broker,
         scope: JobScope,
         tell: Callable[[int, dict[str, float]], None],
+        *,
+        num_val: int,
     ) -> None:
-        """`tell` is given the step and values of every result."""
+        """`tell` is given the step and values of every result; without validation tasks the job
+        has no evaluator, and nothing is ever asked for.
+        """
         self._tell = tell
+        self._has_evaluator = num_val > 0
         self._broker = broker
         self._scope = scope
         self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
@@ -51,6 +56,8 @@ class Evaluations:
 
     async def request(self, version: int, *, always: bool = False) -> bool:
         """Ask for an evaluation; False when it is there already or too many are waiting."""
+        if not self._has_evaluator:
+            return False
         if version in self._open or version in self._reported:
             return False
         if len(self._open) >= _MAX_OPEN and not always:

@@ -83,7 +83,9 @@ class Learner:
             config,
             self.total_steps,
         )
-        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation)
+        self.evaluations = Evaluations(
+            broker, scope, reporter.log_evaluation, num_val=config.env.num_val
+        )
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
         self._trainer = trainer
