@@ -20,9 +20,10 @@ from ...schemas.job import (
 from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList
 from ...schemas.subjects import rpc
+from .messenger import tell_learner
 from .placement import refuse_impossible
 from .pool import Pool
-from .reconciler import Reconciler, tell_learner
+from .reconciler import Reconciler
 from .roster import scaled, slots_of, unplaced
 from .submission import Submission
 

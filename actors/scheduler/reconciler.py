@@ -10,39 +10,34 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Literal
 
 import structlog
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import presences
-from ...broker.rpc import call
 from ...schemas.config import JobConfig
-from ...schemas.control import ControlReply, ControlRequest
 from ...schemas.errors import (
     BrokerError,
     ConfigError,
     ConflictError,
     DeadlineError,
-    TinkermqError,
 )
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
 from .lease import Lease
+from .messenger import Messenger
 from .placement import Assignment, NodeSlots, PlacementRequest, place, why_waiting
 from .pool import Pool
 from .roster import slots_of, unplaced, wanted_actor
-from .states import Transition, next_state, told_placements
+from .states import ACTIVE, Transition, next_state, told_placements
 
 TURN_S = 0.5
-ACTIVE = frozenset({"STARTING", "RUNNING", "PAUSED"})
 WHO = "scheduler"
 _LIST_S = 10.0
 _VERSION_S = 2.0
-_CONTROL_TIMEOUT_S = 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -58,8 +53,7 @@ class Reconciler:
         self._live: dict[str, JobRecord] = {}
         self._listed = self._versions_read = float("-inf")
         self._configs: dict[tuple[str, int], JobConfig] = {}
-        self._told: dict[str, tuple[str, int | None]] = {}
-        self._telling: set[str] = set()
+        self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
 
     def look(self, record: JobRecord) -> None:
@@ -231,7 +225,7 @@ class Reconciler:
         except ConflictError:  # a client moved it meanwhile: next turn
             return
         self._keep(key, record)
-        self._pass_on(key, record, statuses.get("learner"), group)
+        self._messenger.pass_on(key, record, statuses.get("learner"), group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
         told = (
@@ -254,39 +248,8 @@ class Reconciler:
 
     def _forget(self, key: str) -> None:
         self._live.pop(key, None)
-        self._told.pop(key, None)
+        self._messenger.forget(key)
         self._configs = {at: one for at, one in self._configs.items() if at[0] != key}
-
-    # -- telling learners ---------------------------------------------------------------------
-
-    def _pass_on(
-        self,
-        key: str,
-        record: JobRecord,
-        learner: ActorStatus | None,
-        group: asyncio.TaskGroup,
-    ) -> None:
-        """Tell the learner to stop or pause, again after each of its starts."""
-        verb = _verb_for(record)
-        if verb is None:
-            self._told.pop(key, None)
-            return
-        if learner is None or learner.state != "running" or key in self._telling:
-            return
-        if self._told.get(key) != (verb, learner.pid):
-            self._telling.add(key)
-            group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
-
-    async def _tell(
-        self, key: str, record: JobRecord, verb: Literal["stop", "pause"], pid: int | None
-    ) -> None:
-        try:
-            await tell_learner(self._broker, record, verb)
-            self._told[key] = (verb, pid)
-        except TinkermqError as error:  # it may not listen yet: again next turn
-            _log.debug("learner_not_told", job=record.job, verb=verb, error=error.message)
-        finally:
-            self._telling.discard(key)
 
     async def _read_versions(self) -> None:
         """Enter the version that each learner's heartbeat tells."""
@@ -301,27 +264,6 @@ class Reconciler:
                     self._live[key] = await self._jobs.update(
                         record, lambda now, to=version: now.model_copy(update={"version": to})
                     )
-
-
-async def tell_learner(
-    broker: Broker, record: JobRecord, verb: Literal["stop", "pause", "resume"]
-) -> ControlReply:
-    """Send a control request to the learner of a job."""
-    return await call(
-        broker,
-        JobScope(record.user, record.job).control("learner"),
-        ControlRequest(verb=verb, reason=f"{verb} of the job"),
-        ControlReply,
-        timeout_s=_CONTROL_TIMEOUT_S,
-        waiting_for=f"the learner of {record.name}",
-        idempotent=True,
-    )
-
-
-def _verb_for(record: JobRecord) -> Literal["stop", "pause"] | None:
-    if record.state in ACTIVE and record.stop == "drain":
-        return "stop"
-    return "pause" if record.state == "PAUSED" else None
 
 
 def _placed(

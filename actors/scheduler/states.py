@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord, JobState
 from ...schemas.node import ActorStatus
 
+ACTIVE = frozenset({"STARTING", "RUNNING", "PAUSED"})
+"""States in which a job has actors on nodes."""
+
 
 @dataclass(frozen=True)
 class Transition:

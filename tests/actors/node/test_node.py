@@ -61,7 +61,7 @@ class Client:
         self, *wanted: WantedActor, that: Callable[[NodeStatus], bool], **more: Any
     ) -> NodeStatus:
         async with asyncio.timeout(15):
-            while not that(status := await self.sync(*wanted, **more)):  # noqa: ASYNC110  polled
+            while not that(status := await self.sync(*wanted, **more)):
                 await asyncio.sleep(0.03)
         return status
 
@@ -83,7 +83,7 @@ async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterat
     run = asyncio.create_task(box.run(service, side.stopping))
     bucket = Bucket(broker, BUCKET_NODES, NodeStatus)
     async with asyncio.timeout(5):
-        while await bucket.get("box") is None:  # noqa: ASYNC110  polled
+        while await bucket.get("box") is None:
             await asyncio.sleep(0.01)
     yield side
     side.stopping.set()

@@ -46,7 +46,7 @@ def process(run_dir: Path, text: str, sink: Sink | None = None, **changes: objec
 
 async def until(condition: Callable[[], bool], what: str) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  processes tell by no event
+        while not condition():
             await asyncio.sleep(0.01)
     assert condition(), what
 

@@ -34,7 +34,7 @@ async def test_a_killed_scheduler_changes_nothing_and_the_next_goes_on(stack: St
     first.kill()
     await first.wait()
     records = {one.job: one for one in await stack.jobs.list_jobs()}
-    await stack.scheduler_process()
+    await stack.scheduler()
     after = await stack.until_actors("learner", "generator-0")
     assert {name: actor.pid for name, actor in after.items()} == {
         name: actor.pid for name, actor in before.items()
@@ -91,7 +91,7 @@ async def test_a_killed_node_takes_its_actors_and_its_successor_starts_them_agai
 async def test_a_node_that_stays_silent_loses_its_job_to_another(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool.Pool.__init__, "__defaults__", (2.5,))
+    monkeypatch.setattr(pool.Pool.__init__, "__defaults__", (1.5,))
     await stack.scheduler()
     first = await stack.node_process("n1")
     await stack.until_nodes(1)
@@ -112,7 +112,7 @@ async def test_a_broker_that_is_away_costs_no_job(stack: Stack, own_server: Nats
     job = await stack.running()
     before = await stack.actors()
     own_server.kill()
-    await asyncio.sleep(1.0)
+    await asyncio.sleep(0.5)
     own_server.start()
     after = await stack.until_actors("learner", "generator-0")
     assert after["learner"].pid == before["learner"].pid
