@@ -147,6 +147,11 @@ class AgentLoop:
         self._config = config
         self._sampling = sampling
 
+    def check_engine(self) -> None:
+        """Raise what ended the engine, if it has ended: no episode can succeed any more."""
+        if self._engine.failure is not None:
+            raise self._engine.failure
+
     async def run(self, plan: EpisodePlan) -> Trajectory:
         """Run one episode to its end.
 

@@ -19,7 +19,7 @@ from ...broker.tasks import Lease, TaskQueue
 from ...schemas.config import JobConfig
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
-from ..model_folder import load_tokenizer
+from ..model_folder import load_stop_token_ids, load_tokenizer
 from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
@@ -50,7 +50,9 @@ async def start_engine(config: JobConfig) -> Engine:
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
     tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    chat = ChatTokenizer(tokenizer, config.model.template_kwargs)
+    chat = ChatTokenizer(
+        tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
+    )
     chat.check_template(multi_turn=config.rollout.max_turns > 1)
     return chat
 

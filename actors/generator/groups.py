@@ -45,7 +45,8 @@ class GroupRunner:
         """Roll a task out `group_size` times (and once greedily, where asked for).
 
         `attempt` makes the episodes' ids unique among generators that hold the same task. Raises
-        GroupFailed when an episode failed as often as `rollout.max_tries` allows.
+        GroupFailed when an episode failed as often as `rollout.max_tries` allows, EngineError when
+        the engine has ended: that is nobody's try.
         """
         started = time.time()
         cost = _Cost()
@@ -95,6 +96,7 @@ class GroupRunner:
             try:
                 trajectory = await self._loop.run(replace(plan, episode=episode))
             except EpisodeFailed as failure:
+                self._loop.check_engine()
                 cost.tokens += failure.tokens_wasted
                 cost.attempts += 1
                 _log.warning("episode_failed", episode=episode, **failure.blame.model_dump())
