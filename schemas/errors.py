@@ -124,5 +124,6 @@ def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
 
 def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
     """Rebuild the error class that a peer raised, from its error reply."""
-    by_code = {cls.code: cls for cls in _subclasses(TinkermqError)}
+    # a subclass without a code of its own is private to its module: the parent stands for it
+    by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError))}
     return by_code.get(code, TinkermqError)(message, hint=hint)

@@ -1,0 +1,156 @@
+"""Typed buckets and their compare-and-set."""
+
+import asyncio
+import time
+
+import pytest
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.server import NatsServer
+from tinkermq.schemas.errors import ConflictError, MessageError, NotFoundError
+from tinkermq.schemas.job import RequestRecord
+from tinkermq.schemas.subjects import BUCKET_LEASES, BUCKET_REQUESTS
+
+
+@pytest.fixture
+def bucket(broker: Broker) -> Bucket[RequestRecord]:
+    return Bucket(broker, BUCKET_REQUESTS, RequestRecord)
+
+
+def _value(job: str) -> RequestRecord:
+    return RequestRecord(job=job)
+
+
+async def test_a_key_is_created_once(bucket: Bucket[RequestRecord]) -> None:
+    revision = await bucket.create("once.a", _value("x"))
+    with pytest.raises(ConflictError, match=r"key 'once.a' .* is there already"):
+        await bucket.create("once.a", _value("y"))
+    entry = await bucket.get("once.a")
+    assert entry is not None
+    assert (entry.value.job, entry.revision) == ("x", revision)
+
+
+async def test_an_update_from_an_old_revision_loses(bucket: Bucket[RequestRecord]) -> None:
+    first = await bucket.create("cas", _value("a"))
+    second = await bucket.update("cas", _value("b"), first)
+    with pytest.raises(ConflictError, match="somebody else wrote it first"):
+        await bucket.update("cas", _value("c"), first)
+    with pytest.raises(ConflictError):
+        await bucket.delete("cas", revision=first)
+    await bucket.delete("cas", revision=second)
+    assert await bucket.get("cas") is None
+
+
+async def test_of_two_equal_updates_from_one_revision_only_one_wins(
+    bucket: Bucket[RequestRecord],
+) -> None:
+    revision = await bucket.create("equal", _value("a"))
+    results = await asyncio.gather(
+        *(bucket.update("equal", _value("same"), revision) for _ in range(8)),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(result, int) for result in results) == 1
+    assert sum(isinstance(result, ConflictError) for result in results) == 7
+
+
+async def test_concurrent_increments_lose_none(broker: Broker) -> None:
+    bucket = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
+    await bucket.create("count", _value("0"))
+
+    async def increment() -> None:
+        while True:
+            entry = await bucket.get("count")
+            assert entry is not None
+            try:
+                await bucket.update("count", _value(str(int(entry.value.job) + 1)), entry.revision)
+            except ConflictError:
+                continue
+            return
+
+    await asyncio.gather(*(increment() for _ in range(10)))
+    entry = await bucket.get("count")
+    assert entry is not None
+    assert entry.value.job == "10"
+
+
+async def test_a_deleted_key_can_be_created_again(bucket: Bucket[RequestRecord]) -> None:
+    await bucket.create("again", _value("a"))
+    await bucket.delete("again")
+    assert "again" not in await bucket.keys()
+    await bucket.create("again", _value("b"))
+    assert "again" in await bucket.keys()
+
+
+async def test_keys_and_items_are_listed_below_whole_tokens(bucket: Bucket[RequestRecord]) -> None:
+    for key in ("ann.one.x", "ann.one.y", "ann.oneandahalf.z", "bob.one.x"):
+        await bucket.put(key, _value(key))
+    assert await bucket.keys("ann.one") == ["ann.one.x", "ann.one.y"]
+    assert [entry.value.job for entry in await bucket.items("ann")] == [
+        "ann.one.x",
+        "ann.one.y",
+        "ann.oneandahalf.z",
+    ]
+    assert await bucket.items("nobody") == []
+
+
+async def test_more_keys_than_one_batch_are_all_listed(bucket: Bucket[RequestRecord]) -> None:
+    keys = [f"many.{number:04}" for number in range(1200)]
+    await asyncio.gather(*(bucket.put(key, _value(key)) for key in keys))
+    assert await bucket.keys("many") == keys
+
+
+async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: Broker) -> None:
+    bucket = Bucket(broker, BUCKET_LEASES, RequestRecord)
+    await bucket.create("short", _value("a"), ttl_s=1)
+    revision = await bucket.create("renewed", _value("a"), ttl_s=1)
+    await asyncio.sleep(0.6)
+    await bucket.update("renewed", _value("b"), revision, ttl_s=1)
+    await asyncio.sleep(0.7)
+    assert await bucket.get("short") is None
+    assert await bucket.get("renewed") is not None
+    await bucket.create("short", _value("again"))
+    await bucket.delete("short")
+
+
+async def test_a_malformed_value_is_an_error_alone_and_left_out_of_a_list(
+    broker: Broker, bucket: Bucket[RequestRecord]
+) -> None:
+    await broker.append(f"$KV.{BUCKET_REQUESTS}.bad.one", b"junk", deadline_s=5, waiting_for="test")
+    await bucket.put("bad.two", _value("fine"))
+    with pytest.raises(MessageError):
+        await bucket.get("bad.one")
+    assert [entry.key for entry in await bucket.items("bad")] == ["bad.two"]
+
+
+async def test_a_missing_bucket_is_named(broker: Broker) -> None:
+    bucket = Bucket(broker, "no-such-bucket", RequestRecord)
+    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+        await bucket.get("a")
+    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+        await bucket.put("a", _value("x"))
+    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+        await bucket.items()
+
+
+async def test_reads_and_writes_go_on_across_a_kill_of_the_server(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    bucket = Bucket(own_broker, BUCKET_REQUESTS, RequestRecord)
+    revision = await bucket.create("kept", _value("0"))
+    written = 0
+
+    async def write() -> None:
+        nonlocal revision, written
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            revision = await bucket.update("kept", _value(str(written + 1)), revision)
+            written += 1
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(write())
+        await asyncio.sleep(0.2)
+        own_server.kill()
+        own_server.start()
+    entry = await bucket.get("kept")
+    assert entry is not None
+    assert (entry.value.job, entry.revision) == (str(written), revision)

@@ -1,0 +1,334 @@
+"""Typed services and calls."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tinkermq.broker.connection import Broker, ConnectionLost, connect
+from tinkermq.broker.rpc import RequestContext, Service, call
+from tinkermq.broker.server import NatsServer
+from tinkermq.schemas import control, env, job
+from tinkermq.schemas.env import StepReply, StepRequest
+from tinkermq.schemas.errors import (
+    BrokerError,
+    DeadlineError,
+    FencedError,
+    GameError,
+    MessageError,
+    NotFoundError,
+    TinkermqError,
+)
+from tinkermq.schemas.message import Empty, Message
+from tinkermq.schemas.reply import ErrorReply
+
+from tests.strategies import hostile_payloads
+
+QUESTION = StepRequest(episode="e", turn=0, action="left")
+
+
+class Echo:
+    """Handlers that a test can steer by the action of a step."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.most = 0
+        self.release = asyncio.Event()
+
+    async def step(self, request: StepRequest) -> StepReply:
+        if request.action == "missing":
+            raise NotFoundError("there is no episode 'e'", hint="reset it first")
+        if request.action == "crash":
+            raise RuntimeError("the password is swordfish")
+        if request.action == "huge":
+            return StepReply(observation="x" * (9 << 20), reward=0, done=False)
+        if request.action == "wait":
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await self.release.wait()
+            self.running -= 1
+        return StepReply(observation=request.action, reward=1.0, done=False)
+
+
+@pytest.fixture
+async def service(broker: Broker) -> AsyncIterator[Service]:
+    async with await Service.start(
+        broker, name="test-service", description="A service under test"
+    ) as started:
+        yield started
+
+
+@pytest.fixture
+async def echo(service: Service) -> Echo:
+    handlers = Echo()
+    await service.endpoint("step", "test.step", StepRequest, handlers.step)
+    return handlers
+
+
+async def _step(broker: Broker, action: str = "left", timeout_s: float = 5.0) -> StepReply:
+    request = StepRequest(episode="e", turn=0, action=action)
+    return await call(
+        broker, "test.step", request, StepReply, timeout_s=timeout_s, waiting_for="host h"
+    )
+
+
+async def test_a_call_returns_the_reply(broker: Broker, echo: Echo) -> None:
+    assert (await _step(broker)).observation == "left"
+
+
+async def test_an_error_of_ours_arrives_as_the_same_class_with_its_hint(
+    broker: Broker, echo: Echo
+) -> None:
+    with pytest.raises(NotFoundError, match="there is no episode 'e'") as raised:
+        await _step(broker, "missing")
+    assert raised.value.hint == "reset it first"
+
+
+async def test_an_unexpected_error_is_reported_without_its_details(
+    broker: Broker, echo: Echo
+) -> None:
+    with pytest.raises(TinkermqError, match=r"failed on test.step: RuntimeError") as raised:
+        await _step(broker, "crash")
+    assert raised.value.code == "internal"
+    assert "swordfish" not in str(raised.value)
+    assert (await _step(broker)).observation == "left"
+
+
+async def test_a_reply_that_is_too_large_becomes_an_error_and_the_service_goes_on(
+    broker: Broker, echo: Echo
+) -> None:
+    with pytest.raises(MessageError, match="the reply to test.step has"):
+        await _step(broker, "huge")
+    assert (await _step(broker)).observation == "left"
+
+
+async def test_a_late_answer_is_a_deadline_that_names_who_was_waited_for(
+    broker: Broker, echo: Echo
+) -> None:
+    with pytest.raises(DeadlineError, match=r"host h did not answer on test.step within 0.1 s"):
+        await _step(broker, "wait", timeout_s=0.1)
+    echo.release.set()
+
+
+async def test_nobody_there_is_said_at_once(broker: Broker) -> None:
+    started = time.monotonic()
+    with pytest.raises(NotFoundError, match="the scheduler is not there"):
+        await call(broker, "test.nobody", Empty(), Empty, timeout_s=30, waiting_for="the scheduler")
+    assert time.monotonic() - started < 1
+
+
+async def test_requests_of_one_endpoint_run_beside_each_other(broker: Broker, echo: Echo) -> None:
+    async with asyncio.TaskGroup() as group:
+        for _ in range(50):
+            group.create_task(_step(broker, "wait"))
+        async with asyncio.timeout(5):
+            while echo.running < 50:
+                await asyncio.sleep(0.005)
+        echo.release.set()
+    assert echo.most == 50
+
+
+async def test_a_service_that_calls_itself_does_not_deadlock(
+    broker: Broker, service: Service
+) -> None:
+    async def down(request: StepRequest) -> StepReply:
+        if request.turn == 0:
+            return StepReply(observation="bottom", reward=0, done=True)
+        return await call(
+            broker,
+            "test.down",
+            request.model_copy(update={"turn": request.turn - 1}),
+            StepReply,
+            timeout_s=5,
+            waiting_for="myself",
+        )
+
+    await service.endpoint("down", "test.down", StepRequest, down)
+    request = StepRequest(episode="e", turn=5, action="")
+    reply = await call(
+        broker, "test.down", request, StepReply, timeout_s=5, waiting_for="the service"
+    )
+    assert reply.observation == "bottom"
+
+
+async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Service) -> None:
+    async def who(request: env.CloseRequest, context: RequestContext) -> env.CloseRequest:
+        return env.CloseRequest(episode=context.user)
+
+    await service.endpoint("who", "tmq.v1.rpc.*.test.who", env.CloseRequest, who)
+    reply = await call(
+        broker,
+        "tmq.v1.rpc.ann.test.who",
+        env.CloseRequest(episode="bob"),
+        env.CloseRequest,
+        timeout_s=5,
+        waiting_for="the service",
+    )
+    assert reply.episode == "ann"
+
+
+async def test_services_in_one_queue_share_the_requests(
+    broker: Broker, nats_server: NatsServer
+) -> None:
+    async def serve(name: str) -> AsyncIterator[None]:
+        async def where(_: Empty) -> env.CloseRequest:
+            return env.CloseRequest(episode=name)
+
+        async with (
+            await connect(nats_server.url, name=name) as connection,
+            await Service.start(connection, name="shared", description="Shares") as service,
+        ):
+            await service.endpoint("where", "test.where", Empty, where, queue="hosts")
+            yield
+
+    first, second = serve("one"), serve("two")
+    await anext(first)
+    await anext(second)
+    replies = [
+        await call(
+            broker, "test.where", Empty(), env.CloseRequest, timeout_s=5, waiting_for="hosts"
+        )
+        for _ in range(60)
+    ]
+    assert {reply.episode for reply in replies} == {"one", "two"}
+    await first.aclose()  # type: ignore[attr-defined]
+    await second.aclose()  # type: ignore[attr-defined]
+
+
+async def test_ping_info_and_stats_are_answered_as_the_tools_ask(
+    broker: Broker, echo: Echo
+) -> None:
+    await _step(broker)
+    with pytest.raises(NotFoundError):
+        await _step(broker, "missing")
+    ping = json.loads((await broker.request("$SRV.PING.test-service")).data)
+    info = json.loads((await broker.request("$SRV.INFO.test-service")).data)
+    stats = json.loads((await broker.request("$SRV.STATS.test-service")).data)
+    assert ping["type"] == "io.nats.micro.v1.ping_response"
+    assert info["description"] == "A service under test"
+    assert info["endpoints"][0]["subject"] == "test.step"
+    assert stats["endpoints"][0]["num_requests"] == 2
+    assert stats["endpoints"][0]["num_errors"] == 1
+    assert stats["endpoints"][0]["last_error"] == "not_found: there is no episode 'e'"
+    assert stats["endpoints"][0]["processing_time"] > 0
+
+
+async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_caller_says(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    echo = Echo()
+    service = await Service.start(own_broker, name="test-service", description="d")
+    await service.endpoint("step", "test.step", StepRequest, echo.step)
+    request = StepRequest(episode="e", turn=0, action="wait")
+    async with await connect(own_server.url, name="caller") as caller:
+
+        def ask(idempotent: bool) -> "asyncio.Task[StepReply]":
+            return asyncio.create_task(
+                call(
+                    caller,
+                    "test.step",
+                    request,
+                    StepReply,
+                    timeout_s=20,
+                    waiting_for="host h",
+                    idempotent=idempotent,
+                )
+            )
+
+        once, again = ask(idempotent=False), ask(idempotent=True)
+        await asyncio.sleep(0.1)
+        own_server.kill()
+        own_server.start()
+        with pytest.raises(ConnectionLost):
+            await once
+        started = time.monotonic()
+        echo.release.set()
+        assert (await again).observation == "wait"
+        assert time.monotonic() - started < 2
+    await service.stop()
+
+
+async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
+    echo = Echo()
+    service = await Service.start(broker, name="stopping", description="d")
+    await service.endpoint("step", "test.step", StepRequest, echo.step)
+    running = asyncio.create_task(_step(broker, "wait"))
+    async with asyncio.timeout(5):
+        while not echo.running:
+            await asyncio.sleep(0.005)
+    stopping = asyncio.create_task(service.stop())
+    await asyncio.sleep(0.05)
+    echo.release.set()
+    await stopping
+    assert (await running).observation == "wait"
+    with pytest.raises(NotFoundError):
+        await _step(broker)
+
+
+REQUESTS: list[Message] = [
+    QUESTION,
+    env.ResetRequest(episode="e", split="train", sample=1, seed=2, kwargs={"a": [1]}),
+    env.CloseRequest(episode="e"),
+    control.ControlRequest(verb="stop", reason="enough"),
+    control.ReserveRequest(count=3, source="agent"),
+    control.PublishTasksRequest(tasks=[control.TaskSpec(seed=1)]),
+    job.SubmitRequest(request_id="r", config={"model": {"path": "p"}}),
+    job.StopRequest(job="j", now=True),
+]
+
+
+@pytest.mark.parametrize("valid", REQUESTS, ids=lambda message: type(message).__name__)
+async def test_no_payload_ends_a_service(nats_server: NatsServer, valid: Message) -> None:
+    """Every hostile payload is answered, with an error or as the request it happens to be."""
+    async with (
+        await connect(nats_server.url, name="hostile") as broker,
+        await Service.start(broker, name="hostile", description="d") as service,
+    ):
+
+        async def handler(_: Message) -> Empty:
+            return Empty()
+
+        await service.endpoint("any", "test.any", type(valid), handler)
+        loop = asyncio.get_running_loop()
+
+        async def ask(payload: bytes) -> None:
+            reply = await broker.request("test.any", payload)
+            if "Nats-Service-Error-Code" in (reply.headers or {}):
+                error = ErrorReply.from_bytes(reply.data)
+                assert error.code == "message"
+                assert error.message
+            else:
+                type(valid).from_bytes(payload)
+
+        @settings(
+            max_examples=40,
+            deadline=None,
+            database=None,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        )
+        @given(payloads=st.lists(hostile_payloads(valid), min_size=1, max_size=5))
+        def send_all(payloads: list[bytes]) -> None:
+            for payload in payloads:
+                asyncio.run_coroutine_threadsafe(ask(payload), loop).result(10)
+
+        await asyncio.to_thread(send_all)
+        reply = await broker.request("test.any", valid.to_bytes())
+        assert Empty.from_bytes(reply.data) == Empty()
+
+
+@pytest.mark.parametrize("kind", [GameError, DeadlineError, BrokerError, FencedError])
+async def test_each_kind_of_error_arrives_as_itself(
+    broker: Broker, service: Service, kind: type[TinkermqError]
+) -> None:
+    async def fail(_: Empty) -> Empty:
+        raise kind("it broke", hint="mend it")
+
+    subject = f"test.fail.{kind.code}"
+    await service.endpoint("fail", subject, Empty, fail)
+    with pytest.raises(TinkermqError, match="it broke") as raised:
+        await call(broker, subject, Empty(), Empty, timeout_s=5, waiting_for="the service")
+    assert type(raised.value) is kind
+    assert raised.value.hint == "mend it"
