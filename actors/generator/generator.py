@@ -143,7 +143,7 @@ class Generator:
         keeper = asyncio.create_task(self._keep(lease), name=f"lease {number}")
         try:
             if not await self._log.contains(number):
-                await self._follower.wait_for(lease.task.min_version)
+                await self._wait_for_weights(lease.task.min_version)
                 await self._roll_out(lease)
             await lease.done()
         except asyncio.CancelledError:
@@ -151,8 +151,14 @@ class Generator:
             raise
         finally:
             keeper.cancel()
-            del self._held[number]
+            if self._held.get(number) is lease:
+                del self._held[number]
             self._freed.set()
+
+    async def _wait_for_weights(self, version: int) -> None:
+        if self._follower.version < version:
+            with self._context.waiting(f"the learner to publish version {version}"):
+                await self._follower.wait_for(version)
 
     async def _roll_out(self, lease: Lease) -> None:
         task = lease.task

@@ -1,0 +1,133 @@
+"""What every actor has in common: signals, exit codes, failures, debug mode."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED, root_cause
+from tinkermq.broker.connection import Broker
+from tinkermq.schemas.errors import ConfigError
+
+PROGRAM = """
+import asyncio, sys, time
+from tinkermq.actors.runtime import run_service_actor
+from tinkermq.schemas.errors import BrokerError, ConfigError
+
+async def main(context):
+{body}
+
+sys.exit(run_service_actor("probe", "probe-1", sys.argv[1], main))
+"""
+
+
+def start(broker: Broker, tmp_path: Path, body: str, **environment: str) -> subprocess.Popen[str]:
+    """Start an actor whose work is `body`, with its log in a pipe."""
+    program = tmp_path / "actor.py"
+    program.write_text(PROGRAM.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
+    return subprocess.Popen(
+        [sys.executable, str(program), broker.url],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TINKERMQ_LOG_FORMAT": "json", **environment},
+    )
+
+
+def log_of(process: subprocess.Popen[str]) -> list[dict[str, object]]:
+    """Wait for the process and return its JSON log lines."""
+    _, text = process.communicate(timeout=30)
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def wait_for_line(process: subprocess.Popen[str], event: str) -> None:
+    """Read the log until an event shows."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if event in line:
+            return
+    raise AssertionError(f"the log ended without {event}")
+
+
+async def test_an_actor_that_returns_exits_with_0(broker: Broker, tmp_path: Path) -> None:
+    process = start(broker, tmp_path, "context.log.info('work_done')")
+    assert [line["event"] for line in log_of(process)] == ["work_done"]
+    assert process.returncode == 0
+
+
+async def test_a_mistake_of_the_users_is_final_and_says_what_to_do(
+    broker: Broker, tmp_path: Path
+) -> None:
+    process = start(broker, tmp_path, "raise ConfigError('lr is -1', hint='set lr above 0')")
+    (line,) = log_of(process)
+    assert process.returncode == EXIT_FAILED
+    assert line["event"] == "actor_failed"
+    assert (line["message"], line["hint"]) == ("lr is -1", "set lr above 0")
+
+
+@pytest.mark.parametrize("raised", ["BrokerError('gone')", "ValueError('a bug')"])
+async def test_anything_else_is_a_crash_to_be_restarted(
+    broker: Broker, tmp_path: Path, raised: str
+) -> None:
+    process = start(broker, tmp_path, f"raise {raised}")
+    log_of(process)
+    assert process.returncode == EXIT_CRASHED
+
+
+async def test_sigterm_lets_the_actor_finish(broker: Broker, tmp_path: Path) -> None:
+    body = """
+        context.log.info("started")
+        await context.stopping.wait()
+        await asyncio.sleep(0.2)
+        context.log.info("finished")
+    """
+    process = start(broker, tmp_path, body)
+    wait_for_line(process, "started")
+    process.send_signal(signal.SIGTERM)
+    events = [line["event"] for line in log_of(process)]
+    assert events == ["actor_draining", "finished"]
+    assert process.returncode == 0
+
+
+async def test_a_second_sigterm_ends_at_once(broker: Broker, tmp_path: Path) -> None:
+    process = start(broker, tmp_path, "context.log.info('started')\nawait asyncio.sleep(60)")
+    wait_for_line(process, "started")
+    process.send_signal(signal.SIGTERM)
+    wait_for_line(process, "actor_draining")
+    process.send_signal(signal.SIGTERM)
+    assert log_of(process)[-1]["event"] == "actor_stopped_at_once"
+    assert process.returncode == EXIT_CRASHED
+
+
+async def test_the_debug_mode_reports_a_blocked_event_loop(broker: Broker, tmp_path: Path) -> None:
+    body = "asyncio.get_running_loop().call_soon(time.sleep, 0.12)\nawait asyncio.sleep(0.3)"
+    process = start(broker, tmp_path, body, TINKERMQ_DEBUG="1")
+    _, text = process.communicate(timeout=30)
+    assert "sleep" in text
+    assert "took 0.12" in text
+
+
+async def test_without_the_debug_mode_a_blocked_event_loop_is_silent(
+    broker: Broker, tmp_path: Path
+) -> None:
+    body = "asyncio.get_running_loop().call_soon(time.sleep, 0.12)\nawait asyncio.sleep(0.3)"
+    process = start(broker, tmp_path, body)
+    assert process.communicate(timeout=30)[1] == ""
+
+
+def test_an_unreachable_broker_is_told_with_its_url(tmp_path: Path) -> None:
+    code = "from tinkermq.broker.connection import connect; import asyncio; asyncio.run(connect("
+    code += "'nats://127.0.0.1:9', name='x', deadline_s=0.5))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert process.returncode != 0
+    assert "nats://127.0.0.1:9" in process.stderr
+
+
+def test_the_root_cause_of_a_group_is_the_error_that_was_raised_on_purpose() -> None:
+    ours = ConfigError("ours")
+    group = ExceptionGroup("outer", [KeyError("x"), ExceptionGroup("inner", [ours])])
+    assert root_cause(ExceptionGroup("single", [ours])) is ours
+    assert isinstance(root_cause(group), KeyError)
