@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -18,6 +18,18 @@ LAST_PAUSE_S = 10.0
 HEALTHY_S = 30.0
 _PR_SET_PDEATHSIG = 1
 _LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def die_with(parent: int, number: signal.Signals) -> Callable[[], None]:
+    """Return what a child runs before its program: the kernel signals it when `parent` dies."""
+
+    def before_exec() -> None:
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+            if os.getppid() != parent:  # it died before the line above
+                os._exit(1)
+
+    return before_exec
 
 
 class Child:
@@ -48,14 +60,6 @@ class Child:
 
     def start(self) -> None:
         """Start the process; the kernel kills it when the supervisor dies."""
-        parent = os.getpid()
-
-        def die_with_parent() -> None:
-            if _LIBC is not None:
-                _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != parent:
-                    os._exit(1)
-
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -64,7 +68,7 @@ class Child:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=die_with_parent,  # the supervisor has no threads
+                preexec_fn=die_with(os.getpid(), signal.SIGKILL),
             )
         self._started = time.monotonic()
 

@@ -123,7 +123,8 @@ async def _look(url: str) -> list[Finding]:
         started = time.perf_counter()
         await broker.nc.flush()
         trip_s = time.perf_counter() - started
-        version = broker.nc.connected_server_version
+        server = broker.nc.connected_server_version
+        version = f"{server.major}.{server.minor}.{server.patch}"
         detail = f"nats-server {version} at {broker.url}, JetStream on, {trip_s * 1e3:.1f} ms away"
         findings = [Finding("broker", trip_s < _SLOW_S, detail)]
         try:

@@ -205,10 +205,15 @@ def _event_line(event: Event) -> str:
     return f"[dim]{clock} {escape(event.kind)} {escape(event.message)}[/]"
 
 
-def announce(record: JobRecord) -> None:
-    """Say what was submitted and what can be done with it."""
+def announce(record: JobRecord, *, commands: bool = True) -> None:
+    """Say what was submitted and, unless told not to, what can be done with it."""
     name = record.name
     say(f"[bold green]submitted[/] [bold]{name}[/]  (job {record.job})")
+    if commands:
+        _print_commands(name)
+
+
+def _print_commands(name: str) -> None:
     commands = {
         f"tinkermq watch {name}": "come back to this display",
         f"tinkermq logs {name} -f": "what its actors write",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ...schemas.errors import ConfigError, DeadlineError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
+from .child import die_with
 from .output import duration, note, print_json, say
 
 if TYPE_CHECKING:
@@ -92,9 +93,10 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
     return 0
 
 
-def start_detached(options: "StackOptions") -> StackState:
+def start_detached(options: "StackOptions", *, die_with_parent: bool = False) -> StackState:
     """Start a supervisor in the background and wait until its stack is up.
 
+    With `die_with_parent` the kernel tells it to stop when this process dies, however it does.
     Raises the supervisor's error, or DeadlineError.
     """
     logs = Home(options.home).logs
@@ -107,6 +109,7 @@ def start_detached(options: "StackOptions") -> StackState:
             stdout=subprocess.PIPE,
             stderr=log,
             start_new_session=True,
+            preexec_fn=die_with(os.getpid(), signal.SIGTERM) if die_with_parent else None,
         )
     line = _first_line(process)
     if not line:

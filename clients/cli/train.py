@@ -66,7 +66,7 @@ def train(
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
             announce(record)
-        return 0 if detach else await _watch(pool, record, as_json=json)
+        return 0 if detach else await _attend(pool, record, as_json=json)
 
     return _detachable(url, work, as_json=json)
 
@@ -85,7 +85,7 @@ def watch(run: str, /, *, nats_url: str | None = None, json: bool = False) -> in
     """
 
     async def work(pool: Pool) -> int:
-        return await _watch(pool, await pool.find(run), as_json=json)
+        return await _attend(pool, await pool.find(run), as_json=json)
 
     return _detachable(find_url(nats_url), work, as_json=json)
 
@@ -99,13 +99,19 @@ def _detachable(url: str, work: Callable[[Pool], Awaitable[int]], *, as_json: bo
         return INTERRUPTED
 
 
-async def _watch(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
-    """Show a run until its end; return the exit code that its end stands for."""
+async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> RunProgress:
+    """Show a run until its end; return what became of it."""
     progress = RunProgress(record)
     with open_display(progress, as_json=as_json) as display:
         async with aclosing(follow_run(pool, record)) as updates:
             async for update in updates:
                 display.show(update)
+    return progress
+
+
+async def _attend(pool: Pool, record: JobRecord, *, as_json: bool) -> int:
+    """Show a run until its end; return the exit code that its end stands for."""
+    progress = await show_run(pool, record, as_json=as_json)
     if not as_json:
         _conclude(progress)
     return FAILED if progress.record.state == "FAILED" else 0
