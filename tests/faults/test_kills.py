@@ -1,0 +1,121 @@
+"""SIGKILL to each actor in the middle of a run: the run finishes by itself, and nothing is lost.
+
+After each run the batch records, the rollout log and the checkpoint prove that every task was
+trained once or dropped for a recorded reason, and training the run again from its log gives the
+same bits.
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.tasks import TaskQueue
+
+from tests.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.stack import Job, Stack, alive, small_job
+
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
+
+SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+
+
+async def assert_nothing_lost(job: Job) -> None:
+    await job.until("COMPLETED")
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+async def test_a_generator_killed_in_the_middle_of_its_episodes(stack: Stack, model: Path) -> None:
+    job = await stack.submit(small_job(model, env=SLOW))
+    await job.until_step(4)
+    killed = await job.kill("generator-0")
+    assert await TaskQueue(stack.broker, job.scope).pending_numbers(), "it held no task"
+    await assert_nothing_lost(job)
+    assert not alive(killed)
+    assert len(await job.events("generator_ready")) == 2
+
+
+async def test_an_environment_host_killed_while_it_holds_episodes(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(small_job(model, env=SLOW))
+    await job.until_step(4)
+    await job.kill("environment-0")
+    await assert_nothing_lost(job)
+    groups = [entry.group for entry in await job.entries() if entry.group is not None]
+    failures = [blame for group in groups for one in group.sampled for blame in one.failures]
+    assert {blame.code for blame in failures} == {"host_gone"}
+
+
+async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(small_job(model, env=SLOW, training={"save_freq": 5}))
+    await job.until_step(2)
+    pid, seen = await job.pid("learner"), len(await job.batches())
+    while len(await job.batches()) == seen:
+        pass
+    assert await job.kill("learner") == pid  # the step of the newest record is not done yet
+    first = await job.until_event("training_recovered")
+    assert first.data["step"] == 0
+    told = await job.until_step(8)  # the last checkpoint is that of step 5
+    await job.kill("learner")
+    second = await job.until_event("training_recovered", count=2)
+    assert second.data["step"] == 5
+    assert int(second.message.split()[1]) >= told.step - 5
+    await assert_nothing_lost(job)
+    assert [metric.step for metric in await job.metrics()] == list(range(1, 13))
+
+
+async def test_an_evaluator_killed_in_the_middle_of_an_evaluation(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(
+        small_job(
+            model,
+            env={**SLOW, "num_val": 16},
+            evaluation={"samples": 8},
+            training={"test_freq": 6},
+        )
+    )
+
+    async def evaluates() -> bool:
+        presence = (await job.actors()).get("evaluator-0")
+        return presence is not None and presence.state == "working"
+
+    await job.eventually(evaluates, "an evaluation")
+    await job.kill("evaluator-0")
+    await assert_nothing_lost(job)
+    results = await job.validations()
+    assert set(results) == {0, 6, 12}
+    assert {values["val/num_episodes"] for values in results.values()} == {16 * 8}
+
+
+async def test_a_scheduler_and_then_a_broker_killed_while_the_job_trains(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 18}))
+    told = await job.until_step(3)
+    before = {name: actor.pid for name, actor in (await job.actors()).items()}
+    stack.kill("scheduler")
+    await job.until_step(told.step + 3)  # training needs no scheduler
+    stack.start("scheduler")
+    told = await job.until_step(told.step + 4)
+    stack.kill("nats-server")
+    await asyncio.sleep(1)
+    stack.server.start()
+    await job.until_step(told.step + 2)
+    assert {name: actor.pid for name, actor in (await job.actors()).items()} == before
+    await assert_nothing_lost(job)
+
+
+async def test_a_node_killed_with_all_its_actors(stack: Stack, model: Path) -> None:
+    job = await stack.submit(small_job(model, env=SLOW))
+    await job.until_step(4)
+    before = {actor.pid for actor in (await job.actors()).values()}
+    stack.kill("node")
+    stack.start("node")
+    await assert_nothing_lost(job)
+    assert not [pid for pid in before if alive(pid)]
+    assert len(await job.events("training_started")) == 2
+    assert (await job.read()).attempt == 1

@@ -1,0 +1,41 @@
+"""Games for tests of the whole stack: importable, so that environment hosts find them."""
+
+import time
+from typing import Any
+
+from tinkermq.envs import StepResult
+from tinkermq.envs.games.bandit import BanditGame
+
+
+class SlowBandit(BanditGame):
+    """A bandit whose step takes time: `delay_s`, and for some episodes a tail on top."""
+
+    def __init__(
+        self, delay_s: float = 0.05, tail_s: float = 0.0, tail_share: float = 0.0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self._delay_s = delay_s
+        self._tail_s = tail_s
+        self._tail_share = tail_share
+
+    def step(self, action: str) -> StepResult:
+        """Take time, then pull the arm."""
+        is_straggler = self.rng.random() < self._tail_share
+        time.sleep(self._delay_s + (self._tail_s if is_straggler else 0.0))
+        return super().step(action)
+
+
+class FirstLetter(BanditGame):
+    """Pays for a first letter that a random model draws about half of the time."""
+
+    def step(self, action: str) -> StepResult:
+        """Judge the first character: 1 for the lower half of the bytes, else 0."""
+        return StepResult("", float(bool(action) and ord(action[0]) < 128), done=True)
+
+
+class RaisesInStep(BanditGame):
+    """Fails at every step."""
+
+    def step(self, action: str) -> StepResult:
+        """Raise, as a game with a mistake does."""
+        raise ValueError(f"no rule for {len(action)} letters")
