@@ -63,6 +63,8 @@ class ActorContext:
     presence: Presence
     numbers: dict[str, float] = field(default_factory=dict[str, float])
     step: int | None = None
+    stop_asked: bool = False
+    """Somebody asked this actor to end for good, through its control subject."""
     _waits: list[str] = field(default_factory=list[str])
 
     def set_state(self, state: str, *, version: int | None = None) -> None:
@@ -133,6 +135,7 @@ class JobContext(ActorContext):
             if handler is not None:
                 detail = await handler(request)
             elif request.verb == "stop":
+                self.stop_asked = True
                 self.stopping.set()
             return ControlReply(actor=self.name, step=self.step, detail=detail)
 
@@ -198,6 +201,8 @@ def run_job_actor(
                     await context.event("actor_failed", str(error), code=error.code)
                 raise
         await service.stop()
+        if code is None and stopping.is_set() and not context.stop_asked:
+            return EXIT_DRAINED
         return code
 
     return _run(role, arguments.nats, body, actor=arguments.name, job=arguments.job)

@@ -35,7 +35,6 @@ class LearnerControl:
         self._vocab_size = vocab_size
         self._version = version
         self.paused = False
-        self.stop_asked = False
         self.changed = asyncio.Event()
         self._checkpoints: list[asyncio.Future[str | None]] = []
 
@@ -66,7 +65,7 @@ class LearnerControl:
     async def _control(self, request: ControlRequest) -> dict[str, Any]:
         context = self._context
         if request.verb == "stop":
-            self.stop_asked = True
+            context.stop_asked = True
             context.stopping.set()
         elif request.verb in ("pause", "resume"):
             self.paused = request.verb == "pause"

@@ -125,7 +125,7 @@ class Learner:
             for helper in helpers:
                 helper.cancel()
         self._torch.shutdown()
-        done = self.state.step >= self.total_steps or self.control.stop_asked
+        done = self.state.step >= self.total_steps or self.context.stop_asked
         return EXIT_DONE if done else EXIT_DRAINED
 
     # -- the loop ------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ async def replay(
         )
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
-    folder, state = starting_point(nothing, Path(record.run_dir), record.fork_of)
+    folder, state = starting_point(nothing, record.fork_dir)
     model = load_model(config.model, config.learner, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)

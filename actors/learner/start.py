@@ -7,7 +7,6 @@ import torch
 
 from ...broker.tracking import Tracker, make_trackers
 from ...schemas.config import JobConfig
-from ...schemas.errors import NotFoundError
 from ..generator.environments import Environments
 from ..model_folder import load_tokenizer
 from ..runtime import JobContext
@@ -34,7 +33,7 @@ async def make_learner(context: JobContext) -> Learner:
         keep_last=config.training.keep_last,
         keep_every=config.training.keep_every,
     )
-    folder, state = starting_point(checkpoints, context.run_dir, context.record.fork_of)
+    folder, state = starting_point(checkpoints, context.record.fork_dir)
     loading = asyncio.to_thread(load_model, config.model, config.learner, folder)
     num_rows, model = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
@@ -67,9 +66,7 @@ async def make_learner(context: JobContext) -> Learner:
     )
 
 
-def starting_point(
-    checkpoints: CheckpointStore, run_dir: Path, fork_of: str | None
-) -> tuple[Path | None, LearnerState]:
+def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | None, LearnerState]:
     """Return the checkpoint to start from, or None for the initial model, and the state.
 
     A fork starts from another run's checkpoint: its log is new, so its frontier is, too.
@@ -77,16 +74,9 @@ def starting_point(
     latest = checkpoints.latest()
     if latest is not None:
         return latest, load_state(latest)
-    if fork_of is None:
+    if not fork_dir:
         return None, LearnerState()
-    run, _, step = fork_of.partition("@")
-    source = CheckpointStore(run_dir.parent / run, keep_last=1, keep_every=0)
-    if not step.isdigit() or int(step) not in source.steps():
-        raise NotFoundError(
-            f"run {run!r} has no checkpoint of step {step!r}; it has {source.steps()}",
-            hint="name one of them: tinkermq fork RUN@STEP",
-        )
-    folder = source.path(int(step))
+    folder = Path(fork_dir)
     return folder, load_state(folder).model_copy(update={"batch_seq": 0, "log_seq": 1})
 
 

@@ -16,6 +16,7 @@ from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.node import ActorStatus
 from ...schemas.subjects import JobScope
+from .roster import main_actor
 from .states import ACTIVE
 
 _CONTROL_TIMEOUT_S = 5.0
@@ -71,11 +72,11 @@ async def tell_learner(
     """Send a control request to the learner of a job."""
     return await call(
         broker,
-        JobScope(record.user, record.job).control("learner"),
+        JobScope(record.user, record.job).control(main_actor(record.actors).name),
         ControlRequest(verb=verb, reason=f"{verb} of the job"),
         ControlReply,
         timeout_s=_CONTROL_TIMEOUT_S,
-        waiting_for=f"the learner of {record.name}",
+        waiting_for=f"the {main_actor(record.actors).role} of {record.name}",
         idempotent=True,
     )
 

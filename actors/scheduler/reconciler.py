@@ -31,7 +31,7 @@ from .lease import Lease
 from .messenger import Messenger
 from .placement import Assignment, NodeSlots, PlacementRequest, place, why_waiting
 from .pool import Pool
-from .roster import slots_of, unplaced, wanted_actor
+from .roster import main_actor, slots_of, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
 
 TURN_S = 0.5
@@ -225,7 +225,9 @@ class Reconciler:
         except ConflictError:  # a client moved it meanwhile: next turn
             return
         self._keep(key, record)
-        self._messenger.pass_on(key, record, statuses.get("learner"), group)
+        if record.actors:
+            main = statuses.get(main_actor(record.actors).name)
+            self._messenger.pass_on(key, record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
         told = (

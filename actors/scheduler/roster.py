@@ -14,14 +14,25 @@ from ...schemas.node import WantedActor
 SLOTS: dict[Role, int] = {"learner": 1, "generator": 1, "evaluator": 0, "environment": 0}
 
 
-def actors_for(config: JobConfig) -> list[ActorPlacement]:
-    """Return the actors of a training job, none of them placed yet."""
+KINDS = ("train", "eval")
+"""Kinds of jobs that this pool runs."""
+
+
+def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
+    """Return the actors of a job, none of them placed yet; the first carries the job."""
+    hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
+    if kind == "eval":
+        return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
     actors = [_actor("learner", "learner")]
     actors += [_actor("generator", f"generator-{i}") for i in range(config.generator.count)]
     if config.env.num_val > 0:
         actors.append(_actor("evaluator", "evaluator-0"))
-    actors += [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
-    return actors
+    return actors + hosts
+
+
+def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
+    """Return the actor whose end is the end of the job: a training's learner."""
+    return actors[0]
 
 
 def scaled(actors: Sequence[ActorPlacement], role: Role, count: int) -> list[ActorPlacement]:
@@ -41,7 +52,7 @@ def scaled(actors: Sequence[ActorPlacement], role: Role, count: int) -> list[Act
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
     """Return the actors as they were before they were given to nodes."""
-    return [_actor(actor.role, actor.name) for actor in actors]
+    return [ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots) for actor in actors]
 
 
 def slots_of(actors: Sequence[ActorPlacement]) -> int:

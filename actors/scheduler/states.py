@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord, JobState
 from ...schemas.node import ActorStatus
+from .roster import main_actor
 
 ACTIVE = frozenset({"STARTING", "RUNNING", "PAUSED"})
 """States in which a job has actors on nodes."""
@@ -35,12 +36,12 @@ def next_state(
         for actor in record.actors
         if (status := statuses.get(actor.name)) is not None and status.attempt == record.attempt
     }
-    learner = next(actor for actor in record.actors if actor.role == "learner")
+    main = main_actor(record.actors)
     return (
-        _lost(learner, silent)
+        _lost(main, silent)
         or _failed(said)
-        or _stopped(record, said.get(learner.name))
-        or _ended(record, said.get(learner.name))
+        or _stopped(record, said.get(main.name))
+        or _ended(record, said.get(main.name))
         or _started(record, said)
     )
 
@@ -54,10 +55,10 @@ def _waiting(record: JobRecord) -> Transition | None:
     return None
 
 
-def _lost(learner: ActorPlacement, silent: frozenset[str]) -> Transition | None:
-    if learner.node is None or learner.node not in silent:
+def _lost(main: ActorPlacement, silent: frozenset[str]) -> Transition | None:
+    if main.node is None or main.node not in silent:
         return None
-    return Transition("LOST", f"node {learner.node!r} of the learner was silent for too long")
+    return Transition("LOST", f"node {main.node!r} of the {main.role} was silent for too long")
 
 
 def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
@@ -68,27 +69,28 @@ def _failed(said: Mapping[str, ActorStatus]) -> Transition | None:
     return None
 
 
-def _stopped(record: JobRecord, learner: ActorStatus | None) -> Transition | None:
-    """End a job that shall stop while its learner has no process that could drain."""
+def _stopped(record: JobRecord, main: ActorStatus | None) -> Transition | None:
+    """End a job that shall stop while its main actor has no process that could drain."""
     if record.stop == "no":
         return None
     if record.stop == "now":
         return _end(record, "stopped without a checkpoint")
-    if learner is None and record.state == "STARTING":
+    if main is None and record.state == "STARTING":
         return Transition("CANCELLED", "stopped before it ran")
-    if learner is not None and learner.state == "restarting":
-        return _end(record, "stopped while the learner was down")
+    if main is not None and main.state == "restarting":
+        return _end(record, f"stopped while the {main_actor(record.actors).role} was down")
     return None
 
 
-def _ended(record: JobRecord, learner: ActorStatus | None) -> Transition | None:
-    if learner is None or learner.state != "exited":
+def _ended(record: JobRecord, main: ActorStatus | None) -> Transition | None:
+    if main is None or main.state != "exited":
         return None
+    role = main_actor(record.actors).role
     if record.state == "STARTING":
-        return Transition("RUNNING", "the learner ran to its end")
+        return Transition("RUNNING", f"the {role} ran to its end")
     if record.stop != "no":
         return _end(record, "stopped with a checkpoint")
-    return Transition("COMPLETED", "the learner has finished")
+    return Transition("COMPLETED", f"the {role} has finished")
 
 
 def _end(record: JobRecord, reason: str) -> Transition:
@@ -111,8 +113,8 @@ def told_placements(
 ) -> list[ActorPlacement]:
     """Return the job's actors with what the nodes said of them entered.
 
-    An actor other than the learner whose node fell silent has no node any more and is placed
-    again; that of the learner makes the whole job LOST (`next_state`).
+    An actor other than the main one whose node fell silent has no node any more and is placed
+    again; that of the main one makes the whole job LOST (`next_state`).
     """
     return [_told(record, actor, statuses.get(actor.name), silent) for actor in record.actors]
 
@@ -123,7 +125,7 @@ def _told(
     status: ActorStatus | None,
     silent: frozenset[str],
 ) -> ActorPlacement:
-    if actor.node in silent and actor.role != "learner":
+    if actor.node in silent and actor.name != main_actor(record.actors).name:
         return actor.model_copy(update={"node": None, "state": "placed"})
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor

@@ -30,7 +30,7 @@ from ...schemas.subjects import JobScope, token
 from .naming import run_name
 from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
-from .roster import actors_for, slots_of
+from .roster import KINDS, actors_for, slots_of
 
 
 class Submission:
@@ -48,9 +48,10 @@ class Submission:
 
         Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
         """
-        if request.kind != "train":
+        if request.kind not in KINDS:
             raise ConfigError(
-                f"this pool does not run jobs of kind {request.kind!r}", hint="submit kind='train'"
+                f"this pool does not run jobs of kind {request.kind!r}",
+                hint=f"submit one of kind {' or '.join(KINDS)}",
             )
         if request.configured:
             parse_config(request.config)
@@ -114,7 +115,7 @@ class Submission:
     async def _complete(self, record: JobRecord) -> JobRecord:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
-        actors = actors_for(config)
+        actors = actors_for(config, record.kind)
         refuse_impossible(slots_of(actors), self._reconciler.slots())
         run_dir = await asyncio.to_thread(_make_run_dir, config)
         fields = {
