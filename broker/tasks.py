@@ -28,6 +28,8 @@ MAX_LEASES = 8192
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0
 _PULL_GRACE_S = 1.0
+_NEXT_S = 0.05  # the rest of a batch comes at once, or not: the number of leases is bounded
+_ACK_TIMEOUT_S = 2.0
 _API_DEADLINE_S = 60.0
 _MALFORMED_DELAY_S = 3600
 _FULL_PAUSE_S = 0.1
@@ -52,15 +54,21 @@ class Lease:
         await self._say(b"+WPI")
 
     async def done(self) -> None:
-        """Take the task off the queue; call it after its group is confirmed in the log."""
-        await self._say(b"+ACK")
+        """Take the task off the queue; call it after its group is confirmed in the log.
+
+        Does not raise when the word is lost: the lease expires, and the next holder finds the
+        group in the log.
+        """
+        try:
+            await self._broker.request(self._message.reply, b"+ACK", timeout_s=_ACK_TIMEOUT_S)
+        except (ConnectionLost, NoResponders, TimeoutError) as error:
+            _log.info("ack_lost", task=self.task.task, reason=str(error))
 
     async def give_back(self, delay_s: float = 0.0) -> None:
         """Let somebody else have the task, after `delay_s`."""
         await self._say(b'-NAK {"delay": %d}' % int(delay_s * NS))
 
     async def _say(self, what: bytes) -> None:
-        # A lost word is harmless: the lease expires, and the next holder finds the group.
         await self._broker.publish(self._message.reply, what)
 
 
@@ -169,13 +177,19 @@ class TaskQueue:
         return messages
 
     async def _request(self, request: dict[str, Any], num: int, wait_s: float) -> list[Msg]:
+        """Send one pull request and return what it brings; a later straggler is pulled next."""
         await self._inbox.ask(self._stream, TASK_CONSUMER, request)
         messages: list[Msg] = []
-        while len(messages) < num:
-            message = await self._inbox.next(wait_s + _PULL_GRACE_S)
-            if message is None:
-                break
-            messages.append(message)
+        try:
+            while len(messages) < num:
+                patience_s = _NEXT_S if messages else wait_s + _PULL_GRACE_S
+                message = await self._inbox.next(patience_s)
+                if message is None:
+                    break
+                messages.append(message)
+        except (ConnectionLost, ConsumerGone, TimeoutError):
+            if not messages:  # what came is ours all the same
+                raise
         return messages
 
     async def _lease(self, message: Msg) -> Lease | None:

@@ -55,7 +55,7 @@ def number_of(subject: str) -> int:
     Raises MessageError when the last token is not a number.
     """
     last = subject.rsplit(".", 1)[-1]
-    if not last.isdigit() or len(last) > 18:
+    if not (last.isascii() and last.isdigit()) or len(last) > 18:
         raise MessageError(f"subject {subject!r} does not end in a task number")
     return int(last)
 

@@ -1,0 +1,214 @@
+"""The task queue: leases, idempotent publishing, back-pressure, restarts."""
+
+import asyncio
+import time
+
+import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.server import NatsServer
+from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.errors import BrokerError, DeadlineError, NotFoundError
+from tinkermq.schemas.subjects import JobScope
+
+from tests.strategies import make_task
+
+
+async def _publish(queue: TaskQueue, numbers: range) -> None:
+    for number in numbers:
+        assert await queue.publish(make_task(number))
+
+
+async def test_tasks_are_pulled_in_order_and_done_once(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope)
+    await _publish(queue, range(5))
+    leases = await queue.pull(3, 5) + await queue.pull(3, 5)
+    assert [lease.task.task for lease in leases] == [0, 1, 2, 3, 4]
+    assert await queue.pull(1, 0.05) == []
+    for lease in leases:
+        await lease.done()
+    assert await queue.pending_numbers() == set()
+    await queue.close()
+
+
+async def test_a_number_that_is_queued_or_held_is_not_queued_twice(
+    broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope)
+    assert await queue.publish(make_task(7))
+    assert not await queue.publish(make_task(7))
+    [lease] = await queue.pull(1, 5)
+    assert not await queue.publish(make_task(7))
+    assert await queue.pending_numbers() == {7}
+    await lease.done()
+    assert await queue.publish(make_task(7))
+    await queue.close()
+
+
+async def test_a_lease_that_is_not_kept_goes_to_somebody_else(
+    broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope, ack_wait_s=0.3)
+    await _publish(queue, range(2))
+    kept, _ = await queue.pull(2, 5)
+    for _ in range(5):
+        await asyncio.sleep(0.1)
+        await kept.keep()
+    [again] = await queue.pull(2, 5)
+    assert (again.task.task, again.num_delivered) == (1, 2)
+    await queue.close()
+
+
+async def test_a_task_that_is_given_back_comes_after_the_delay(
+    broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope)
+    await _publish(queue, range(1))
+    [lease] = await queue.pull(1, 5)
+    await lease.give_back(0.3)
+    started = time.monotonic()
+    [again] = await queue.pull(1, 5)
+    assert 0.2 < time.monotonic() - started < 2
+    assert again.num_delivered == 2
+    await queue.close()
+
+
+async def test_a_pull_returns_as_soon_as_there_is_one_task(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope)
+    pulling = asyncio.create_task(queue.pull(10, 30))
+    await asyncio.sleep(0.2)
+    await queue.publish(make_task(1))
+    started = time.monotonic()
+    assert len(await pulling) == 1
+    assert time.monotonic() - started < 0.5
+    await queue.close()
+
+
+async def test_generators_share_the_tasks_without_overlap(
+    nats_server: NatsServer, broker: Broker, scope: JobScope
+) -> None:
+    await _publish(TaskQueue(broker, scope), range(60))
+
+    async def generate(name: str) -> list[int]:
+        async with await connect(nats_server.url, name=name) as connection:
+            queue = TaskQueue(connection, scope)
+            numbers: list[int] = []
+            while leases := await queue.pull(4, 0.2):
+                for lease in leases:
+                    await lease.done()
+                    numbers.append(lease.task.task)
+            await queue.close()
+            return numbers
+
+    shares = await asyncio.gather(*(generate(f"generator-{i}") for i in range(3)))
+    assert sorted(number for share in shares for number in share) == list(range(60))
+
+
+async def test_the_number_of_leases_is_bounded(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope, max_leases=3)
+    await _publish(queue, range(5))
+    leases = await queue.pull(5, 0.5)
+    assert len(leases) == 3
+    await leases[0].done()
+    assert len(await queue.pull(5, 1)) == 1
+    await queue.close()
+
+
+async def test_a_malformed_task_is_put_aside_and_the_rest_goes_on(
+    broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope)
+    for number, payload in ((0, b"junk"), (1, make_task(9).to_bytes())):
+        await broker.append(scope.task(number), payload, deadline_s=5, waiting_for="test")
+    await broker.append(scope.task("x"), b"", deadline_s=5, waiting_for="test")
+    await queue.publish(make_task(2))
+    assert [lease.task.task for lease in await queue.pull(10, 5)] == [2]
+    assert await queue.pull(10, 0.1) == []
+    assert await queue.pending_numbers() == {0, 1, 2}
+    await queue.close()
+
+
+async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobScope) -> None:
+    await create_job_streams(broker, scope, LimitsConfig(task_bytes=1 << 16))
+    queue = TaskQueue(broker, scope)
+    number = 0
+    with pytest.raises(BrokerError, match="was refused: maximum bytes exceeded") as raised:
+        while number < 5000:
+            await queue.publish(make_task(number), deadline_s=0.3)
+            number += 1
+    assert "limits.task_bytes" in raised.value.hint
+    waiting = asyncio.create_task(queue.publish(make_task(number), deadline_s=10))
+    [lease] = await queue.pull(1, 5)
+    assert not waiting.done()
+    await lease.done()
+    assert await waiting
+    await queue.close()
+
+
+async def test_a_pull_across_a_kill_takes_longer_and_does_not_raise(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    queue = TaskQueue(own_broker, own_scope)
+    pulling = asyncio.create_task(queue.pull(1, 30))
+    await asyncio.sleep(0.2)
+    own_server.kill()
+    await asyncio.sleep(0.2)
+    own_server.start()
+    started = time.monotonic()
+    assert await queue.publish(make_task(1))
+    assert [lease.task.task for lease in await pulling] == [1]
+    assert time.monotonic() - started < 2
+    await queue.close()
+
+
+async def test_a_publish_during_a_restart_is_repeated_until_it_is_confirmed(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    queue = TaskQueue(own_broker, own_scope)
+    own_server.kill()
+    publishing = asyncio.create_task(queue.publish(make_task(1), deadline_s=20))
+    await asyncio.sleep(0.3)
+    own_server.start()
+    assert await publishing
+    assert await queue.pending_numbers() == {1}
+
+
+async def test_a_publish_without_a_server_ends_at_its_deadline(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    own_server.kill()
+    with pytest.raises(DeadlineError, match="task 1 to be queued"):
+        await TaskQueue(own_broker, own_scope).publish(make_task(1), deadline_s=0.3)
+
+
+async def test_the_queue_of_a_removed_job_is_named(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope)
+    pulling = asyncio.create_task(queue.pull(1, 30))
+    await asyncio.sleep(0.1)
+    await delete_job_streams(broker, scope)
+    with pytest.raises(NotFoundError, match=f"there is no stream {scope.stream_task}"):
+        await pulling
+    with pytest.raises(NotFoundError, match="no stream stores"):
+        await queue.publish(make_task(1))
+    with pytest.raises(NotFoundError):
+        await queue.pending_numbers()
+    await queue.close()
+
+
+async def test_what_arrived_but_was_not_pulled_is_handed_back_at_the_end(
+    nats_server: NatsServer, broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope, ack_wait_s=60)
+    async with await connect(nats_server.url, name="leaver") as connection:
+        leaver = TaskQueue(connection, scope, ack_wait_s=60)
+        pulling = asyncio.create_task(leaver.pull(1, 30))
+        await asyncio.sleep(0.1)
+        pulling.cancel()
+        await asyncio.wait({pulling})
+        await queue.publish(make_task(1))  # goes to the request that was given up
+        await asyncio.sleep(0.1)
+        await leaver.close()
+    [lease] = await queue.pull(1, 5)
+    assert lease.task.task == 1
+    await queue.close()
