@@ -288,7 +288,8 @@ def _check_layout(manifest: Manifest) -> None:
 
 def _check_entry(entry: TensorEntry, num_bytes: int) -> None:
     size = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
-    if size != entry.num_bytes or entry.offset + size > num_bytes:
+    fits = size == entry.num_bytes and entry.offset + size <= num_bytes
+    if not fits or min(entry.shape, default=0) < 0 or entry.dtype not in ITEM_BYTES:
         raise MessageError(
             f"tensor {entry.name} of dtype {entry.dtype} and shape {entry.shape} does not fit "
             f"its {entry.num_bytes} bytes at {entry.offset} of {num_bytes}",

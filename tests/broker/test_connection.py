@@ -36,7 +36,7 @@ async def test_an_unreachable_server_is_named_within_the_deadline() -> None:
 
 
 async def test_a_host_that_does_not_exist_is_named() -> None:
-    with pytest.raises(BrokerError, match="no NATS server answers at nats://nohost.invalid:4222"):
+    with pytest.raises(BrokerError, match=r"answers at nats://nohost\.invalid:4222"):
         await connect("nats://nohost.invalid:4222", name="test", deadline_s=0.3)
 
 
@@ -146,7 +146,7 @@ async def test_a_server_that_stays_away_ends_a_wait_by_name(
     own_server: NatsServer, own_broker: Broker
 ) -> None:
     own_server.kill()
-    with pytest.raises(DeadlineError, match="the list of jobs: .* did not answer in time"):
+    with pytest.raises(DeadlineError, match=r"the list of jobs: .* did not answer in time"):
         await own_broker.retry(
             lambda: own_broker.api("INFO"), deadline_s=0.3, waiting_for="the list of jobs"
         )

@@ -212,10 +212,15 @@ async def test_a_full_log_makes_writers_wait_until_it_is_trimmed(
     await create_job_streams(broker, scope, LimitsConfig(rollout_bytes=1 << 20))
     log = RolloutLog(broker, scope)
     number = 0
-    with pytest.raises(BrokerError, match=r"waited 0.3 s for room in the rollout log") as raised:
-        while number < 100:
+
+    async def fill() -> None:
+        nonlocal number
+        while True:
             await log.append(make_group(number, num_tokens=5000), deadline_s=0.3)
             number += 1
+
+    with pytest.raises(BrokerError, match=r"waited 0.3 s for room in the rollout log") as raised:
+        await fill()
     assert "limits.rollout_bytes" in raised.value.hint
     waiting = asyncio.create_task(log.append(make_group(number, num_tokens=5000), deadline_s=20))
     await asyncio.sleep(0.3)

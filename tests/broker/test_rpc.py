@@ -100,7 +100,7 @@ async def test_an_unexpected_error_is_reported_without_its_details(
 async def test_a_reply_that_is_too_large_becomes_an_error_and_the_service_goes_on(
     broker: Broker, echo: Echo
 ) -> None:
-    with pytest.raises(MessageError, match="the reply to test.step has"):
+    with pytest.raises(MessageError, match=r"the reply to test\.step has"):
         await _step(broker, "huge")
     assert (await _step(broker)).observation == "left"
 

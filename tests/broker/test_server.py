@@ -44,7 +44,7 @@ def test_a_store_folder_belongs_to_one_server_for_as_long_as_it_lives(
     own_server: NatsServer,
 ) -> None:
     second = NatsServer(own_server.store_dir)
-    with pytest.raises(BrokerError, match=rf"in use by another nats-server \(process \d+\)"):
+    with pytest.raises(BrokerError, match=r"in use by another nats-server \(process \d+\)"):
         second.start()
     own_server.kill()
     second.start()

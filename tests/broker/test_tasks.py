@@ -133,10 +133,15 @@ async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobS
     await create_job_streams(broker, scope, LimitsConfig(task_bytes=1 << 16))
     queue = TaskQueue(broker, scope)
     number = 0
-    with pytest.raises(BrokerError, match="was refused: maximum bytes exceeded") as raised:
-        while number < 5000:
+
+    async def fill() -> None:
+        nonlocal number
+        while True:
             await queue.publish(make_task(number), deadline_s=0.3)
             number += 1
+
+    with pytest.raises(BrokerError, match="was refused: maximum bytes exceeded") as raised:
+        await fill()
     assert "limits.task_bytes" in raised.value.hint
     waiting = asyncio.create_task(queue.publish(make_task(number), deadline_s=10))
     [lease] = await queue.pull(1, 5)

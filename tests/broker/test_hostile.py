@@ -1,0 +1,148 @@
+"""No payload ends a reader: whatever stands in a stream or bucket is a message or an error."""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import follow, publish_metric, read_dead, read_events
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.batch import BatchRecord, Dropped
+from tinkermq.schemas.errors import MessageError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.message import Message
+from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
+from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
+from tinkermq.schemas.task import Blame, DeadLetter
+from tinkermq.schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
+
+from tests.strategies import hostile_payloads, make_group, make_task, nested
+
+BLAME = Blame(boundary="engine", code="engine", message="m")
+METRIC = Metric(step=1, values={"reward/mean": 0.5}, time=1.0)
+STORED: list[Message] = [
+    make_task(1),
+    make_group(1),
+    BatchRecord(
+        step=1,
+        seqs=[1],
+        tasks=[1],
+        dropped=[Dropped(seq=2, task=2, reason="stale")],
+        seed=0,
+        digest="d",
+        learner="l",
+        time=1.0,
+    ),
+    DeadLetter(task=make_task(1), blame=BLAME, num_attempts=1, source="g", time=1.0),
+    METRIC,
+    Event(kind="job_started", source="scheduler", data={"a": [1, {"b": 2}]}, time=1.0),
+    LogLines(actor="learner", attempt=1, lines=["a", "b"], time=1.0),
+    EvalRecord(version=1, step=1, values={"val/mean_score": 1.0}),
+    Presence(actor="a", role="learner", host="h", pid=1, state="working", time=1.0),
+    JobRecord(job="j", name="n", user="u", state="QUEUED", config={"a": {"b": 1}}, created=1.0),
+    Manifest(
+        version=1,
+        tensors=[TensorEntry(name="w", dtype="float32", shape=[1], offset=0, num_bytes=4)],
+        num_bytes=4,
+        digest="d",
+        transport="object",
+        location="v1",
+        published=1.0,
+    ),
+    WeightsAnnouncement(version=1),
+]
+JUNK = [
+    b"",
+    b"junk",
+    nested(5000),
+    b"\xdd\xff\xff\xff\xff",
+    make_task(3).to_bytes()[:-1],
+    Event(kind="k", source="s", time=1.0).to_bytes().replace(b"\xa1v\x01", b"\xa1v\x02"),
+    bytes(1 << 20),
+]
+
+
+@pytest.mark.parametrize("valid", STORED, ids=lambda message: type(message).__name__)
+def test_every_payload_is_a_message_or_a_message_error(valid: Message) -> None:
+    @settings(
+        max_examples=60,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(payload=hostile_payloads(valid))
+    def check(payload: bytes) -> None:
+        try:
+            message = type(valid).from_bytes(payload)
+        except MessageError as error:
+            assert error.message  # noqa: PT017  both outcomes are right
+        else:
+            assert isinstance(message, type(valid))
+
+    check()
+
+
+async def _store(broker: Broker, subject: str, payload: bytes) -> None:
+    await broker.append(subject, payload, deadline_s=5, waiting_for="test")
+
+
+async def test_the_task_queue_goes_on_behind_junk(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope)
+    for number, payload in enumerate(JUNK):
+        await _store(broker, scope.task(number), payload)
+    await queue.publish(make_task(100))
+    numbers: list[int] = []
+    async with asyncio.timeout(10):
+        while not numbers:
+            numbers = [lease.task.task for lease in await queue.pull(3, 1)]
+    assert numbers == [100]
+    await queue.close()
+
+
+async def test_the_rollout_reader_goes_on_behind_junk(broker: Broker, scope: JobScope) -> None:
+    log = RolloutLog(broker, scope)
+    for number, payload in enumerate(JUNK):
+        await _store(broker, scope.rollout(number), payload)
+    await log.append(make_group(100))
+    async with asyncio.timeout(10), aclosing(log.read()) as entries:
+        errors = 0
+        async for entry in entries:
+            if entry.group is not None:
+                break
+            errors += 1
+    assert errors == len(JUNK)
+    assert entry.number == 100
+
+
+async def test_the_feed_goes_on_behind_junk(broker: Broker, scope: JobScope) -> None:
+    for subject in (scope.metric, scope.event, scope.log("learner"), scope.dead):
+        for payload in JUNK:
+            await _store(broker, subject, payload)
+    await publish_metric(broker, scope, METRIC)
+    async with asyncio.timeout(10), aclosing(follow(broker, scope)) as feed:
+        assert await anext(feed) == METRIC
+    assert await read_events(broker, scope) == []
+    assert await read_dead(broker, scope) == []
+
+
+async def test_a_bucket_goes_on_behind_junk(broker: Broker) -> None:
+    bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
+    for number, payload in enumerate(JUNK):
+        await _store(broker, f"$KV.{BUCKET_EVALS}.u.junk.{number}", payload)
+    await bucket.put("u.junk.good", EvalRecord(version=1, step=1))
+    assert [entry.key for entry in await bucket.items("u.junk")] == ["u.junk.good"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=80))
+def test_a_scope_takes_only_what_may_stand_in_a_subject(text: str) -> None:
+    try:
+        scope = JobScope("local", text)
+    except MessageError:
+        return
+    assert scope.batch.count(".") == 5
+    assert not set(text) & set(" .*>\t\r\n")

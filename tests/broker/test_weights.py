@@ -1,0 +1,330 @@
+"""Publishing and fetching versions, by both transports, also when things go wrong."""
+
+import asyncio
+import resource
+import time
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.objects import ObjectStore, chunks_of
+from tinkermq.broker.server import NatsServer
+from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.weights import TensorBytes, WeightStore
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.errors import (
+    BrokerError,
+    ConfigError,
+    MessageError,
+    NotFoundError,
+    StorageError,
+)
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.weights import Manifest
+
+TRANSPORTS: tuple[Literal["object", "file"], ...] = ("object", "file")
+
+
+def _tensors(seed: int, num_values: int = 1000) -> dict[str, TensorBytes]:
+    """Return tensors of three dtypes, one of them empty and one without dimensions."""
+    rng = np.random.default_rng(seed)
+
+    def tensor(dtype: str, shape: tuple[int, ...], item_bytes: int) -> TensorBytes:
+        size = int(np.prod(shape)) * item_bytes
+        return TensorBytes(dtype, shape, memoryview(rng.bytes(size)))
+
+    return {
+        "layer.0.weight": tensor("float32", (num_values, 3), 4),
+        "layer.0.bias": tensor("bfloat16", (num_values,), 2),
+        "none": tensor("float32", (0, 5), 4),
+        "scale": tensor("float16", (), 2),
+        "layer.1.weight": tensor("float32", (3, num_values), 4),
+    }
+
+
+def _same(one: dict[str, TensorBytes], other: dict[str, TensorBytes]) -> bool:
+    return list(one) == list(other) and all(
+        (a.dtype, a.shape, bytes(a.data)) == (b.dtype, b.shape, bytes(b.data))
+        for a, b in zip(one.values(), other.values(), strict=True)
+    )
+
+
+def _files(folder: Path) -> list[str]:
+    return [path.name for path in folder.iterdir() if path.is_file()]
+
+
+@pytest.fixture(params=TRANSPORTS)
+def store(
+    request: pytest.FixtureRequest, broker: Broker, scope: JobScope, tmp_path: Path
+) -> WeightStore:
+    return WeightStore(
+        broker, scope, request.param, folder=tmp_path / "weights", chunk_bytes=1 << 16
+    )
+
+
+async def test_what_was_published_is_fetched_bit_for_bit(store: WeightStore) -> None:
+    tensors = _tensors(1, num_values=100_000)
+    manifest = await store.publish(0, tensors)
+    assert manifest.num_bytes == sum(tensor.data.nbytes for tensor in tensors.values())
+    assert _same(await store.fetch(manifest), tensors)
+    assert await store.latest() == manifest
+    assert await store.manifest(0) == manifest
+
+
+async def test_nothing_at_all_can_be_published(store: WeightStore) -> None:
+    assert await store.fetch(await store.publish(0, {})) == {}
+
+
+async def test_a_late_joiner_finds_all_versions_and_the_latest(
+    store: WeightStore, nats_server: NatsServer, scope: JobScope
+) -> None:
+    for version in (0, 1, 2):
+        await store.publish(version, _tensors(version))
+    async with await connect(nats_server.url, name="late") as late:
+        joiner = WeightStore(late, scope)
+        assert await joiner.versions() == [0, 1, 2]
+        latest = await joiner.latest()
+        assert latest is not None
+        assert latest.version == 2
+        assert _same(await joiner.fetch(latest), _tensors(2))
+
+
+async def test_the_latest_is_never_set_back(store: WeightStore) -> None:
+    await store.publish(5, _tensors(5))
+    await store.publish(4, _tensors(4))
+    latest = await store.latest()
+    assert latest is not None
+    assert latest.version == 5
+
+
+async def test_a_version_published_again_replaces_the_first(store: WeightStore) -> None:
+    first = await store.publish(1, _tensors(1))
+    second = await store.publish(1, _tensors(2))
+    assert await store.latest() == second
+    assert await store.versions() == [1]
+    assert _same(await store.fetch(second), _tensors(2))
+    with pytest.raises(NotFoundError):
+        await store.fetch(first)
+
+
+async def test_a_removed_version_is_gone_and_removing_again_is_harmless(
+    store: WeightStore,
+) -> None:
+    old = await store.publish(0, _tensors(0))
+    new = await store.publish(1, _tensors(1))
+    await store.remove(0)
+    await store.remove(0)
+    assert await store.versions() == [1]
+    with pytest.raises(NotFoundError):
+        await store.fetch(old)
+    assert _same(await store.fetch(new), _tensors(1))
+
+
+async def test_a_waiter_is_woken_by_the_announcement(
+    store: WeightStore, nats_server: NatsServer, scope: JobScope
+) -> None:
+    async with await connect(nats_server.url, name="waiter") as connection:
+        waiter = WeightStore(connection, scope)
+        assert await waiter.wait_newer(-1, 0.05) is None
+        waiting = asyncio.create_task(waiter.wait_newer(-1, 30))
+        await asyncio.sleep(0.1)
+        await store.publish(0, _tensors(0))
+        published = time.monotonic()
+        manifest = await waiting
+        assert manifest is not None
+        assert manifest.version == 0
+        assert time.monotonic() - published < 0.5
+        assert await waiter.wait_newer(0, 0.05) is None
+        await waiter.close()
+
+
+async def test_a_lost_announcement_costs_two_seconds_at_most(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    async with await connect(own_server.url, name="waiter") as connection:
+        waiter = WeightStore(connection, own_scope)
+        waiting = asyncio.create_task(waiter.wait_newer(-1, 30))
+        await asyncio.sleep(0.1)
+        own_server.kill()
+        own_server.start()
+        started = time.monotonic()
+        await WeightStore(own_broker, own_scope).publish(0, _tensors(0))
+        assert await waiting is not None
+        assert time.monotonic() - started < 3
+        await waiter.close()
+
+
+async def test_a_kill_in_the_middle_of_publishing_and_fetching_damages_nothing(
+    own_server: NatsServer, own_broker: Broker, own_scope: JobScope
+) -> None:
+    tensors = _tensors(7, num_values=1_000_000)
+    store = WeightStore(own_broker, own_scope, chunk_bytes=1 << 17)
+
+    async def kill() -> None:
+        for delay_s in (0.01, 0.03, 0.02):
+            await asyncio.sleep(delay_s)
+            own_server.kill()
+            own_server.start()
+
+    async with asyncio.TaskGroup() as group:
+        publishing = group.create_task(store.publish(0, tensors))
+        group.create_task(kill())
+    async with asyncio.TaskGroup() as group:
+        fetching = group.create_task(store.fetch(publishing.result()))
+        group.create_task(kill())
+    assert _same(fetching.result(), tensors)
+    await store.sweep()
+    assert len(await ObjectStore(own_broker, own_scope.object_weights).names()) == 1
+
+
+async def test_a_damaged_object_is_fetched_twice_and_then_an_error(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope)
+    manifest = await store.publish(3, _tensors(3))
+    info = await ObjectStore(broker, scope.object_weights).info(manifest.location)
+    assert info is not None
+    chunk = f"$O.{scope.object_weights}.C.{info.nuid}"
+    await broker.api(f"STREAM.PURGE.OBJ_{scope.object_weights}", {"filter": chunk})
+    await broker.append(chunk, bytes(info.num_bytes), deadline_s=5, waiting_for="test")
+    with pytest.raises(BrokerError, match=r"version 3 is damaged: .* has digest"):
+        await store.fetch(manifest)
+
+
+async def test_a_damaged_file_is_an_error(broker: Broker, scope: JobScope, tmp_path: Path) -> None:
+    store = WeightStore(broker, scope, "file", folder=tmp_path)
+    manifest = await store.publish(3, _tensors(3))
+    content = await asyncio.to_thread(Path(manifest.location).read_bytes)
+    await asyncio.to_thread(Path(manifest.location).write_bytes, content[:-10] + b"\xff" * 10)
+    with pytest.raises(BrokerError, match="version 3 is damaged"):
+        await store.fetch(manifest)
+    await asyncio.to_thread(Path(manifest.location).write_bytes, b"")
+    with pytest.raises(StorageError, match="cannot be read"):
+        await store.fetch(manifest)
+
+
+async def test_an_object_whose_chunks_are_gone_is_an_error_at_once(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope)
+    manifest = await store.publish(3, _tensors(3))
+    await broker.api(
+        f"STREAM.PURGE.OBJ_{scope.object_weights}", {"filter": f"$O.{scope.object_weights}.C.>"}
+    )
+    with pytest.raises(NotFoundError, match=r"chunks of an object .* are gone after 0 bytes"):
+        await store.fetch(manifest)
+
+
+async def test_a_full_bucket_is_named(broker: Broker, scope: JobScope) -> None:
+    await create_job_streams(broker, scope, LimitsConfig(), weights_bytes=1 << 20)
+    store = WeightStore(broker, scope)
+    with pytest.raises(BrokerError, match="was refused: maximum bytes exceeded") as raised:
+        await store.publish(0, _tensors(0, num_values=200_000))
+    assert "its bucket is full" in raised.value.hint
+    assert await store.versions() == []
+
+
+async def test_a_folder_that_cannot_be_written_is_named(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    store = WeightStore(broker, scope, "file", folder=tmp_path / "file" / "weights")
+    with pytest.raises(StorageError, match="the weights cannot be written to"):
+        await store.publish(0, _tensors(0))
+
+
+async def test_the_file_transport_without_a_folder_is_refused(
+    broker: Broker, scope: JobScope
+) -> None:
+    with pytest.raises(ConfigError, match="there is no folder") as raised:
+        WeightStore(broker, scope, "file")
+    assert "weights.folder" in raised.value.hint
+
+
+async def test_a_full_disk_leaves_no_half_written_file(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    store = WeightStore(broker, scope, "file", folder=tmp_path / "weights")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # the nearest to a full disk
+    try:
+        with pytest.raises(StorageError, match="the weights cannot be written"):
+            await store.publish(0, _tensors(0, num_values=100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert _files(tmp_path / "weights") == []
+    assert await store.latest() is None
+
+
+async def test_the_file_opens_as_safetensors_and_leaves_no_temporary_one(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    tensors = {"w": TensorBytes("float32", (2, 3), memoryview(np.arange(6, dtype="<f4")).cast("B"))}
+    manifest = await WeightStore(broker, scope, "file", folder=tmp_path).publish(0, tensors)
+    assert (load_file(manifest.location)["w"] == np.arange(6).reshape(2, 3)).all()
+    assert _files(tmp_path) == [Path(manifest.location).name]
+
+
+async def test_a_reader_keeps_a_file_that_is_removed_under_it(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    store = WeightStore(broker, scope, "file", folder=tmp_path)
+    fetched = await store.fetch(await store.publish(0, _tensors(0)))
+    await store.remove(0)
+    assert _same(fetched, _tensors(0))
+
+
+async def test_the_stock_object_store_reads_what_was_published(
+    broker: Broker, scope: JobScope
+) -> None:
+    tensors = _tensors(0, num_values=50_000)
+    manifest = await WeightStore(broker, scope, chunk_bytes=1 << 16).publish(0, tensors)
+    objects = await broker.js.object_store(scope.object_weights)
+    stored = await objects.get(manifest.location)
+    assert stored.data == b"".join(tensor.data for tensor in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"dtype": "int8"}, {"shape": [2, 2]}, {"offset": 100}, {"num_bytes": 10}, {"shape": [-1, -6]}],
+)
+async def test_a_manifest_that_contradicts_itself_is_refused(
+    broker: Broker, scope: JobScope, change: dict[str, object]
+) -> None:
+    store = WeightStore(broker, scope)
+    tensors = {"w": TensorBytes("float32", (2, 3), memoryview(bytes(24)))}
+    manifest = await store.publish(0, tensors)
+    entry = manifest.tensors[0].model_copy(update=change)
+    with pytest.raises(MessageError, match="tensor w of dtype"):
+        await store.fetch(Manifest(**{**dict(manifest), "tensors": [entry]}))
+
+
+async def test_tensors_that_contradict_themselves_are_not_published(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope)
+    with pytest.raises(MessageError, match="does not fit its 8 bytes"):
+        await store.publish(0, {"w": TensorBytes("float32", (2, 3), memoryview(bytes(8)))})
+    assert await store.versions() == []
+
+
+async def test_the_weights_of_a_removed_job_are_named(broker: Broker, scope: JobScope) -> None:
+    await delete_job_streams(broker, scope)
+    store = WeightStore(broker, scope)
+    with pytest.raises(NotFoundError):
+        await store.latest()
+    with pytest.raises(NotFoundError):
+        await store.publish(0, _tensors(0))
+
+
+def test_chunks_cover_all_bytes_and_copy_only_at_seams() -> None:
+    parts = [memoryview(bytes(range(10))), memoryview(b""), memoryview(bytes(range(10, 13)))]
+    for size in range(1, 15):
+        chunks = list(chunks_of(parts, size))
+        assert b"".join(chunks) == bytes(range(13))
+        assert all(len(chunk) == size for chunk in chunks[:-1])
+    assert list(chunks_of([], 4)) == []
+    assert next(chunks_of(parts, 5)).obj is parts[0].obj
