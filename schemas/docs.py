@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from . import codec
+from . import codec, errors
 from .config import JobConfig, Section
 from .errors import TinkermqError
 from .message import SCHEMA_VERSION, Message
@@ -147,7 +147,7 @@ def _message(model: type[Message]) -> str:
 
 
 def _error_codes() -> str:
-    about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors(TinkermqError)}
+    about = {found: _unwrap(inspect.getdoc(found) or "") for found in _errors()}
     about[TinkermqError] = "Something that nobody foresaw; the log of the actor says what."
     rows = [
         (f"`{found.code}`", f"`{found.__name__}`", about[found])
@@ -156,8 +156,10 @@ def _error_codes() -> str:
     return _table(("code", "raised at the caller as", "meaning"), rows)
 
 
-def _errors(base: type[TinkermqError]) -> list[type[TinkermqError]]:
-    return [base, *(found for child in base.__subclasses__() for found in _errors(child))]
+def _errors() -> list[type[TinkermqError]]:
+    """Return the errors that travel: those of this room."""
+    found: list[object] = list(vars(errors).values())
+    return [one for one in found if isinstance(one, type) and issubclass(one, TinkermqError)]
 
 
 # -- docs/configuration.md -----------------------------------------------------------------------

@@ -1,0 +1,293 @@
+"""The documentation is true: pages match the code, links and commands exist, the tutorial runs."""
+
+import ast
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from cyclopts import App, CycloptsError
+from tinkermq.broker.streams import job_streams
+from tinkermq.clients.cli.app import build_app
+from tinkermq.schemas.config import JobConfig, LimitsConfig
+from tinkermq.schemas.docs import message_modules, pages
+from tinkermq.schemas.load_config import all_keys, parse_config
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.topics import STORES, TOPICS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+TUTORIAL = ROOT / "docs" / "writing-a-game.md"
+FENCE = re.compile(r"^( *)```(\w+)?(.*)$")
+
+
+@dataclass
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    line: int
+    language: str
+    info: str
+    text: str
+
+    @property
+    def title(self) -> str:
+        """The file that the block is saved as."""
+        found = re.search(r'title="([^"]+)"', self.info)
+        return found[1] if found else ""
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(*found: Path) -> Iterator[Block]:
+    for page in found:
+        opened: Block | None = None
+        indent = ""
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            fence = FENCE.match(line)
+            if fence and opened is None:
+                indent = fence[1]
+                opened = Block(page, number, fence[2] or "", fence[3], "")
+            elif fence and opened is not None:
+                yield opened
+                opened = None
+            elif opened is not None:
+                opened.text += line.removeprefix(indent) + "\n"
+        assert opened is None, f"{page.name}: a block is never closed"
+
+
+def prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
+# -- generated pages -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", pages())
+def test_the_committed_page_is_what_the_schemas_say(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == pages()[name], "run `make docs`"
+
+
+def test_every_message_travels_on_a_subject_or_inside_another() -> None:
+    used = {topic.message for topic in TOPICS} | {topic.reply for topic in TOPICS}
+    used |= {store.message for store in STORES}
+    models = [model for _, found in message_modules() for model in found]
+    inner = "".join(
+        str(field.annotation) for model in models for field in model.model_fields.values()
+    )
+    unused = [
+        model.__name__
+        for model in models
+        if model not in used and f".{model.__name__}" not in inner
+    ]
+    assert unused == ["ErrorReply"]
+
+
+def test_the_table_of_stores_names_the_streams_that_are_made() -> None:
+    prefix = {"stream": "", "bucket": "KV_", "objects": "OBJ_"}
+    ours = {
+        prefix[store.kind] + store.name.replace("<u>", "u").replace("<j>", "j")
+        for store in STORES
+        if "<j>" in store.name
+    }
+    made = job_streams(JobScope("u", "j"), LimitsConfig(), 1)
+    assert ours == {str(config["name"]) for config in made}
+
+
+def test_the_table_of_subjects_has_every_request_to_the_scheduler() -> None:
+    tree = ast.parse((ROOT / "actors" / "scheduler" / "desk.py").read_text())
+    served = {
+        (node.elts[0].value, ast.unparse(node.elts[1]))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Tuple) and isinstance(node.elts[0], ast.Constant)
+    }
+    told = {
+        (topic.subject.rsplit(".", 1)[1], topic.message.__name__)
+        for topic in TOPICS
+        if ".scheduler." in topic.subject
+    }
+    assert told == served
+
+
+# -- links, commands, keys -------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken: list[str] = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"(https?|mailto):", target):
+            continue
+        path, _, anchor = target.partition("#")
+        place = (page.parent / path).resolve() if path else page
+        if not place.exists() or (anchor and anchor not in anchors(place)):
+            broken.append(target)
+    assert not broken
+
+
+def commands(*found: Path) -> Iterator[tuple[str, str]]:
+    """Yield every command line in a shell block, and where it stands."""
+    for block in blocks(*found):
+        if block.language not in {"sh", "console", "bash"}:
+            continue
+        text = block.text.replace("\\\n", " ")
+        for line in text.splitlines():
+            if block.language == "console":
+                if not line.startswith("$ "):
+                    continue
+                line = line.removeprefix("$ ")
+            line = line.split(" #")[0].strip()
+            if line and not line.startswith("#"):
+                yield str(block), line
+
+
+@pytest.fixture(scope="module")
+def app() -> App:
+    return build_app()
+
+
+def check_command_line(app: App, line: str) -> None:
+    """Let the command line's own parser judge `tinkermq …`; nothing is run."""
+    tokens = shlex.split(line)
+    tokens = tokens[tokens.index("tinkermq") + 1 :]
+    if "|" in tokens:
+        tokens = tokens[: tokens.index("|")]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        app.parse_args(tokens, print_error=False, exit_on_error=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_tinkermq_command_can_be_typed(app: App, page: Path) -> None:
+    for where, line in commands(page):
+        first = [word for word in line.split() if "=" not in word][:1]
+        if first != ["tinkermq"]:
+            continue
+        try:
+            check_command_line(app, line)
+        except (CycloptsError, ValueError) as error:
+            pytest.fail(f"{where}: {line}: {error}")
+
+
+def test_every_command_of_tinkermq_is_told_somewhere() -> None:
+    told = " ".join(page.read_text() for page in PAGES)
+    app = build_app()
+    names = [name for name in app if not name.startswith("-")]
+    names = [
+        f"{name} {inner}" if inner else name
+        for name in names
+        for inner in ([one for one in app[name] if not one.startswith("-")] or [""])
+    ]
+    assert not [name for name in names if f"tinkermq {name}" not in told]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_make_target_and_script_exists(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for where, line in commands(page):
+        words = line.split()
+        if words[0] == "make":
+            assert set(words[1:]) <= targets, f"{where}: {line}"
+        for word in words:
+            if word.startswith(("examples/", "benchmarks/", "docs/")):
+                assert (ROOT / word).exists(), f"{where}: {line}"
+    for target in re.findall(r"`make (\w+)`", prose(page)):
+        assert target in targets
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_configuration_key_exists(page: Path) -> None:
+    keys = {*all_keys(), *JobConfig.model_fields}
+    sections = "|".join(key for key in JobConfig.model_fields if f"{key}." in " ".join(keys))
+    named = re.findall(rf"`((?:{sections})\.[a-z_]+)\b[=:` ]", page.read_text())
+    subjects = {"env.describe", "env.reset", "env.step", "env.close"}
+    assert not set(named) - keys - subjects
+
+
+@pytest.mark.parametrize(
+    "block",
+    [block for block in blocks(*PAGES) if block.language == "yaml" and "model:" in block.text],
+    ids=str,
+)
+def test_every_yaml_example_is_a_valid_configuration(block: Block) -> None:
+    parse_config(yaml.safe_load(block.text))
+
+
+@pytest.mark.parametrize(
+    "block", [block for block in blocks(*PAGES) if block.language == "python"], ids=str
+)
+def test_every_python_example_imports_what_exists(block: Block) -> None:
+    if "append" in block.info:
+        return
+    for node in ast.parse(block.text).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("tinkermq"):
+            exec(ast.unparse(node), {})
+
+
+# -- the tutorial ----------------------------------------------------------------------------------
+
+
+def environment(folder: Path) -> dict[str, str]:
+    programs = str(Path(sys.executable).parent)
+    return {
+        **os.environ,
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "NO_COLOR": "1",
+        "COLUMNS": "120",
+        "OMP_NUM_THREADS": "1",
+        "TINKERMQ_HOME": str(folder / "home"),
+    }
+
+
+def run(line: str, folder: Path, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        shlex.split(line),
+        cwd=folder,
+        env=environment(folder),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def matches(shown: str, said: str) -> bool:
+    """Compare output with what a page shows of it; a line `...` stands for any number of lines."""
+    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE)]
+    return re.fullmatch("(?:.*\n)*".join(parts), said) is not None
+
+
+def save(block: Block, folder: Path) -> None:
+    mode = "a" if "append" in block.info else "w"
+    with (folder / block.title).open(mode) as file:
+        file.write("\n" * (mode == "a") + block.text)
+
+
+def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
+    for block in blocks(TUTORIAL):
+        if block.title:
+            save(block, tmp_path)
+        elif block.language == "console":
+            command, _, shown = block.text.removeprefix("$ ").partition("\n")
+            said = run(command, tmp_path).stdout
+            assert matches(shown, said), f"{block}: {command}\n{said}"
