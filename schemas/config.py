@@ -164,7 +164,8 @@ class AlgorithmConfig(Section):
     dual_clip: float = Field(default=3.0, gt=1, json_schema_extra=when("loss", "ppo"))
     """Bound of the loss for negative advantages."""
     correction: CorrectionName = "tis"
-    """Off-policy correction by the recorded behaviour log-probs."""
+    """Off-policy correction by the recorded behaviour log-probs; none for dppo, which corrects for
+    them by itself."""
     correction_level: Literal["token", "sequence"] = Field(
         default="token", json_schema_extra=when("correction", "tis")
     )
@@ -197,6 +198,20 @@ class AlgorithmConfig(Section):
     """Soft penalty over the last so many response tokens; 0: none."""
     overlong_factor: float = Field(default=1.0, ge=0)
     """Largest overlong penalty."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _dppo_corrects_by_itself(cls, values: Any) -> Any:
+        """Let loss=dppo imply correction=none, and refuse another one."""
+        if not isinstance(values, dict) or cast("dict[str, Any]", values).get("loss") != "dppo":
+            return cast("Any", values)
+        given = cast("dict[str, Any]", values)
+        if given.get("correction", "none") != "none":
+            raise ValueError(
+                f"correction={given['correction']} cannot be used with loss=dppo, which corrects "
+                "for the behaviour policy by itself: remove it"
+            )
+        return {**given, "correction": "none"}
 
     @model_validator(mode="after")
     def _kl_keys_have_effect(self) -> Self:

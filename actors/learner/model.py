@@ -6,7 +6,6 @@ Shape letters: B rows, T columns of a row, N generated tokens, D hidden size, V 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -256,20 +255,15 @@ class Scorer:
 
     def _packing_error(self) -> float:
         """Largest difference of a log-prob between a shared row and a row of its own."""
-        ids = np.arange(24, dtype=np.int64) % self._vocab()
+        ids = np.arange(20, dtype=np.int64) % self._vocab()
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
-        sequences = [TokenSequence(part, mask) for part in np.split(ids, 3)]
-        sequences.append(TokenSequence(np.concatenate([ids[:4], ids[16:20]]), mask))
-        options = {"row_tokens": 64, "microbatch_tokens": 64}
-        alone = torch.cat(list(self._each_alone(sequences)))
-        [packed] = pack(sequences, **options, share_prompts=not self.flat_rows)
-        together = self.score(packed).logprobs_N
-        return float((alone - together).abs().max())
-
-    def _each_alone(self, sequences: list[TokenSequence]) -> Iterator[Tensor]:
-        for sequence in sequences:
-            [packed] = pack([sequence], row_tokens=64, microbatch_tokens=64)
-            yield self.score(packed).logprobs_N
+        first, second = TokenSequence(ids[:8], mask), TokenSequence(ids[8:16], mask)
+        same_prompt = TokenSequence(np.concatenate([ids[:4], ids[16:]]), mask)
+        rows = {"row_tokens": 32, "microbatch_tokens": 32}
+        [together] = pack([first, second, same_prompt], **rows, share_prompts=not self.flat_rows)
+        alone = [self.score(pack([each], **rows)[0]).logprobs_N for each in (second, same_prompt)]
+        error_N = self.score(together).logprobs_N[len(alone[0]) :] - torch.cat(alone)
+        return float(error_N.abs().max())
 
 
 def _sliding_window(config: Any) -> tuple[int | None, bool]:

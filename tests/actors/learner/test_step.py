@@ -1,0 +1,383 @@
+"""The step makes the gradients of a plain implementation, and the same bits when repeated."""
+
+import copy
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.learner.model import load_model
+from tinkermq.actors.learner.step import StepReport, Trainer
+from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.rollout import Group
+from torch import nn
+from transformers import PreTrainedModel
+
+from tests.groups import make_group, make_trajectory, random_group
+from tests.models import changed, loaded, make_tiny_model
+
+from .plain_step import Episodes, grpo, plain_logprobs, plain_step
+
+torch.set_num_threads(1)
+
+VERSION = 3
+STEP = VERSION + 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def initial(folder: Path) -> PreTrainedModel:
+    """The policy that it started from."""
+    return load_model(_config(folder).model, _config(folder).learner)
+
+
+@pytest.fixture(scope="module")
+def policy(initial: PreTrainedModel) -> PreTrainedModel:
+    """A policy that has moved away from the initial one."""
+    return loaded(initial, changed(initial, seed=3, scale=0.1))
+
+
+def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
+    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
+    rollout = {
+        "max_prompt_tokens": 16,
+        "max_turn_tokens": 16,
+        "max_response_tokens": 48,
+    } | sections.pop("rollout", {})
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "learner": learner,
+            "rollout": rollout,
+            **sections,
+        }
+    )
+
+
+def _groups(seed: int = 0, num: int = 4, **options: Any) -> list[Group]:
+    """Groups of which the third has equal rewards."""
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, number, version=VERSION, **options) for number in range(num)]
+    groups[2] = random_group(rng, 2, version=VERSION, turns=1, **options)
+    for item in groups[2].trajectories:
+        item.rewards[:] = 1.0
+    return groups
+
+
+def _recorded(batch: TrainingBatch, model: nn.Module, groups: list[Group]) -> TrainingBatch:
+    """Give the batch behaviour log-probs near the policy's, further off in some sequences."""
+    rng = np.random.default_rng(7)
+    with torch.no_grad():
+        exact, _ = plain_logprobs(model, [t for g in groups for t in g.sampled], 1.0)
+    scales = itertools.cycle([0.001, 0.3, 0.6])
+    noisy = [
+        item + torch.from_numpy(rng.normal(0, next(scales), len(item))).float() for item in exact
+    ]
+    noisy[4][0] += 9.6  # this one is caught by `veto`
+    return replace(batch, behaviour_N=torch.cat(noisy))
+
+
+def _episodes(batch: TrainingBatch, groups: list[Group]) -> Episodes:
+    trajectories = [item for group in groups for item in group.sampled]
+    counts = [item.num_generated for item in trajectories]
+    group = [at for at, item in enumerate(groups) for _ in item.sampled]
+    lags = (VERSION - batch.versions_N).float()
+    return Episodes(
+        trajectories, group, list(batch.behaviour_N.split(counts)), list(lags.split(counts)), []
+    )
+
+
+def _advantages_of(groups: list[Group]):
+    sizes = [len(group.sampled) for group in groups]
+    trajectories = [item for group in groups for item in group.sampled]
+
+    def of(rewards: list[float]) -> list[torch.Tensor]:
+        ends = np.cumsum([0, *sizes])
+        values = grpo([rewards[a:b] for a, b in itertools.pairwise(ends)])
+        return [
+            torch.full((item.num_generated,), float(value))
+            for item, value in zip(trajectories, values, strict=True)
+        ]
+
+    return of
+
+
+def _train(model: nn.Module, config: JobConfig, batch: TrainingBatch) -> StepReport:
+    return Trainer(model, config, total_steps=10).step(batch, STEP)
+
+
+def _gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def _weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def _assert_same_training(
+    policy: nn.Module,
+    config: JobConfig,
+    groups: list[Group],
+    *,
+    initial: nn.Module | None = None,
+    advantages_of: Any = None,
+) -> StepReport:
+    """Train two copies of the policy, one by the step and one plainly, and compare them."""
+    batch = _recorded(assemble(groups), policy, groups)
+    plain, ours = copy.deepcopy(policy), copy.deepcopy(policy)
+    of = advantages_of or _advantages_of(groups)
+    plain_step(plain, initial or policy, config, _episodes(batch, groups), of)
+    report = _train(ours, config, batch)
+    wanted = _gradients(plain)
+    assert wanted.abs().max() > 1e-4
+    tolerance = 1e-5 * max(1.0, float(wanted.abs().max()))
+    torch.testing.assert_close(_gradients(ours), wanted, rtol=1e-4, atol=tolerance)
+    torch.testing.assert_close(_weights(ours), _weights(plain), rtol=0, atol=1e-5)
+    return report
+
+
+LOSSES = ["ppo", "gspo", "cispo", "reinforce"]
+CORRECTIONS: list[dict[str, Any]] = [
+    {"correction": "none"},
+    {"correction": "tis"},
+    {"correction": "tis", "correction_level": "sequence"},
+    {"correction": "icepop"},
+    {"correction": "geometric"},
+    {"correction": "mis"},
+    {"correction": "veto"},
+    {"correction": "decoupled"},
+    {"correction": "decoupled", "proximal": "loglinear"},
+    {"correction": "m2po"},
+]
+AGGREGATIONS: list[dict[str, Any]] = [
+    {"loss_agg": "token-mean"},
+    {"loss_agg": "seq-mean-token-mean"},
+    {"loss_agg": "seq-mean-token-sum"},
+    {"loss_agg": "seq-mean-token-sum-norm", "loss_agg_length": 7},
+]
+KLS: list[dict[str, Any]] = [
+    {},
+    {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k3"},
+    {"kl_coef": 0.1, "kl_in": "reward", "kl_estimator": "k1"},
+    {"kl_coef": 0.1, "kl_in": "loss", "kl_estimator": "k2"},
+]
+
+
+def _cases() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every loss with every correction; the other choices take turns, so that all pairs occur."""
+    turns = itertools.cycle(itertools.product(AGGREGATIONS, (1, 2), KLS, (True, False)))
+    step = 11  # has no factor in common with the number of combinations
+    algorithms: list[dict[str, Any]] = [
+        {"loss": loss, **correction} for loss in LOSSES for correction in CORRECTIONS
+    ]
+    algorithms += [{"loss": "dppo"}] * 6
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for algorithm in algorithms:
+        aggregation, minibatches, kl, share = next(itertools.islice(turns, step - 1, None))
+        clip = {"clip_low": 0.01, "clip_high": 0.02} if algorithm["loss"] == "ppo" else {}
+        cases.append(
+            (
+                {**algorithm, **aggregation, **kl, **clip},
+                {"num_minibatches": minibatches, "share_prompts": share},
+            )
+        )
+    return cases
+
+
+@pytest.mark.parametrize(("algorithm", "learner"), _cases(), ids=str)
+def test_it_trains_as_a_plain_implementation_does(
+    folder: Path,
+    policy: PreTrainedModel,
+    initial: PreTrainedModel,
+    algorithm: dict[str, Any],
+    learner: dict[str, Any],
+) -> None:
+    config = _config(folder, algorithm=algorithm, learner=learner)
+    _assert_same_training(policy, config, _groups(), initial=initial)
+
+
+def test_the_entropy_bonus_and_the_temperature_enter_the_gradient(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    config = _config(folder, algorithm={"entropy_coef": 0.3}, rollout={"temperature": 0.7})
+    report = _assert_same_training(policy, config, _groups())
+    batch = assemble(_groups())
+    with torch.no_grad():
+        trajectories = [item for group in _groups() for item in group.sampled]
+        _, entropies = plain_logprobs(policy, trajectories, 0.7)
+    assert report.numbers["actor/entropy"] == pytest.approx(float(torch.cat(entropies).mean()))
+    assert report.numbers["staleness/num_tokens/lag_0"] == int((batch.versions_N == VERSION).sum())
+
+
+def test_sequences_without_advantage_take_no_part_and_change_nothing(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    groups = _groups()
+    report = _assert_same_training(policy, _config(folder), groups)
+    counted = sum(
+        value for key, value in report.numbers.items() if key.startswith("staleness/num_tokens")
+    )
+    varied = sum(item.num_generated for at in (0, 1, 3) for item in groups[at].sampled)
+    assert counted <= varied < assemble(groups).num_tokens
+
+
+def test_a_batch_without_any_advantage_still_counts_as_a_step(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    config = _config(folder, learner={"weight_decay": 0.5})
+    model = copy.deepcopy(policy)
+    report = _train(model, config, assemble([_groups()[2]]))
+    torch.testing.assert_close(_weights(model), _weights(policy) * (1 - 0.1 * 0.5))
+    assert report.numbers["actor/grad_norm"] == 0.0
+    assert "actor/entropy" not in report.numbers
+
+
+def test_remax_compares_with_the_greedy_episode(folder: Path, policy: PreTrainedModel) -> None:
+    groups = _groups(greedy=True)
+    greedy = [item.reward for g in groups for item in g.trajectories if item.greedy]
+    baselines = [value for value in greedy for _ in range(4)]
+    lengths = [item.num_generated for group in groups for item in group.sampled]
+
+    def advantages(rewards: list[float]) -> list[torch.Tensor]:
+        return [
+            torch.full((num,), reward - baseline)
+            for num, reward, baseline in zip(lengths, rewards, baselines, strict=True)
+        ]
+
+    config = _config(folder, algorithm={"advantage": "remax"})
+    _assert_same_training(policy, config, groups, advantages_of=advantages)
+
+
+def test_overlong_responses_lose_reward(folder: Path, policy: PreTrainedModel) -> None:
+    groups = _groups()
+    lengths = [
+        len(item.mask) - int(np.argmax(item.mask)) for group in groups for item in group.sampled
+    ]
+    plain = _advantages_of(groups)
+
+    def advantages(rewards: list[float]) -> list[torch.Tensor]:
+        penalties = [min(-(length - (16 - 12)) / 12 * 2.0, 0.0) for length in lengths]
+        return plain([a + b for a, b in zip(rewards, penalties, strict=True)])
+
+    config = _config(
+        folder,
+        algorithm={"overlong_buffer": 12, "overlong_factor": 2.0},
+        rollout={"max_response_tokens": 16},
+    )
+    report = _assert_same_training(policy, config, groups, advantages_of=advantages)
+    batch = assemble(groups)
+    assert report.numbers["critic/rewards/mean"] < float(batch.rewards_S.mean())
+
+
+def test_each_turn_is_compared_with_the_same_turn_of_its_group(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    def episode(first: float, second: float):
+        return make_trajectory([9, 10], [([20, 21], [30]), ([22], [])], [first, second])
+
+    group = make_group([episode(1, 0), episode(0, 3), episode(0, 1)])
+    # Returns to go with γ = 0.5: first turns 1, 1.5, 0.5; second turns 0, 3, 1.
+    first = torch.tensor([0.0, 1.0, -1.0])
+    second = (torch.tensor([0.0, 3.0, 1.0]) - 4 / 3) / 1.527525
+    wanted = [torch.stack([a, a, b]) for a, b in zip(first, second, strict=True)]
+    config = _config(folder, algorithm={"advantage": "grpo_per_turn", "gamma": 0.5})
+    batch = _recorded_as_is(assemble([group]))
+    ours, plain = copy.deepcopy(policy), copy.deepcopy(policy)
+    plain_step(plain, policy, config, _episodes(batch, [group]), lambda _: wanted)
+    _train(ours, config, batch)
+    torch.testing.assert_close(_gradients(ours), _gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+def _recorded_as_is(batch: TrainingBatch) -> TrainingBatch:
+    return replace(batch, behaviour_N=torch.full_like(batch.behaviour_N, -6.0))
+
+
+def test_the_same_step_from_the_same_state_gives_the_same_bits(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    config = _config(
+        folder, learner={"eps": 1e-8, "lr": 1e-3, "row_tokens": 64, "microbatch_tokens": 128}
+    )
+    weights: list[torch.Tensor] = []
+    for _ in range(2):
+        trainer = Trainer(copy.deepcopy(policy), config, total_steps=10)
+        for step in (1, 2, 3):
+            trainer.step(assemble(_groups(step)), step)
+        weights.append(_weights(trainer.model))
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_gradients_add_up_over_small_micro_batches(folder: Path, policy: PreTrainedModel) -> None:
+    learner = {"row_tokens": 64, "microbatch_tokens": 64}
+    _assert_same_training(policy, _config(folder, learner=learner), _groups(num=6))
+
+
+def test_gradient_checkpointing_changes_no_gradient(folder: Path, policy: PreTrainedModel) -> None:
+    config = _config(folder, learner={"gradient_checkpointing": True})
+    batch = assemble(_groups())
+    ours = load_model(config.model, config.learner)
+    ours.load_state_dict(policy.state_dict())
+    plain = copy.deepcopy(policy)
+    _train(ours, config, batch)
+    _train(plain, _config(folder), batch)
+    assert ours.is_gradient_checkpointing
+    torch.testing.assert_close(_gradients(ours), _gradients(plain), rtol=1e-5, atol=1e-7)
+
+
+def test_bfloat16_stays_close_and_keeps_float32_masters(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    batch = assemble(_groups())
+    ours, plain = copy.deepcopy(policy), copy.deepcopy(policy)
+    _train(ours, _config(folder, learner={"dtype": "bfloat16"}), batch)
+    _train(plain, _config(folder), batch)
+    assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
+    close = torch.nn.functional.cosine_similarity(_gradients(ours), _gradients(plain), dim=0)
+    assert 0.99 < float(close) < 1.0
+
+
+def test_an_update_without_a_finite_gradient_is_left_out_and_counted(
+    folder: Path, policy: PreTrainedModel
+) -> None:
+    batch = assemble(_groups())
+    batch.behaviour_N[:] = float("nan")
+    model = copy.deepcopy(policy)
+    report = _train(model, _config(folder), batch)
+    assert torch.equal(_weights(model), _weights(policy))
+    assert report.numbers["actor/skipped_updates"] == 1.0
+    assert "actor/grad_norm" not in report.numbers
+
+
+def test_the_learning_rate_follows_its_schedule(folder: Path, policy: PreTrainedModel) -> None:
+    config = _config(
+        folder, learner={"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "min_lr_ratio": 0.1}
+    )
+    trainer = Trainer(copy.deepcopy(policy), config, total_steps=5)
+    batch = assemble(_groups(num=3))
+    rates = [trainer.step(batch, step).numbers["actor/lr"] for step in (1, 2, 3, 4, 5)]
+    assert rates == pytest.approx([0.05, 0.1, 0.1, 0.055, 0.01])
+
+
+def test_the_gradient_norm_is_bounded(folder: Path, policy: PreTrainedModel) -> None:
+    model = copy.deepcopy(policy)
+    report = _train(model, _config(folder, learner={"grad_clip": 0.01}), assemble(_groups()))
+    assert report.numbers["actor/grad_norm"] > 0.01
+    assert float(_gradients(model).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_dppo_corrects_by_itself(folder: Path) -> None:
+    assert _config(folder, algorithm={"loss": "dppo"}).algorithm.correction == "none"
+    with pytest.raises(ValueError, match="correction=tis cannot be used with loss=dppo"):
+        _config(folder, algorithm={"loss": "dppo", "correction": "tis"})
+    with pytest.raises(ValueError, match="correction_cap has no effect"):
+        _config(folder, algorithm={"loss": "dppo", "correction_cap": 3.0})
