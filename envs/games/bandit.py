@@ -1,7 +1,7 @@
 """Bandit: generated states, one turn.
 
 A row of arms stands in a room; in each room another arm pays, and the policy must find out which.
-It reads `room b, arm 0-6?` and answers with a digit. The arm that pays gives 1; any other gives 1
+It reads `arm 0-6 in room b` and answers with a digit. The arm that pays gives 1; any other gives 1
 with a small probability. The warm start's demonstrations pull arms at random: they teach the
 format and nothing else.
 """
@@ -18,7 +18,7 @@ MAX_ROOMS = 26
 class BanditGame(AbstractGame):
     """Pull the arm that pays in this room."""
 
-    def __init__(self, num_arms: int = 7, num_rooms: int = 4, luck: float = 0.05) -> None:
+    def __init__(self, num_arms: int = 7, num_rooms: int = 2, luck: float = 0.05) -> None:
         if not (2 <= num_arms <= MAX_ARMS and 1 <= num_rooms <= MAX_ROOMS and 0 <= luck < 1):
             raise ValueError(
                 f"num_arms={num_arms} must be from 2 to {MAX_ARMS}, num_rooms={num_rooms} from 1 "
@@ -36,7 +36,7 @@ class BanditGame(AbstractGame):
     def reset(self, *, room: int = 0, **_: Any) -> str:
         """Enter a room."""
         self._room = room
-        return f"room {chr(ord('a') + room)}, arm 0-{self._num_arms - 1}?"
+        return f"arm 0-{self._num_arms - 1} in room {chr(ord('a') + room)}"
 
     def step(self, action: str) -> StepResult:
         """Pull an arm: 1 for the one that pays, 1 by luck for another, 0 for no arm at all."""
