@@ -11,7 +11,6 @@ connection of who sends too much.
 
 import asyncio
 import contextlib
-import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -29,6 +28,7 @@ from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundE
 from ..schemas.subjects import token
 from . import faults
 from .faults import ConnectionLost, NoResponders, shown_url
+from .replies import Replies
 
 __all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
@@ -40,7 +40,6 @@ RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
-_NO_RESPONDERS = "503"
 
 _log = structlog.get_logger()
 
@@ -76,9 +75,8 @@ class Broker:
         self._closing = False
         self._connected = asyncio.Event()
         self._reconnected_at = float("-inf")
-        self._replies: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
-        self._numbers = itertools.count()
-        self._inbox = ""
+        self._replies = Replies("")
+        self._was_open = False
         self._on_reconnect: list[Callable[[], None]] = []
         self._on_disconnect: list[Callable[[], None]] = []
         self._on_error: list[Callable[[BrokerError], None]] = []
@@ -197,7 +195,7 @@ class Broker:
             async with asyncio.timeout(timeout_s):
                 return await future
         finally:
-            self._replies.pop(reply, None)
+            self._replies.forget(reply)
 
     def expect_reply(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
         """Return a fresh reply subject and the future of what comes back on it.
@@ -205,10 +203,7 @@ class Broker:
         For pipelines: `send` with it, then await the future under a deadline. The future fails
         with ConnectionLost when the connection breaks; give it up with `cancel`.
         """
-        reply = f"{self._inbox}.{next(self._numbers)}"
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._replies[reply] = (subject, future)
-        return reply, future
+        return self._replies.expect(subject)
 
     async def send(
         self,
@@ -333,23 +328,11 @@ class Broker:
         except asyncio.CancelledError:
             await self.nc.close()
             raise
-        self._inbox = self.nc.new_inbox()
-        await self.listen(f"{self._inbox}.*", self._take_reply)
+        inbox = self.nc.new_inbox()
+        self._replies = Replies(inbox)
+        await self.listen(f"{inbox}.*", self._replies.take)
+        self._was_open = True
         self._connected.set()
-
-    def _take_reply(self, message: Msg) -> None:
-        subject, future = self._replies.pop(message.subject, ("", None))
-        if future is None or future.done():
-            return
-        if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
-            future.set_exception(
-                NoResponders(
-                    f"nobody listens on {subject}",
-                    hint="see whether the actor that answers there runs (`nats micro ls`)",
-                )
-            )
-        else:
-            future.set_result(message)
 
     async def _error(self, error: Exception) -> None:
         """Take what nats-py tells only to its error callback."""
@@ -365,9 +348,7 @@ class Broker:
 
     def _deny(self, operation: str, subject: str) -> None:
         error = faults.denied(self.user, operation, subject)
-        for wanted, future in list(self._replies.values()):
-            if wanted.lower() == subject and not future.done():
-                future.set_exception(error)
+        self._replies.deny(subject, error)
         self._report("subject_denied", error)
 
     def _refuse(self, error: Exception) -> None:
@@ -386,18 +367,15 @@ class Broker:
         if self._connected.is_set() and not self._closing:
             _log.warning("broker_disconnected", url=shown_url(self.url))
         self._connected.clear()
-        for subject, future in list(self._replies.values()):
-            if not future.done():
-                future.set_exception(
-                    ConnectionLost(
-                        f"the connection to {shown_url(self.url)} broke during a request on "
-                        f"{subject}",
-                        hint="try again",
-                    )
-                )
-        self._replies.clear()
+        self._replies.fail(self._lost)
         for callback in list(self._on_disconnect):
             callback()
+
+    def _lost(self, subject: str) -> ConnectionLost:
+        return ConnectionLost(
+            f"the connection to {shown_url(self.url)} broke during a request on {subject}",
+            hint="try again",
+        )
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))
@@ -410,7 +388,7 @@ class Broker:
     async def _closed(self) -> None:
         self.closed.set()
         self._connected.set()  # wakes those who wait; they find it closed
-        if not self._closing and self._inbox:
+        if not self._closing and self._was_open:
             self._report("broker_connection_closed", faults.closed(self.url, self.nc.last_error))
 
 

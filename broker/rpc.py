@@ -176,8 +176,7 @@ class _Endpoint:
             return payload, None
         except TinkermqError as error:
             return _error_reply(error.code, error.message, error.hint)
-        except Exception as error:
-            # the boundary of the service: record here, tell the caller nothing of our insides
+        except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
             _log.exception("request_failed", subject=request.subject)
             return _error_reply(
                 "internal",
