@@ -3,8 +3,8 @@
 The policy reads `12*34`. It may call the calculator by writing a formula as in a spreadsheet,
 `=12*34`; the game answers `408`, and the policy's next turn is its answer. It may also answer at
 once, but a small model cannot multiply in its head. The warm start's demonstrations hold a wrong
-habit on purpose: half of them guess a number instead of calling the tool. Reinforcement learning
-finds that the tool pays.
+habit on purpose: about two thirds of them guess a number instead of calling the tool.
+Reinforcement learning finds that the tool pays.
 """
 
 import operator
