@@ -6,9 +6,13 @@ meaningless are left out.
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError, TinkermqError
@@ -18,7 +22,9 @@ from .host_data import HostData
 from .prompt import open_game
 from .record import Record
 from .registry import load_game
+from .thread_runner import hung
 
+T = TypeVar("T")
 NUM_EPISODES = 8
 MAX_TURNS = 100
 MAX_PROMPT_CHARACTERS = 32_000
@@ -70,13 +76,32 @@ class _Checker:
         """Play given actions until the game is done or they are."""
         episodes = Episodes(self.game_class, self.config.kwargs)
         opening = self.opening(number)
-        messages = episodes.reset(opening)
+        messages = self._limited("reset", lambda: episodes.reset(opening))
         results: list[StepResult] = []
         for action in actions:
-            results.append(episodes.step(opening.episode, action))
+            results.append(self._limited("step", partial(episodes.step, opening.episode, action)))
             if results[-1].done:
                 break
         return _Transcript(messages, results)
+
+    def probe(self) -> str:
+        """Make one instance; return the game's name."""
+        episodes = Episodes(self.game_class, self.config.kwargs)
+        return self._limited("__init__", episodes.probe)
+
+    def _limited(self, verb: str, call: Callable[[], T]) -> T:
+        """Call into the game, for as long as an environment host would wait for it."""
+        step = verb == "step"
+        limit_s = self.config.step_timeout_s if step else self.config.reset_timeout_s
+        outcome: Future[T] = Future()
+        caller = threading.Thread(target=_settle, args=(outcome, call), daemon=True)
+        caller.start()
+        try:
+            return outcome.result(limit_s)
+        except FutureTimeout:
+            if outcome.done():
+                raise
+            raise hung(self.game_class.__name__, verb, limit_s) from None
 
     def types(self) -> str:
         """Reset and step return what they must."""
@@ -141,7 +166,7 @@ class _Checker:
         open_game(game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs)
         total = 0.0
         for _ in range(MAX_TURNS):
-            result = game.step(game.gold_action())
+            result = self._limited("step", lambda: game.step(game.gold_action()))
             total += result.reward
             if result.done:
                 return total
@@ -161,10 +186,17 @@ def check_game(
         data = _ask(results, "the data can be read", lambda: HostData(config, seed))
         with contextlib.closing(data):
             checker = _Checker(config, found, data)
-            _ask(results, "the game can be made", Episodes(found, config.kwargs).probe)
+            _ask(results, "the game can be made", checker.probe)
             for name, question in _questions(checker):
                 _ask(results, name, question)
     return [_describe_data(result, config) for result in results]
+
+
+def _settle(outcome: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - handed on to the thread that waits
+        outcome.set_exception(error)
 
 
 class _Stop(Exception):

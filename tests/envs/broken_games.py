@@ -61,6 +61,12 @@ class HangsInReset(CountingGame):
         return ""
 
 
+class HangsInStep(CountingGame):
+    def step(self, action: str) -> StepResult:
+        time.sleep(3600)
+        return StepResult("", 0.0, True)
+
+
 class ReturnsNoText(CountingGame):
     def reset(self, **_: Any) -> Any:
         return 7

@@ -49,3 +49,14 @@ def test_a_dataset_game_without_data_is_told_to_set_it():
     result = failures(game="addition")["types are right"]
     assert "ground_truth" in result.detail
     assert "set env.train_data" in result.hint
+
+
+@pytest.mark.parametrize(
+    ("game", "limits", "detail"),
+    [
+        ("broken_games:HangsInReset", {"reset_timeout_s": 0.3}, "HangsInReset hung in reset for"),
+        ("broken_games:HangsInStep", {"step_timeout_s": 0.3}, "HangsInStep hung in step for"),
+    ],
+)
+def test_a_game_that_hangs_does_not_hang_the_check(game, limits, detail):
+    assert detail in failures(game=game, **limits)["types are right"].detail

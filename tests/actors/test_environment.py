@@ -1,0 +1,97 @@
+"""The environment-host actor as a process: it serves, drains, and fails for good on a bad game."""
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from asyncio.subprocess import PIPE, Process
+
+from tinkermq.actors.runtime import EXIT_DRAINED, EXIT_FAILED
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rpc import call
+from tinkermq.schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from tinkermq.schemas.errors import NotFoundError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope
+
+
+async def start(broker: Broker, scope: JobScope, game: str) -> Process:
+    """Store a job for `game` and start its environment host."""
+    record = JobRecord(
+        job=scope.job,
+        name=scope.job,
+        user=scope.user,
+        state="RUNNING",
+        config={"model": {"path": "unused"}, "env": {"game": game}},
+        created=time.time(),
+    )
+    await Bucket(broker, BUCKET_JOBS, JobRecord).create(scope.key, record)
+    arguments = ("--nats", broker.url, "--user", scope.user, "--job", scope.job)
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tinkermq.actors.environment", *arguments),
+        stderr=PIPE,
+        env={"TINKERMQ_LOG_FORMAT": "json"},
+    )
+
+
+async def log_of(process: Process) -> list[dict[str, object]]:
+    """Wait for the end of the process and return its log lines."""
+    async with asyncio.timeout(30):
+        _, text = await process.communicate()
+    return [json.loads(line) for line in text.decode().splitlines() if line.startswith("{")]
+
+
+async def ask(broker: Broker, subject: str, request, reply_model):
+    """Ask until somebody answers."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await call(
+                    broker, subject, request, reply_model, timeout_s=5, waiting_for="the host"
+                )
+            except NotFoundError:
+                await asyncio.sleep(0.1)
+
+
+async def test_the_actor_hosts_its_jobs_game_and_finishes_episodes_before_it_ends(
+    broker: Broker, scope: JobScope
+) -> None:
+    process = await start(broker, scope, "guess")
+    try:
+        described = await ask(broker, scope.env_describe, DescribeRequest(), DescribeReply)
+        assert (described.game, described.num_train) == ("guess", None)
+        request = ResetRequest(episode="a", split="train", sample=None, seed=1)
+        host = (await ask(broker, scope.env_reset, request, ResetReply)).host
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        step = StepRequest(episode="a", turn=0, action="3")
+        await ask(broker, scope.env(host, "step"), step, StepReply)
+        await ask(broker, scope.env(host, "close"), CloseRequest(episode="a"), Empty)
+        events = [line["event"] for line in await log_of(process)]
+        assert process.returncode == EXIT_DRAINED
+        assert events[-2:] == ["actor_draining", "host_drained"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def test_a_game_that_cannot_be_imported_fails_the_actor_for_good(
+    broker: Broker, scope: JobScope
+) -> None:
+    process = await start(broker, scope, "calculater")
+    line = [line for line in await log_of(process) if line["event"] == "actor_failed"][-1]
+    assert process.returncode == EXIT_FAILED
+    assert line["message"] == "there is no game 'calculater'"
+    assert str(line["hint"]).startswith("did you mean calculator?")
