@@ -18,12 +18,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from ..schemas.errors import ConfigError, TinkermqError
+from .generator.chat import ChatTokenizer
+from .learner.model import Scorer
+from .learner.packing import TokenSequence, pack
+from .model_folder import load_causal_lm, load_tokenizer
+from .tiny_model import save_tiny_model
 
 ChatMessage = dict[str, Any]
+_ROW_TOKENS = 128
+_BATCH_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,10 +59,6 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
 
     Raises ConfigError for a game without a recipe.
     """
-    import torch
-
-    from .tiny_model import save_tiny_model
-
     recipe = RECIPES.get(game)
     if recipe is None:
         raise ConfigError(
@@ -70,15 +75,9 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
 
 
 def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> float:
-    import torch
-    from torch.nn.functional import cross_entropy
-
-    from .generator.chat import ChatTokenizer
-    from .model_folder import load_causal_lm, load_tokenizer
-
-    tokenizer = load_tokenizer(str(folder))
-    chat = ChatTokenizer(tokenizer)
+    chat = ChatTokenizer(load_tokenizer(str(folder)))
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
+    scorer = Scorer(model, temperature=1.0, dtype="float32")
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     conversations = _conversations(game, seed)
@@ -86,9 +85,8 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = [_tokens(chat, next(conversations)) for _ in range(recipe.batch)]
-            ids, labels = _pad(rows)
-            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-            loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+            (packed,) = pack(rows, row_tokens=_ROW_TOKENS, microbatch_tokens=_BATCH_TOKENS)
+            loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -104,32 +102,20 @@ def _conversations(game: str, seed: int) -> Iterator[list[ChatMessage]]:
         yield module.demonstrations(rng)
 
 
-def _tokens(chat: Any, messages: list[ChatMessage]) -> tuple[list[int], list[int]]:
-    """Tokenise a conversation as the agent loop would; label what the assistant says."""
+def _tokens(chat: ChatTokenizer, messages: list[ChatMessage]) -> TokenSequence:
+    """Tokenise a conversation as the agent loop would; mark what the assistant says."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
     ids: list[int] = chat.first_prompt(messages[:first]).tolist()
-    labels = [-100] * len(ids)
+    mask = [0] * len(ids)
     for index in range(first, len(messages), 2):
         said = [*chat.encode(messages[index]["content"]), chat.stop_token_ids[0]]
         ids += said
-        labels += said
+        mask += [1] * len(said)
         if index + 1 < len(messages):
             between: list[int] = chat.next_turn(said, [messages[index + 1]]).tolist()
             ids += between
-            labels += [-100] * len(between)
-    return ids, labels
-
-
-def _pad(rows: list[tuple[list[int], list[int]]]) -> Any:
-    import torch
-
-    longest = max(len(ids) for ids, _ in rows)
-    ids = torch.zeros(len(rows), longest, dtype=torch.int64)
-    labels = torch.full((len(rows), longest), -100)
-    for row, (row_ids, row_labels) in enumerate(rows):
-        ids[row, : len(row_ids)] = torch.tensor(row_ids)
-        labels[row, : len(row_labels)] = torch.tensor(row_labels)
-    return ids, labels
+            mask += [0] * len(between)
+    return TokenSequence(np.array(ids), np.array(mask))
 
 
 def main(argv: list[str] | None = None) -> int:
