@@ -148,13 +148,17 @@ class AsyncTrajectoryPublisher:
             started=now,
             finished=now,
         )
-        known = limits if limits is not None and number == limits.tasks[0] else None
-        check_group(
-            group,
-            vocab_size=limits.vocab_size if limits is not None else _UNKNOWN,
-            max_tokens=limits.max_tokens if limits is not None else _UNKNOWN,
-            version=known.version if known is not None else _UNKNOWN,
-        )
+        reserved = limits is not None and number in limits.tasks
+        try:
+            check_group(
+                group,
+                vocab_size=limits.vocab_size if limits is not None else _UNKNOWN,
+                max_tokens=limits.max_tokens if limits is not None else _UNKNOWN,
+                version=limits.version if limits is not None and reserved else _UNKNOWN,
+            )
+        except MessageError as error:
+            text = error.message.replace(f"task {number}", "this prompt")
+            raise MessageError(text, hint="nothing was appended; correct it and publish") from error
         return group
 
     async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:

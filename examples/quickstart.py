@@ -142,12 +142,14 @@ def conclude(progress: RunProgress) -> int:
     console.print("\ntry next")
     tinkermq = _short(Path(sys.executable).parent / "tinkermq")
     config = _short(CONFIG)
-    for command, meaning in {
+    commands = {
         f"{tinkermq} up": "a stack that stays",
         f"{tinkermq} train {config} training.max_staleness=0": "the same, synchronously",
         f"{tinkermq} env check {config}": "how a game is tested without a model",
-    }.items():
-        console.print(f"  {command:<64} [dim]{meaning}[/]")
+    }
+    width = max(map(len, commands))
+    for command, meaning in commands.items():
+        console.print(f"  {command:<{width}}   [dim]{meaning}[/]")
     return 0
 
 

@@ -2,12 +2,14 @@
 
 import asyncio
 import signal
+import tempfile
 from pathlib import Path
 
 from ...envs.check import check_game
+from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...schemas.config import EnvConfig
-from ...schemas.errors import ConfigError
+from ...schemas.errors import ConfigError, GameError
 from ...schemas.load_config import load_config
 from ..pool import Pool
 from .output import literal, note, print_json, print_table, say
@@ -52,14 +54,15 @@ def check(
     game
         Registered name, `package.module:Class`, or a YAML file with an `env` section.
     train_data
-        Parquet or JSONL files of a dataset game.
+        Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     val_data
         Validation files of a dataset game.
     json
         Print JSON.
     """
     config, seed = _env_config(game, train_data or [], val_data or [])
-    results = check_game(config, seed=seed)
+    with tempfile.TemporaryDirectory(prefix="tinkermq-check-") as folder:
+        results = check_game(_with_data(config, folder), seed=seed)
     passed = all(result.ok for result in results)
     if json:
         print_json({"ok": passed, "checks": [vars(result) for result in results]})
@@ -79,6 +82,18 @@ def _env_config(game: str, train: list[str], val: list[str]) -> tuple[EnvConfig,
         raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
     config = load_config(Path(game))
     return config.env, config.seed
+
+
+def _with_data(config: EnvConfig, folder: str) -> EnvConfig:
+    """Let a registered dataset game make its data, if none was named."""
+    if config.train_data:
+        return config
+    try:
+        make_data = companion(load_game(config.game), "make_data")
+    except GameError:
+        return config  # it generates its states, or the check says why it cannot be imported
+    train, val = make_data(folder, num_train=64, num_val=16)
+    return config.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 
 def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:

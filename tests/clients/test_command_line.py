@@ -1,0 +1,175 @@
+"""What every command keeps to: exit codes, errors, quiet pipes, a fast start."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tinkermq.clients.cli.app import build_app
+from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.load_config import all_keys
+
+from tests.clients.command import tinkermq
+from tests.clients.conftest import Cli
+
+CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
+COMMANDS = [
+    "up",
+    "down",
+    "doctor",
+    "version",
+    "train",
+    "ps",
+    "watch",
+    "stop",
+    "resume",
+    "fork",
+    "scale",
+    "logs",
+    "rollouts",
+    "eval",
+    "replay",
+    "decode",
+    "config",
+    "env",
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    file = tmp_path / "job.yaml"
+    file.write_text(CONFIG)
+    return file
+
+
+def test_every_command_is_there_and_has_help() -> None:
+    app = build_app()
+    for name in COMMANDS:
+        assert app[name].help
+
+
+def test_version_prints_and_starts_fast() -> None:
+    outcome = tinkermq("version", "--json")
+    assert json.loads(outcome.out)["tinkermq"]
+    took: list[float] = []
+    for _ in range(3):
+        started = time.perf_counter()
+        tinkermq("version")
+        took.append(time.perf_counter() - started)
+    bare = min(_time_bare_python() for _ in range(2))
+    # 0.3 s on a quiet machine, of which a bare interpreter takes 0.05 s.
+    assert min(took) < max(0.3, 6 * bare)
+
+
+def _time_bare_python() -> float:
+    started = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "pass"], check=True)
+    return time.perf_counter() - started
+
+
+def test_a_wrong_command_ends_with_2_and_names_the_closest(cli: Cli) -> None:
+    outcome = cli("trian", "x.yaml")
+    assert outcome.code == 2
+    assert "train" in outcome.err + outcome.out
+
+
+def test_a_wrong_option_ends_with_2(cli: Cli) -> None:
+    assert cli("version", "--jsno").code == 2
+
+
+def test_an_error_is_printed_with_its_remedy_and_no_traceback(cli: Cli) -> None:
+    outcome = cli("ps")
+    assert outcome.code in (1, 2)
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    assert "error:" in outcome.err
+
+
+def test_debug_lets_the_error_through_with_its_traceback(cli: Cli) -> None:
+    with pytest.raises(ConfigError):
+        cli("config", "show", "/no/such.yaml", "--debug")
+
+
+def test_without_a_stack_a_command_says_how_to_start_one(cli: Cli, config: Path) -> None:
+    for words in (["ps"], ["train", str(config)], ["watch", "some-run"]):
+        outcome = cli(*words)
+        assert outcome.code == 1
+        assert "no stack is up" in outcome.err
+        assert "`tinkermq up`" in outcome.err
+
+
+def test_an_unreachable_broker_is_named(cli: Cli) -> None:
+    outcome = cli("ps", "--nats-url", "nats://127.0.0.1:1")
+    assert outcome.code == 1
+    assert "nats://127.0.0.1:1" in outcome.err
+
+
+def test_piped_output_has_no_colour_and_no_frames(cli: Cli, config: Path) -> None:
+    for words in (["env", "list"], ["config", "schema"], ["config", "show", str(config)]):
+        outcome = cli(*words)
+        assert outcome.code == 0
+        assert "\x1b" not in outcome.out
+        assert "│" not in outcome.out
+
+
+def test_config_show_prints_the_effective_configuration(cli: Cli, config: Path) -> None:
+    outcome = cli("config", "show", str(config), "learner.lr=1e-4", "--json")
+    shown = json.loads(outcome.out)
+    assert shown["learner"]["lr"] == 1e-4
+    assert shown["rollout"]["group_size"] == 8
+
+
+def test_an_unknown_key_ends_with_2_and_names_the_closest(cli: Cli, config: Path) -> None:
+    outcome = cli("config", "show", str(config), "learner.lrr=1")
+    assert outcome.code == 2
+    assert "did you mean learner.lr?" in outcome.err
+
+
+def test_config_schema_lists_every_key(cli: Cli) -> None:
+    out = cli("config", "schema").out
+    assert all(f"{key}: " in out for key in all_keys())
+    assert json.loads(cli("config", "schema", "--json").out)["properties"]["learner"]
+
+
+def test_env_list_names_the_games(cli: Cli) -> None:
+    games = json.loads(cli("env", "list", "--json").out)
+    assert {"addition", "bandit", "calculator", "guess"} <= {game["name"] for game in games}
+
+
+def test_env_check_proves_a_game_and_makes_its_data_if_none_is_given(cli: Cli) -> None:
+    for game in ("bandit", "addition"):
+        outcome = cli("env", "check", game, "--json")
+        assert outcome.code == 0, outcome.out
+        checks = json.loads(outcome.out)["checks"]
+        assert "gold answers score full marks" in {check["name"] for check in checks}
+
+
+def test_env_check_of_an_unknown_game_fails_and_names_the_closest(cli: Cli) -> None:
+    outcome = cli("env", "check", "bandti")
+    assert outcome.code == 1
+    assert "did you mean bandit?" in outcome.out
+
+
+def test_a_dry_run_names_what_is_wrong_and_submits_nothing(cli: Cli, config: Path) -> None:
+    outcome = cli("train", str(config), "model.path=/no/model", "--dry-run")
+    assert outcome.code == 2
+    assert "there is no model folder '/no/model'" in outcome.err
+    assert "ok   game" in outcome.out
+
+
+def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) -> None:
+    outcome = cli("train", str(config), "--dry-run", "--json")
+    assert outcome.code == 0, outcome.err
+    told = json.loads(outcome.out)
+    assert all(check["ok"] for check in told["checks"])
+    assert told["config"]["env"]["game"] == "bandit"
+
+
+def test_a_pipe_that_closes_early_is_no_error() -> None:
+    code = "import sys; from tinkermq.clients.cli import main; sys.exit(main())"
+    shell = f"'{sys.executable}' -c '{code}' config schema | head -1"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, check=False)
+    assert b"Traceback" not in done.stderr
+    assert b"BrokenPipe" not in done.stderr

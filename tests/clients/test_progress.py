@@ -1,0 +1,107 @@
+"""What a display shows is computed from metrics and events alone."""
+
+import math
+
+import pytest
+from tinkermq.clients.cli.live import LineDisplay, render, step_line
+from tinkermq.clients.progress import RunProgress, sparkline
+from tinkermq.clients.text_plot import text_plot
+from tinkermq.schemas.metric import Event, Metric
+from tinkermq.schemas.subjects import JobScope
+
+from tests.clients.conftest import new_record
+
+
+def metric(step: int, time: float = 0.0, **values: float) -> Metric:
+    return Metric(step=step, values={"training_step_reward": step / 10, **values}, time=time)
+
+
+@pytest.fixture
+def progress() -> RunProgress:
+    return RunProgress(new_record(JobScope("local", "a")))
+
+
+def test_the_time_left_follows_the_pace_of_the_last_steps(progress: RunProgress) -> None:
+    progress.total_steps = 10
+    assert progress.seconds_left is None
+    for step in (1, 2, 3, 4):
+        progress.take_metric(metric(step, time=2.0 * step))
+    assert progress.seconds_left == pytest.approx(12.0)
+
+
+def test_the_total_comes_from_the_learner_or_else_from_the_configuration(
+    progress: RunProgress,
+) -> None:
+    assert progress.total_steps == 3
+    progress.take_metric(metric(1, **{"training/total_steps": 40.0}))
+    assert progress.total_steps == 40
+
+
+def test_a_validation_alone_is_no_step(progress: RunProgress) -> None:
+    assert not progress.take_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
+    assert progress.take_metric(metric(1))
+    assert progress.last_validation() == (0, 0.25)
+    assert progress.step == 1
+
+
+def test_numbers_that_could_not_be_computed_are_left_out(progress: RunProgress) -> None:
+    progress.take_metric(metric(1, **{"staleness/lag_mean": math.nan}))
+    assert progress.value("staleness/lag_mean") is None
+    assert "lag" not in step_line(progress)
+
+
+def test_a_line_tells_the_step_and_its_figures(progress: RunProgress) -> None:
+    progress.take_metric(Metric(step=0, values={"val/mean_score": 0.25}, time=0))
+    progress.take_metric(metric(2, **{"staleness/lag_mean": 1.5, "perf/throughput": 12345.0}))
+    expected = "step 2/3  reward 0.200  validation 0.250  lag 1.50  tokens/s 12,345"
+    assert step_line(progress) == expected
+
+
+def test_the_live_display_shows_bar_curves_figures_and_bottleneck(progress: RunProgress) -> None:
+    from rich.console import Console
+
+    for step in (1, 2):
+        progress.take_metric(metric(step, time=step, **{"staleness/lag_mean": 0.5}))
+    hint = "the learner waits 71 % of the time: add generators"
+    progress.take_event(Event(kind="bottleneck", source="learner", message=hint, time=0))
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(render(progress, []))
+    console.file.close()
+    text = console.export_text()
+    assert "run-of-a  RUNNING" in text
+    assert "2/3" in text
+    assert "▁" in text
+    assert "lag 0.50" in text
+    assert hint in text
+
+
+def test_a_bottleneck_that_stays_the_same_is_told_once(
+    progress: RunProgress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = LineDisplay(progress)
+    for _ in range(3):
+        display.show(Event(kind="bottleneck", source="learner", message="the engine", time=0))
+    assert capsys.readouterr().out == "bottleneck: the engine\n"
+
+
+def test_rewards_are_averaged_to_the_width_of_the_display(progress: RunProgress) -> None:
+    for step in range(1, 101):
+        progress.take_metric(metric(step))
+    smoothed = progress.smoothed_rewards(10)
+    assert len(smoothed) == 10
+    assert smoothed == sorted(smoothed)
+    assert sum(smoothed) / 10 == pytest.approx(5.05)
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([1.0, 1.0]) == "▁▁"
+    assert sparkline([]) == ""
+
+
+def test_a_text_plot_has_its_curve_from_corner_to_corner() -> None:
+    rows = text_plot({"o": [(0, 0.0), (10, 1.0)]}, width=20, height=5).splitlines()
+    assert rows[0].startswith("  1.00 │")
+    assert rows[0].endswith("o")
+    assert rows[4] == "  0.00 │o" + " " * 19
+    assert rows[6].split() == ["0", "10"]

@@ -1,0 +1,134 @@
+"""`up` starts a stack that holds itself up; `down` takes it down and leaves nothing."""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.server import NatsServer
+from tinkermq.clients.home import Home, StackState, find_url
+from tinkermq.schemas.errors import BrokerError, StateError
+
+from tests.clients.conftest import Cli
+
+
+@pytest.fixture
+def home(tmp_path: Path, cli: Cli) -> Iterator[Home]:
+    """The folder of a stack that is down again after the test."""
+    found = Home(tmp_path / "home")
+    yield found
+    assert cli("down").code == 0
+    assert not found.held()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain until {what}"
+        time.sleep(0.05)
+
+
+def state_of(home: Home) -> StackState:
+    state = home.running()
+    assert state is not None
+    return state
+
+
+def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) -> None:
+    up = cli("up", "--port", "0", "--slots", "2", "--json")
+    assert up.code == 0, up.err
+    state = StackState.model_validate_json(up.out)
+    assert set(state.children) == {"broker", "scheduler", "node"}
+    assert find_url() == state.url
+    assert json.loads(cli("ps", "--json").out) == []
+    findings = {one["name"]: one["ok"] for one in json.loads(cli("doctor", "--json").out)}
+    assert findings["broker"]
+    assert findings["scheduler"]
+    assert findings["node"]
+
+    again = cli("up", "--port", "0", "--json")
+    assert StackState.model_validate_json(again.out) == state
+
+    for name in ("scheduler", "broker"):
+        os.kill(state.children[name], signal.SIGKILL)
+        until(lambda name=name: state_of(home).restarts[name] == 1, f"{name} is started again")
+    assert state_of(home).url == state.url
+    until(lambda: cli("ps").code == 0, "the broker answers again")
+
+    children = state_of(home).children
+    down = cli("down", "--json")
+    assert json.loads(down.out)["stopped"]
+    assert not any(alive(pid) for pid in children.values())
+    assert home.running() is None
+    assert cli("ps").code == 1
+    assert not json.loads(cli("down", "--json").out)["stopped"]
+
+
+def test_a_killed_supervisor_takes_its_children_with_it(home: Home, cli: Cli) -> None:
+    state = StackState.model_validate_json(cli("up", "--port", "0", "--json").out)
+    os.kill(state.pid, signal.SIGKILL)
+    until(lambda: not any(map(alive, state.children.values())), "all children have ended")
+    # The state file is still there, and nobody takes it for a stack that runs.
+    assert home.state_path.exists()
+    assert home.running() is None
+    with pytest.raises(BrokerError, match="no stack is up"):
+        find_url()
+
+
+def test_a_port_in_use_is_named_and_nothing_is_left_running(home: Home, cli: Cli) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        outcome = cli("up", "--port", str(port))
+    assert outcome.code == 1
+    assert f"port {port} on 127.0.0.1 is already in use" in outcome.err
+    assert "--nats-url" in outcome.err
+    assert "Traceback" not in outcome.err
+    assert not home.held()
+
+
+def test_a_server_that_runs_already_is_used_and_survives(
+    home: Home, cli: Cli, own_server: NatsServer
+) -> None:
+    outcome = cli("up", "--nats-url", own_server.url, "--json")
+    state = StackState.model_validate_json(outcome.out)
+    assert state.url == own_server.url
+    assert set(state.children) == {"scheduler", "node"}
+    assert cli("down").code == 0
+    assert own_server.running
+
+
+def test_a_server_without_jetstream_is_refused_with_the_remedy(
+    home: Home, cli: Cli, tmp_path: Path
+) -> None:
+    with NatsServer(tmp_path / "plain", jetstream=False) as server:
+        outcome = cli("up", "--nats-url", server.url)
+    assert outcome.code == 1
+    assert "JetStream" in outcome.err
+
+
+def test_a_folder_has_one_supervisor(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    with home.locked():
+        assert home.held()
+        with pytest.raises(StateError, match="already up"), Home(tmp_path).locked():
+            pass
+    assert not home.held()
+
+
+def test_no_slots_is_wrong_usage(cli: Cli) -> None:
+    outcome = cli("up", "--slots", "0")
+    assert outcome.code == 2
+    assert "--slots is 0" in outcome.err
