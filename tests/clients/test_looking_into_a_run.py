@@ -1,0 +1,199 @@
+"""`ps`, `logs`, `rollouts` and `eval` show what the broker holds."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from tinkermq.broker.batches import BatchLog
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import publish_log, publish_metric
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.presence import presences
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.clients.cli.logs import readable
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.job import ActorPlacement, JobRecord
+from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
+from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
+from tinkermq.schemas.task import Blame, Task
+
+from tests.clients.command import Outcome
+from tests.clients.conftest import Cli, new_record
+from tests.groups import make_group, make_trajectory
+
+
+async def aside(cli: Cli, *words: str) -> Outcome:
+    """Run a command in a thread: it has a loop of its own, as in its own process."""
+    return await asyncio.to_thread(cli, *words)
+
+
+@pytest.fixture
+async def run(broker: Broker, scope: JobScope) -> JobRecord:
+    """A run of two actors with one step trained, one task given up and one episode retried."""
+    actors = [
+        ActorPlacement(name="learner", role="learner", node="n", restarts=1),
+        ActorPlacement(name="generator-0", role="generator", node="n"),
+    ]
+    record = await JobStore(broker).create(new_record(scope, actors=actors), "test")
+    values = {"training_step_reward": 0.5, "perf/throughput": 1234.0, "training/total_steps": 3.0}
+    await publish_metric(broker, scope, Metric(step=1, values=values, time=time.time()))
+    for actor in ("learner", "generator-0"):
+        entry = {"event": "step_done", "level": "info", "timestamp": "2026-01-01T10:11:12Z"}
+        line = json.dumps(entry)
+        lines = LogLines(actor=actor, attempt=1, lines=[line, "a bare line"], time=time.time())
+        await publish_log(broker, scope, lines)
+    log = RolloutLog(broker, scope)
+    failure = Blame(boundary="environment", code="game", message="the game hung")
+    for number, reward in enumerate((0.25, 1.0)):
+        said = [{"role": "user", "content": "7*8"}, {"role": "assistant", "content": f"[{number}]"}]
+        episode = make_trajectory(
+            [1, 2],
+            [([3, 4], [])],
+            [reward],
+            messages=said,
+            failures=[failure] if number else [],
+            num_tries=1 + number,
+        )
+        await log.append(make_group([episode], number))
+    await log.append(
+        Group(task=Task(task=2, seed=0, group_size=1), error=failure, source="generator-0")
+    )
+    first = BatchRecord(
+        step=1, seqs=[1], tasks=[0], seed=0, digest="d", learner="l", time=time.time()
+    )
+    await BatchLog(broker, scope).append(first, 0)
+    return record
+
+
+async def test_ps_shows_state_step_reward_and_restarts(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    outcome = await aside(cli, "ps", "--json", "--nats-url", broker.url)
+    row = next(row for row in json.loads(outcome.out) if row["job"] == run.job)
+    assert row["state"] == "RUNNING"
+    assert (row["step"], row["total_steps"], row["reward"]) == (1, 3.0, 0.5)
+    assert (row["tokens_per_s"], row["slots"], row["restarts"]) == (1234.0, 2, 1)
+    text = (await aside(cli, "ps", "--nats-url", broker.url)).out
+    assert f"{run.name}  RUNNING  1/3" in " ".join(text.split("\n")).replace("   ", "  ")
+
+
+async def test_ps_hides_runs_that_have_ended_unless_asked(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    await JobStore(broker).transition(run, "COMPLETED", "done", "test")
+    assert run.name not in (await aside(cli, "ps", "--nats-url", broker.url)).out
+    assert run.name in (await aside(cli, "ps", "-a", "--nats-url", broker.url)).out
+
+
+async def test_logs_are_printed_by_actor(broker: Broker, run: JobRecord, cli: Cli) -> None:
+    outcome = await aside(cli, "logs", run.name, "--nats-url", broker.url)
+    assert outcome.out.splitlines() == [
+        "learner | 10:11:12 info step_done",
+        "learner | a bare line",
+        "generator-0 | 10:11:12 info step_done",
+        "generator-0 | a bare line",
+    ]
+    words = ("logs", run.job, "--actor", "learner", "--json", "--nats-url", broker.url)
+    assert len((await aside(cli, *words)).out.splitlines()) == 1
+
+
+async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
+    outcome = await aside(cli, "logs", run.name, "--actor", "lerner", "--nats-url", broker.url)
+    assert outcome.code == 2
+    assert "did you mean learner?" in outcome.err
+
+
+async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
+    for command in ("watch", "stop", "resume", "logs", "rollouts", "eval", "replay"):
+        outcome = await aside(cli, command, run.name + "x", "--nats-url", broker.url)
+        assert outcome.code == 2, command
+        assert f"did you mean {run.name}?" in outcome.err
+
+
+async def test_rollouts_show_messages_rewards_and_versions_best_first(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    words = ("rollouts", run.name, "--sort", "reward", "--json", "--nats-url", broker.url)
+    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
+    assert [row.get("reward") for row in rows] == [1.0, 0.25, None]
+    assert rows[1]["messages"][0]["content"] == "7*8"
+    assert (rows[1]["step"], rows[0]["step"]) == (1, None)
+    assert rows[0]["versions"] == [0, 0]
+    text = (await aside(cli, "rollouts", run.name, "--nats-url", broker.url)).out
+    assert "given up" in text
+    # What looks like markup in a model's answer is shown as it is.
+    assert "    [1]" in text
+
+
+async def test_rollouts_of_one_step_and_those_with_errors(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    words = ("rollouts", run.name, "--step", "1", "--json", "--nats-url", broker.url)
+    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
+    assert [row["task"] for row in rows] == [0]
+    words = ("rollouts", run.name, "--errors", "--json", "--nats-url", broker.url)
+    rows = [json.loads(line) for line in (await aside(cli, *words)).out.splitlines()]
+    assert [row["task"] for row in rows] == [2, 1]
+    assert rows[0]["error"]["message"] == "the game hung"
+    outcome = await aside(cli, "rollouts", run.name, "--step", "9", "--nats-url", broker.url)
+    assert outcome.code == 2
+    assert "trained are 1 to 1" in outcome.err
+
+
+async def test_a_live_run_evaluates_its_newest_version(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    learner = Presence(
+        actor="learner",
+        role="learner",
+        host="h",
+        pid=1,
+        state="working",
+        version=4,
+        time=time.time(),
+    )
+    await presences(broker).put(f"{scope.key}.learner", learner)
+    asking = asyncio.create_task(aside(cli, "eval", run.name, "--json", "--nats-url", broker.url))
+    bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
+    async with asyncio.timeout(20):
+        while (entry := await bucket.get(f"{scope.key}.4")) is None:
+            await asyncio.sleep(0.05)
+    assert entry.value.state == "requested"
+    done = entry.value.model_copy(update={"state": "done", "values": {"val/mean_score": 0.75}})
+    await bucket.update(f"{scope.key}.4", done, entry.revision)
+    told = json.loads((await asking).out)
+    assert told == {"evaluated": f"{run.name}@4", "values": {"val/mean_score": 0.75}}
+
+
+async def test_a_checkpoint_that_is_not_there_is_named(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    outcome = await aside(cli, "eval", f"{run.name}@40", "--nats-url", broker.url)
+    assert outcome.code == 2
+    assert "no checkpoint of step 40" in outcome.err
+    outcome = await aside(cli, "fork", run.name, "--nats-url", broker.url)
+    assert outcome.code == 2
+    assert "RUN@STEP" in outcome.err
+
+
+async def test_without_a_scheduler_a_change_says_so(own_broker: Broker, cli: Cli) -> None:
+    record = await JobStore(own_broker).create(new_record(JobScope("local", "a")), "test")
+    outcome = await aside(cli, "stop", record.name, "--nats-url", own_broker.url)
+    assert outcome.code == 1
+    assert "no scheduler is connected" in outcome.err
+
+
+async def test_scale_is_checked_before_anything_is_asked(cli: Cli) -> None:
+    assert "generators=2" in (await aside(cli, "scale", "r", "generators")).err
+    outcome = await aside(cli, "scale", "r", "generatrs=2")
+    assert outcome.code == 2
+    assert "did you mean generators?" in outcome.err
+
+
+def test_a_log_line_that_is_no_record_is_shown_as_it_is() -> None:
+    assert readable("[1, 2]") == "[1, 2]"
+    assert readable("{broken") == "{broken"
+    assert readable('{"event": "a", "level": "info", "step": 3}') == "info a step=3"
