@@ -119,7 +119,7 @@ class Stack:
             **os.environ,
             "TINKERMQ_LOG_FORMAT": "json",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(REPOSITORY),
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             return subprocess.Popen(

@@ -1,0 +1,95 @@
+"""SIGKILL to the learner between a checkpoint and the trimming of the log behind it.
+
+The moment is found from outside: nats-server is halted (SIGSTOP) while the checkpoint is being
+written, so the learner can tell nobody about it and cannot trim. A mirror of the rollout log keeps
+what the learner trims, so that the run can still be proved and trained again.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.rollouts import read_entry
+from tinkermq.broker.stored import get_seq
+from tinkermq.broker.streams import delete_stream, stream_info
+
+from tests.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.stack import Job, Stack, alive, small_job
+
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
+
+BACKUP = "rollout-backup"
+SAVED_STEP = 6
+
+
+async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_append(
+    stack: Stack, model: Path
+) -> None:
+    env = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+    training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 18}
+    job = await stack.submit(small_job(model, env=env, training=training))
+    await _mirror(stack, job.scope.stream_rollout, BACKUP)
+    pid = await job.pid("learner")
+    await asyncio.to_thread(_kill_after_checkpoint, stack, job, pid)
+    assert await job.rollout_log.first_seq() == 1, "it was trimmed before the kill"
+    again = await job.until_event("training_started", count=2)
+    assert again.data["step"] == SAVED_STEP
+    await job.eventually(lambda: _is_trimmed(job), "the log to be trimmed")
+    await _append_again(stack, job)
+    await job.until("COMPLETED")
+    await _restore(stack, job)
+    records = await job.batches()
+    assert [one.reason for record in records for one in record.dropped] == ["duplicate"]
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+def _kill_after_checkpoint(stack: Stack, job: Job, pid: int) -> None:
+    """Halt the broker while the checkpoint is written, and kill the learner once it is there."""
+    folder = job.run_dir / "checkpoints"
+    broker = stack.server.pid
+    assert broker is not None
+    while not list(folder.glob(f".step_{SAVED_STEP:06d}.*")):
+        pass
+    os.kill(broker, signal.SIGSTOP)
+    try:
+        while not (folder / f"step_{SAVED_STEP:06d}").is_dir():
+            assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+        while alive(pid):
+            pass
+    finally:
+        os.kill(broker, signal.SIGCONT)
+
+
+async def _is_trimmed(job: Job) -> bool:
+    return await job.rollout_log.first_seq() > 1
+
+
+async def _mirror(stack: Stack, stream: str, name: str) -> None:
+    """Make `name` hold all that `stream` holds and will hold, under the same sequences."""
+    config = {"name": name, "storage": "file", "mirror": {"name": stream}, "allow_direct": True}
+    await stack.broker.api(f"STREAM.CREATE.{name}", config)
+
+
+async def _append_again(stack: Stack, job: Job) -> None:
+    """Append the first group again, as a generator that slept through the trimming would."""
+    oldest = await get_seq(stack.broker, BACKUP, 1)
+    assert oldest is not None
+    entry = read_entry(oldest)
+    assert entry.number is not None
+    assert await job.rollout_log.append_payload(entry.number, entry.payload)
+
+
+async def _restore(stack: Stack, job: Job) -> None:
+    """Put the backup in the place of the trimmed log."""
+    whole = (await stream_info(stack.broker, BACKUP))["state"]["last_seq"]
+    await delete_stream(stack.broker, job.scope.stream_rollout)
+    await _mirror(stack, BACKUP, job.scope.stream_rollout)
+
+    async def complete() -> bool:
+        return await job.rollout_log.last_seq() == whole
+
+    await job.eventually(complete, "the log to be restored")
