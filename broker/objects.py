@@ -1,10 +1,10 @@
 """Large objects through NATS, in the layout of ADR-20, so that `nats object` lists and reads them.
 
-The stock client waits for each chunk and collects into growing bytes; here chunks are published in
+The stock client waits for each chunk and collects into growing bytes. Here chunks are published in
 a bounded pipeline straight from the caller's buffers, and read by direct batched gets into one
-buffer that the caller made. The digest runs in a thread beside both. A put that fails in the
-middle starts again under new chunks, because the order of chunks in the stream is their order in
-the object.
+buffer that the caller made, both in a thread with a connection of its own (`bulk.py`), with the
+digest in another thread. A put that fails in the middle starts again under new chunks, because the
+order of chunks in the stream is their order in the object; a read goes on where it was.
 """
 
 import asyncio
@@ -12,19 +12,17 @@ import base64
 import hashlib
 import json
 import uuid
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import structlog
-from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
-from ..schemas.errors import BrokerError, DeadlineError, NotFoundError
-from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from ..schemas.errors import BrokerError, NotFoundError
+from .bulk import BulkLink, Incoming
+from .connection import Broker, NoResponders
 from .stored import get_all, get_last, missing
 
 T = TypeVar("T")
@@ -32,12 +30,9 @@ T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
 PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
-_CHUNK_TIMEOUT_S = 10.0
 _API_DEADLINE_S = 60.0
 _END_OF_BATCH = "204"
 _STORE_FAILED = 10077
-
-_log = structlog.get_logger()
 
 
 class DigestMismatch(BrokerError):
@@ -71,32 +66,23 @@ class ObjectStore:
 
         Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        digesting = loop.run_in_executor(None, _digest, views)
-        nuid = uuid.uuid4().hex
-        while True:
-            waiting_for = f"object {name} to be stored"
-            await self._broker.wait_connected(deadline, waiting_for=waiting_for)
-            try:
-                num_bytes, num_chunks = await self._put_chunks(nuid, views)
-                break
-            except (ConnectionLost, NoResponders, TimeoutError) as error:
-                if isinstance(error, NoResponders) and self._broker.settled:
-                    raise missing(self._stream) from error
-                if loop.time() > deadline:
-                    raise DeadlineError(
-                        f"{waiting_for}: not within {deadline_s:g} s",
-                        hint="see whether nats-server runs and has room",
-                    ) from error
-                _log.info("put_repeated", name=name, reason=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
-                await self._purge_chunks(nuid)
-                nuid = uuid.uuid4().hex
-            except APIError as error:
-                await self._purge_chunks(nuid)
-                raise self._refused(name, error) from error
-        info = ObjectInfo(name, nuid, num_bytes, num_chunks, await digesting)
+        digesting = asyncio.get_running_loop().run_in_executor(None, _digest, views)
+        attempts: list[str] = []
+
+        async def attempt() -> tuple[int, int]:
+            if attempts:  # the order of chunks is the object: begin anew, never in the middle
+                await self._purge_chunks(attempts[-1])
+            attempts.append(uuid.uuid4().hex)
+            return await self._put_chunks(attempts[-1], views)
+
+        try:
+            num_bytes, num_chunks = await self._persist(
+                attempt, deadline_s=deadline_s, waiting_for=f"object {name} to be stored"
+            )
+        except APIError as error:
+            await self._purge_chunks(attempts[-1])
+            raise self._refused(name, error) from error
+        info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
         await self._put_info(info)
         return info
 
@@ -106,22 +92,18 @@ class ObjectStore:
         Raises DigestMismatch, NotFoundError when it was deleted, DeadlineError.
         """
         assert len(buffer) == info.num_bytes
-        digest = hashlib.sha256()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        with ThreadPoolExecutor(1, thread_name_prefix="digest") as thread:
-            reading = _Reading(self._broker, self._stream, self._chunk_subject(info.nuid), buffer)
-            hashed: list[asyncio.Future[None]] = []
-            while not reading.complete:
-                start = reading.num_bytes
-                await self._read_window(reading, deadline)
-                part = buffer[start : reading.num_bytes]
-                hashed.append(loop.run_in_executor(thread, digest.update, part))
-            await asyncio.gather(*hashed)
-        if digest.hexdigest() != info.digest:
+        reading = _Reading(self._stream, self._chunk_subject(info.nuid), buffer)
+        if info.num_bytes:
+            await self._persist(
+                lambda: self._with_link(reading.run),
+                deadline_s=deadline_s,
+                waiting_for=f"object {info.name} to be read",
+            )
+        digest = await asyncio.to_thread(reading.digest)
+        if digest != info.digest:
             raise DigestMismatch(
-                f"object {info.name} of bucket {self._bucket} has digest {digest.hexdigest()}, "
-                f"stored was {info.digest}",
+                f"object {info.name} of bucket {self._bucket} has digest {digest}, stored was "
+                f"{info.digest}",
                 hint="publish it again",
             )
 
@@ -148,31 +130,21 @@ class ObjectStore:
 
     async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
         """Publish all chunks with a bounded number unconfirmed; return bytes and chunks."""
-        subject = self._chunk_subject(nuid)
-        window = max(2, PUT_WINDOW_BYTES // self._chunk_bytes)
-        waiting: deque[asyncio.Future[Msg]] = deque()
-        num_bytes = num_chunks = 0
-        try:
-            for chunk in chunks_of(views, self._chunk_bytes):
-                if len(waiting) >= window:
-                    await self._confirm(waiting.popleft())
-                reply, future = self._broker.expect_reply(subject)
-                waiting.append(future)
-                await self._broker.send(subject, chunk, reply=reply)
-                num_bytes += len(chunk)
-                num_chunks += 1
-            while waiting:
-                await self._confirm(waiting.popleft())
-        finally:
-            for future in waiting:
-                future.cancel()
-        return num_bytes, num_chunks
+        subject, chunk_bytes = self._chunk_subject(nuid), self._chunk_bytes
+        return await self._with_link(lambda link: _send(link, subject, views, chunk_bytes))
 
-    async def _confirm(self, future: "asyncio.Future[Msg]") -> None:
-        async with asyncio.timeout(_CHUNK_TIMEOUT_S):
-            answer: dict[str, Any] = json.loads((await future).data)
-        if "error" in answer:
-            APIError.from_error(answer["error"])
+    async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
+        """Run `work` in a thread with a connection of its own."""
+        link = BulkLink(self._broker)
+
+        def run() -> T:
+            link.open()
+            return work(link)
+
+        try:
+            return await asyncio.to_thread(run)
+        finally:
+            link.close()
 
     async def _put_info(self, info: ObjectInfo) -> None:
         digest = base64.urlsafe_b64encode(bytes.fromhex(info.digest)).decode()
@@ -200,21 +172,6 @@ class ObjectStore:
         if old is not None and old.nuid != info.nuid:
             await self._purge_chunks(old.nuid)
 
-    async def _read_window(self, reading: "_Reading", deadline: float) -> None:
-        while True:
-            await self._broker.wait_connected(deadline, waiting_for="an object to be read")
-            try:
-                return await reading.read_window()
-            except (ConnectionLost, NoResponders, TimeoutError) as error:
-                if isinstance(error, NoResponders) and self._broker.settled:
-                    raise missing(self._stream) from error
-                if asyncio.get_running_loop().time() > deadline:
-                    raise DeadlineError(
-                        f"an object of {self._stream} was not read in time",
-                        hint="see whether nats-server runs and is not overloaded",
-                    ) from error
-                await asyncio.sleep(RETRY_PAUSE_S)
-
     async def _purge_chunks(self, nuid: str) -> None:
         await self._purge(self._chunk_subject(nuid))
 
@@ -224,10 +181,15 @@ class ObjectStore:
         )
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        return await self._persist(
+            attempt, deadline_s=_API_DEADLINE_S, waiting_for=f"bucket {self._bucket}"
+        )
+
+    async def _persist(
+        self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
+    ) -> T:
         try:
-            return await self._broker.retry(
-                attempt, deadline_s=_API_DEADLINE_S, waiting_for=f"bucket {self._bucket}"
-            )
+            return await self._broker.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
         except NoResponders as error:
             raise missing(self._stream) from error
 
@@ -245,83 +207,90 @@ class ObjectStore:
 
 
 class _Reading:
-    """Copies the chunks of one object into its buffer, one bounded window after another."""
+    """Receives the chunks of one object into its buffer, and digests them in another thread."""
 
-    def __init__(self, broker: Broker, stream: str, subject: str, buffer: memoryview) -> None:
-        self._broker = broker
+    def __init__(self, stream: str, subject: str, buffer: memoryview) -> None:
         self._stream = stream
         self._subject = subject
         self._buffer = buffer
         self._next_seq = 1
-        self.num_bytes = 0
+        self._num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="digest")
 
-    @property
-    def complete(self) -> bool:
-        """Whether the buffer is full."""
-        return self.num_bytes == len(self._buffer)
+    def run(self, link: BulkLink) -> None:
+        """Receive to the end; after an error what came whole stays, and `run` goes on behind it."""
+        while self._num_bytes < len(self._buffer):
+            self._ask(link)
+            while (message := link.next()).status == "":
+                self._take(link, message)
+            self._check_end(message)
 
-    async def read_window(self) -> None:
-        """Read the next chunks; what came before an error stays read."""
-        inbox = self._broker.nc.new_inbox()
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def digest(self) -> str:
+        """Wait for the digester and return the SHA-256 of all that came."""
+        self._digester.shutdown(wait=True)
+        return self._digest.hexdigest()
 
-        def take(message: Msg) -> None:
-            if ended.done():
-                return
-            try:
-                if self._take(message):
-                    ended.set_result(None)
-            except (BrokerError, NotFoundError) as error:
-                ended.set_exception(error)
-
-        def lose() -> None:
-            if not ended.done():
-                ended.set_exception(ConnectionLost("the connection broke while reading"))
-
-        listening = await self._broker.listen(inbox, take)
-        remove = self._broker.on_disconnect(lose)
-        try:
-            await self._ask(inbox)
-            async with asyncio.timeout(_CHUNK_TIMEOUT_S):
-                await ended
-        finally:
-            remove()
-            ended.cancel()
-            await listening.stop()
-
-    async def _ask(self, inbox: str) -> None:
+    def _ask(self, link: BulkLink) -> None:
         request = {
             "seq": self._next_seq,
             "next_by_subj": self._subject,
             "batch": 1_000_000,
             "max_bytes": GET_WINDOW_BYTES,
         }
-        await self._broker.send(
-            f"$JS.API.DIRECT.GET.{self._stream}", json.dumps(request).encode(), reply=inbox
-        )
+        subject = f"$JS.API.DIRECT.GET.{self._stream}"
+        link.publish(subject, json.dumps(request).encode(), f"{link.inbox}.get")
 
-    def _take(self, message: Msg) -> bool:
-        """Copy one chunk; return whether the window has ended."""
-        headers = message.headers or {}
-        status = headers.get("Status")
-        if status is None:
-            end = self.num_bytes + len(message.data)
-            if end > len(self._buffer):
-                raise DigestMismatch(f"an object of {self._stream} is longer than announced")
-            self._buffer[self.num_bytes : end] = message.data
-            self.num_bytes = end
-            self._next_seq = int(headers["Nats-Sequence"]) + 1
-            return False
-        if status == "503":
+    def _take(self, link: BulkLink, message: Incoming) -> None:
+        end = self._num_bytes + message.num_bytes
+        if end > len(self._buffer):
+            raise DigestMismatch(f"an object of {self._stream} is longer than announced")
+        part = self._buffer[self._num_bytes : end]
+        link.read_into(part)
+        self._digester.submit(self._digest.update, part)
+        self._num_bytes = end
+        self._next_seq = int(message.headers["Nats-Sequence"]) + 1
+
+    def _check_end(self, message: Incoming) -> None:
+        """Read the server's word at the end of a window."""
+        if message.status == "503":
             raise NoResponders(f"there is no stream {self._stream}")
-        if status != _END_OF_BATCH or (
-            not self.complete and int(headers.get("Nats-Num-Pending", "0")) == 0
-        ):
+        pending = int(message.headers.get("Nats-Num-Pending", "0"))
+        complete = self._num_bytes == len(self._buffer)
+        if message.status != _END_OF_BATCH or (not complete and pending == 0):
             raise NotFoundError(
-                f"chunks of an object of {self._stream} are gone after {self.num_bytes:,} bytes",
+                f"chunks of an object of {self._stream} are gone after {self._num_bytes:,} bytes",
                 hint="it was deleted while it was read: take a newer one",
             )
-        return True
+
+
+def _send(
+    link: BulkLink, subject: str, views: Sequence[memoryview], chunk_bytes: int
+) -> tuple[int, int]:
+    """Publish chunks with a bounded number unconfirmed; return bytes and chunks."""
+    window = max(2, PUT_WINDOW_BYTES // chunk_bytes)
+    num_bytes = num_chunks = num_confirmed = 0
+    for chunk in chunks_of(views, chunk_bytes):
+        if num_chunks - num_confirmed == window:
+            _confirm(link)
+            num_confirmed += 1
+        link.publish(subject, chunk, f"{link.inbox}.{num_chunks}")
+        num_bytes += len(chunk)
+        num_chunks += 1
+    for _ in range(num_chunks - num_confirmed):
+        _confirm(link)
+    return num_bytes, num_chunks
+
+
+def _confirm(link: BulkLink) -> None:
+    """Read one confirmation; raise nats' APIError for a refusal."""
+    message = link.next()
+    payload = link.read(message.num_bytes)
+    if message.status == "503":
+        raise NoResponders("there is no such bucket")
+    answer = cast("dict[str, Any]", json.loads(payload))
+    if "error" in answer:
+        APIError.from_error(answer["error"])
 
 
 def chunks_of(views: Sequence[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
