@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ..broker.connection import Broker
+from ..broker.jobs import JobStore
 from ..broker.rollouts import RolloutLog
 from ..broker.rpc import call
 from ..schemas.control import (
@@ -31,6 +32,7 @@ from ..schemas.errors import (
     NotFoundError,
     StateError,
 )
+from ..schemas.job import FINAL_STATES
 from ..schemas.message import Message, summarize
 from ..schemas.rollout import Group, Trajectory, check_group
 from ..schemas.task import Task
@@ -43,6 +45,7 @@ R = TypeVar("R", bound=Message)
 CALL_TIMEOUT_S = 10.0
 RESERVATION_S = 60.0
 _RETRY_S = 0.5
+_TASKS_AT_ONCE = 1_000
 _UNKNOWN = 2**31 - 1
 
 
@@ -101,16 +104,22 @@ class AsyncTrajectoryPublisher:
         deadline = time.monotonic() + timeout_s
         taken = 0
         while taken < len(specs):
-            reply = await self._ask(
-                "tasks", PublishTasksRequest(tasks=specs[taken:]), PublishTasksReply
-            )
-            taken += reply.queued
+            taken += await self._issue(specs[taken : taken + _TASKS_AT_ONCE], deadline)
             if taken < len(specs):
                 await self._pause(deadline, f"{len(specs) - taken} of {len(specs)} tasks wait")
         return taken
 
+    async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
+        """Issue as many tasks as the learner takes now; wait for a learner that starts."""
+        while True:
+            try:
+                request = PublishTasksRequest(tasks=specs)
+                return (await self._ask("tasks", request, PublishTasksReply)).queued
+            except StateError as error:
+                await self._pause(deadline, error.message)
+
     async def _reserve(self, deadline: float) -> ReserveReply:
-        """Reserve one task number, waiting while the staleness bound is reached."""
+        """Reserve one task number, waiting for the learner and while its bound is reached."""
         request = ReserveRequest(count=1, source=self._source, deadline_s=RESERVATION_S)
         while True:
             try:
@@ -163,9 +172,10 @@ class AsyncTrajectoryPublisher:
 
     async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:
         scope = self._address.scope
+        broker = await self._connected()
         try:
             return await call(
-                await self._connected(),
+                broker,
                 f"{scope.control('learner')}.{verb}",
                 request,
                 reply,
@@ -173,6 +183,9 @@ class AsyncTrajectoryPublisher:
                 waiting_for=f"the learner of job {scope.job}",
             )
         except NotFoundError as error:
+            job = await JobStore(broker).find(scope.user, scope.job)
+            if job is not None and job.state not in FINAL_STATES:
+                raise StateError(f"the learner of job {scope.job} is not there yet") from error
             raise BrokerError(
                 f"the learner of job {scope.job} is not there",
                 hint="it may not have started, or the job has ended: `tinkermq ps --all`",
@@ -225,7 +238,8 @@ class TrajectoryPublisher:
         """Append the trajectories of one prompt to the job's rollout log; return its task number.
 
         There must be as many as the job's `rollout.group_size`; make them with
-        `make_trajectory`. Waits up to `timeout_s` while the staleness bound lets no more in.
+        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
+        staleness bound lets no more in.
 
         Raises MessageError that names the rule which the group breaks, DeadlineError.
         """
