@@ -6,6 +6,7 @@ reads and idempotent writes are repeated, and a compare-and-set whose answer was
 by reading the key back.
 """
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ DEADLINE_S = 30.0
 _TOMBSTONE_TTL_S = 3600
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _OPERATION = "KV-Operation"
+_KEY = re.compile(r"^[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*$")
 _TTL = "Nats-TTL"
 _WRONG_SEQUENCE = (10071, 10164)
 WRITE_ID = "Tmq-Write"
@@ -71,8 +73,7 @@ class Bucket(Generic[M]):
 
     async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
         """Write whatever was there before; return the revision."""
-        headers = _ttl_header(ttl_s)
-        return await self._write(key, value.to_bytes(), headers)
+        return await self._swap(key, value.to_bytes(), None, _ttl_header(ttl_s))
 
     async def create(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
         """Write a key that must not be there yet; return the revision.
@@ -82,14 +83,15 @@ class Bucket(Generic[M]):
         found = await self._last(key)
         if found is not None and not _is_deleted(found):
             raise self._conflict(key, "it is there already")
-        return await self._swap(key, value.to_bytes(), found.seq if found else 0, ttl_s)
+        revision = found.seq if found else 0
+        return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
         """Write a key that must still be at `revision`; return the new revision.
 
         Raises ConflictError if somebody else wrote first.
         """
-        return await self._swap(key, value.to_bytes(), revision, ttl_s)
+        return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Delete a key; with `revision`, only if it is still there at that revision.
@@ -97,12 +99,7 @@ class Bucket(Generic[M]):
         Raises ConflictError if somebody else wrote first.
         """
         headers = {_OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
-        if revision is not None:
-            headers[_EXPECTED] = str(revision)
-        try:
-            await self._write(key, b"", headers)
-        except APIError as error:
-            raise self._lost_or_refused(key, error) from error
+        await self._swap(key, b"", revision, headers)
 
     async def keys(self, prefix: str = "") -> list[str]:
         """Return all keys, or those below the tokens of `prefix`, in order."""
@@ -128,7 +125,8 @@ class Bucket(Generic[M]):
         return [message for message in newest.values() if not _is_deleted(message)]
 
     async def _last(self, key: str) -> StoredMessage | None:
-        return await self._read(lambda: get_last(self._broker, self._stream, self._prefix + key))
+        subject = self._subject(key)
+        return await self._read(lambda: get_last(self._broker, self._stream, subject))
 
     async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -138,20 +136,15 @@ class Bucket(Generic[M]):
         except NoResponders as error:
             raise self._missing() from error
 
-    async def _swap(self, key: str, payload: bytes, revision: int, ttl_s: int | None) -> int:
-        headers = {_EXPECTED: str(revision), WRITE_ID: uuid.uuid4().hex, **_ttl_header(ttl_s)}
-        try:
-            return await self._write(key, payload, headers)
-        except APIError as error:
-            found = await self._last(key)
-            if found is not None and found.headers.get(WRITE_ID) == headers[WRITE_ID]:
-                return found.seq  # an earlier attempt of ours was stored, and its answer was lost
-            raise self._lost_or_refused(key, error) from error
-
-    async def _write(self, key: str, payload: bytes, headers: dict[str, str]) -> int:
+    async def _swap(
+        self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
+    ) -> int:
+        """Write if the key is at `revision` (None: whatever it is at); return the new one."""
+        if revision is not None:
+            headers |= {_EXPECTED: str(revision), WRITE_ID: uuid.uuid4().hex}
         try:
             return await self._broker.append(
-                self._prefix + key,
+                self._subject(key),
                 payload,
                 headers=headers or None,
                 deadline_s=self._deadline_s,
@@ -159,6 +152,20 @@ class Bucket(Generic[M]):
             )
         except NotFoundError as error:
             raise self._missing() from error
+        except APIError as error:
+            found = await self._last(key)
+            if revision is not None and _written_by(found) == headers[WRITE_ID]:
+                assert found is not None
+                return found.seq  # an earlier attempt of ours was stored, and its answer was lost
+            raise self._lost_or_refused(key, error) from error
+
+    def _subject(self, key: str) -> str:
+        if not _KEY.match(key):
+            raise MessageError(
+                f"{key!r} cannot be a key of bucket {self.name}",
+                hint="use letters, digits and '-_/=', in parts with dots between them",
+            )
+        return self._prefix + key
 
     def _entry(self, message: StoredMessage) -> Entry[M]:
         key = message.subject[len(self._prefix) :]
@@ -183,6 +190,10 @@ class Bucket(Generic[M]):
             f"there is no bucket {self.name}",
             hint="start the pool with `tinkermq up`; a job's own buckets end with the job",
         )
+
+
+def _written_by(message: StoredMessage | None) -> str | None:
+    return None if message is None else message.headers.get(WRITE_ID)
 
 
 def _is_deleted(message: StoredMessage) -> bool:

@@ -194,8 +194,13 @@ class _Endpoint:
 
 def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
     line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
-    body = ErrorReply(code=code, message=message, hint=hint).to_bytes()
+    body = ErrorReply(code=code, message=_clean(message), hint=_clean(hint)).to_bytes()
     return body, {_ERROR_CODE: code, _ERROR_TEXT: line or code}
+
+
+def _clean(text: str) -> str:
+    """Replace what has no UTF-8 form: text of games and models may hold anything."""
+    return text.encode(errors="replace").decode()
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:

@@ -122,6 +122,13 @@ async def test_a_malformed_value_is_an_error_alone_and_left_out_of_a_list(
     assert [entry.key for entry in await bucket.items("bad")] == ["bad.two"]
 
 
+@pytest.mark.parametrize("key", ["", "a b", "a.*", ">", "a..b", ".a", "a.", "a\r\nPUB x 0", "é"])
+async def test_what_cannot_be_a_key_is_refused(bucket: Bucket[RequestRecord], key: str) -> None:
+    for act in (bucket.get(key), bucket.put(key, _value("x")), bucket.delete(key)):
+        with pytest.raises(MessageError, match="cannot be a key of bucket"):
+            await act
+
+
 async def test_a_missing_bucket_is_named(broker: Broker) -> None:
     bucket = Bucket(broker, "no-such-bucket", RequestRecord)
     with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):

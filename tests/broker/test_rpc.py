@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nats.aio.msg import Msg
 from tinkermq.broker.connection import Broker, ConnectionLost, connect
 from tinkermq.broker.rpc import RequestContext, Service, call
 from tinkermq.broker.server import NatsServer
@@ -332,3 +333,23 @@ async def test_each_kind_of_error_arrives_as_itself(
         await call(broker, subject, Empty(), Empty, timeout_s=5, waiting_for="the service")
     assert type(raised.value) is kind
     assert raised.value.hint == "mend it"
+
+
+async def test_text_that_has_no_utf8_form_still_arrives_as_an_error(
+    broker: Broker, service: Service
+) -> None:
+    async def fail(_: Empty) -> Empty:
+        raise GameError("odd \ud800 text", hint="\udfff")
+
+    await service.endpoint("fail", "test.odd", Empty, fail)
+    with pytest.raises(GameError, match=r"odd \? text"):
+        await call(broker, "test.odd", Empty(), Empty, timeout_s=5, waiting_for="the service")
+
+
+async def test_a_malformed_reply_is_a_message_error(broker: Broker) -> None:
+    async def junk(message: Msg) -> None:
+        await message.respond(b"junk")
+
+    await broker.nc.subscribe("test.junk", cb=junk)
+    with pytest.raises(MessageError):
+        await call(broker, "test.junk", Empty(), Empty, timeout_s=5, waiting_for="the service")
