@@ -82,7 +82,9 @@ class Evaluations:
             entry = await self._bucket.get(f"{self._scope.key}.{version}")
             if entry is None or entry.value.state not in ("done", "failed"):
                 continue
-            step = self._open.pop(version)
+            step = self._open.pop(version, None)
+            if step is None:
+                continue  # `follow` and `wait_all` both collect: the other one was first
             self._reported.add(version)
             self.results[version] = entry.value.values
             if entry.value.values:
