@@ -1,0 +1,133 @@
+"""The tasks that the benchmarks train: models, data and configurations, made once and cached.
+
+Models and data lie below outputs/benchmarks/. The warm starts and the hyperparameters are those of
+the examples.
+"""
+
+import random
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.warm_start import warm_start
+from tinkermq.envs.write_data import verl_row, write_rows
+
+from benchmarks.stack import REPOSITORY
+
+CACHE = REPOSITORY / "outputs" / "benchmarks"
+NUM_ROWS = 2048
+Row = dict[str, Any]
+
+
+def warm_model(game: str, *, quick: bool = False) -> Path:
+    """Return the folder of a game's warm-started model; `quick`: of one that was hardly trained."""
+    folder = CACHE / (f"{game}-quick" if quick else game)
+    if not (folder / "config.json").is_file():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        warm_start(game, folder, steps=20 if quick else None)
+    return folder
+
+
+def random_model(name: str, **shape: int) -> Path:
+    """Return the folder of a random model of this shape (`make_model`)."""
+    folder = CACHE / name
+    if not (folder / "config.json").is_file():
+        make_model(**shape).save_pretrained(folder)
+        make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def questions(game: str) -> Path:
+    """Return the JSONL file of a game's questions."""
+    file = CACHE / f"{game}.jsonl"
+    if not file.is_file():
+        write_rows(file, _rows(game))
+    return file
+
+
+def in_training_order(game: str, num_rows: int, *, seed: int = 0) -> list[Row]:
+    """Return the questions that the learner trains, in its order: for the peer."""
+    rows = list(_rows(game))
+    order = DataOrder(seed, len(rows))
+    picked = [rows[order.sample(index) or 0] for index in range(num_rows)]
+    return [
+        {
+            "question": row["prompt"][0]["content"],
+            "ground_truth": row["reward_model"]["ground_truth"],
+        }
+        for row in picked
+    ]
+
+
+def _rows(game: str) -> Iterator[Row]:
+    draw = import_module(f"tinkermq.envs.games.{game}").demonstrations
+    rng = random.Random(1)
+    for index in range(NUM_ROWS):
+        question = draw(rng)[0]["content"]
+        left, sign, right = _parts(question)
+        truth = str(left + right if sign == "+" else left * right)
+        row = verl_row(question, truth, data_source=game, split="train", index=index)
+        row["extra_info"]["question"] = question
+        yield row
+
+
+def _parts(question: str) -> tuple[int, str, int]:
+    sign = "+" if "+" in question else "*"
+    left, _, right = question.rstrip("=").partition(sign)
+    return int(left), sign, int(right)
+
+
+def addition_job(model: Path, num_steps: int) -> dict[str, Any]:
+    """Return the job that trains the addition: 16 tasks × 16 samples a step."""
+    return {
+        "model": {"path": str(model)},
+        "env": {"game": "addition", "train_data": [str(questions("addition"))], "num_val": 0},
+        "rollout": {
+            "group_size": 16,
+            "max_prompt_tokens": 12,
+            "max_turn_tokens": 4,
+            "max_response_tokens": 4,
+        },
+        "generator": {"max_episodes": 512, "max_requests": 256},
+        "algorithm": {"clip_low": 0.2, "clip_high": 0.28},
+        "learner": {
+            "lr": 2.5e-4,
+            "betas": [0.9, 0.99],
+            "row_tokens": 512,
+            "microbatch_tokens": 8192,
+        },
+        "training": {"num_steps": num_steps, "batch_size": 16, "max_staleness": 2},
+    }
+
+
+def slow_calculator_job(model: Path, num_steps: int, scale: float) -> dict[str, Any]:
+    """Return the job that trains the calculator in an environment that takes its time."""
+    return {
+        "model": {"path": str(model)},
+        "env": {
+            "game": "benchmarks.slow_game:SlowCalculatorGame",
+            "kwargs": {"scale": scale},
+            "train_data": [str(questions("calculator"))],
+            "num_val": 0,
+            "workers": 256,
+        },
+        "rollout": {
+            "group_size": 16,
+            "max_turns": 2,
+            "max_prompt_tokens": 16,
+            "max_turn_tokens": 12,
+            "max_response_tokens": 32,
+        },
+        "generator": {"max_episodes": 768, "max_requests": 256},
+        "algorithm": {"clip_low": 0.2, "clip_high": 0.28},
+        "learner": {
+            "lr": 5e-4,
+            "betas": [0.9, 0.99],
+            "row_tokens": 1024,
+            "microbatch_tokens": 8192,
+        },
+        "training": {"num_steps": num_steps, "batch_size": 16, "max_staleness": 2},
+    }
