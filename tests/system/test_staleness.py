@@ -1,0 +1,139 @@
+"""The staleness bound holds in whole runs, whatever the stragglers do, and nothing deadlocks.
+
+All runs go on at the same time: their games sleep most of it. In those with stragglers the step
+of one episode in thirty takes as long as several training steps.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.rollout import Group
+
+from tests.models import plain_logprobs
+from tests.proofs import assert_every_task_once
+from tests.stack import Job, Stack, small_job
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+STRAGGLERS = {
+    "game": "tests.games:SlowBandit",
+    "kwargs": {"delay_s": 0.02, "tail_s": 3.0, "tail_share": 0.04},
+    "num_val": 0,
+    "workers": 64,
+}
+COIN = {"game": "tests.games:FirstLetter", "num_val": 0}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def runs(module_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]]:
+    """Start all runs of this module."""
+    stack = module_stack
+
+    def straggling(max_staleness: int, policy: str) -> dict:
+        training = {"num_steps": 16, "max_staleness": max_staleness, "staleness_policy": policy}
+        return small_job(model, env=STRAGGLERS, training={**training, "save_freq": 0})
+
+    configs = {
+        "on_policy": small_job(
+            model,
+            env=COIN,
+            algorithm={"filter_equal_rewards": True},
+            training={"max_staleness": 0, "num_steps": 10},
+        ),
+        "drop_1": straggling(1, "drop"),
+        "drop_4": straggling(4, "drop"),
+        "wait_1": straggling(1, "wait"),
+        "train_1": straggling(1, "train"),
+    }
+    yield {name: await stack.submit(config) for name, config in configs.items()}
+    await stack.stop_all()
+
+
+async def trained(job: Job) -> list[tuple[BatchRecord, list[Group]]]:
+    """Wait for a run's end, prove it, and return what each step trained."""
+    await job.until("COMPLETED", deadline_s=240)
+    await assert_every_task_once(job)
+    groups = {entry.seq: entry.group for entry in await job.entries()}
+    return [(record, [groups[seq] for seq in record.seqs]) for record in await job.batches()]  # pyright: ignore
+
+
+def lags(steps: list[tuple[BatchRecord, list[Group]]]) -> list[int]:
+    """Return the lag of every group that was trained."""
+    return [record.step - 1 - group.min_version for record, groups in steps for group in groups]
+
+
+def stale(steps: list[tuple[BatchRecord, list[Group]]]) -> set[int | None]:
+    """Return the numbers of the tasks that were dropped for their age."""
+    return {item.task for record, _ in steps for item in record.dropped if item.reason == "stale"}
+
+
+async def test_without_staleness_every_token_is_on_policy(
+    runs: dict[str, Job], model: Path
+) -> None:
+    job = runs["on_policy"]
+    steps = await trained(job)
+    assert set(lags(steps)) == {0}
+    for metric in await job.metrics():
+        measured = {name for name in metric.values if name.startswith("staleness/num_tokens/")}
+        assert measured <= {"staleness/num_tokens/lag_0"}
+        if measured:
+            assert metric.values["staleness/abs_log_ratio/lag_0"] < 1e-4
+            assert abs(metric.values["staleness/max_ratio/lag_0"] - 1) < 1e-4
+    await asyncio.to_thread(_assert_first_batch_is_of_the_initial_model, model, steps[0][1])
+
+
+def _assert_first_batch_is_of_the_initial_model(model: Path, groups: list[Group]) -> None:
+    """Compare the behaviour log-probs of every token with a plain forward pass."""
+    policy = load_causal_lm(str(model), dtype=torch.float32)
+    for episode in (episode for group in groups for episode in group.sampled):
+        start = int(np.argmax(episode.mask))
+        expected = plain_logprobs(policy, episode.token_ids[:start], episode.token_ids[start:])
+        assert np.abs(expected - episode.logprobs[start:]).max() < 1e-4
+
+
+async def test_groups_that_teach_nothing_give_their_credits_back(runs: dict[str, Job]) -> None:
+    steps = await trained(runs["on_policy"])
+    reasons = {item.reason for record, _ in steps for item in record.dropped}
+    assert reasons == {"equal_rewards"}
+    for _, groups in steps:
+        assert all(len({episode.reward for episode in group.sampled}) > 1 for group in groups)
+
+
+@pytest.mark.parametrize("bound", [1, 4])
+async def test_no_group_over_the_bound_is_trained_under_drop(
+    runs: dict[str, Job], bound: int
+) -> None:
+    steps = await trained(runs[f"drop_{bound}"])
+    assert 0 < max(lags(steps)) <= bound
+    assert {item.reason for record, _ in steps for item in record.dropped} <= {"stale"}
+
+
+async def test_a_group_dropped_for_its_age_is_issued_again(runs: dict[str, Job]) -> None:
+    job = runs["drop_1"]
+    dropped = stale(await trained(job))
+    assert dropped, "there was no straggler"
+    tasks = {entry.group.task.task: entry.group.task for entry in await job.entries()}  # pyright: ignore
+    again = {task.reissue_of: task for task in tasks.values() if task.reissue_of is not None}
+    assert set(again) == dropped
+    for number, task in again.items():
+        assert (task.index, task.seed) == (tasks[number].index, tasks[number].seed)
+        assert task.task > number
+
+
+async def test_wait_trains_every_group_within_the_bound(runs: dict[str, Job]) -> None:
+    steps = await trained(runs["wait_1"])
+    assert max(lags(steps)) <= 1
+    assert not [item for record, _ in steps for item in record.dropped]
+
+
+async def test_train_keeps_a_group_whatever_its_age(runs: dict[str, Job]) -> None:
+    steps = await trained(runs["train_1"])
+    assert max(lags(steps)) > 1
+    assert not [item for record, _ in steps for item in record.dropped]
