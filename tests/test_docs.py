@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -291,3 +292,51 @@ def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
             command, _, shown = block.text.removeprefix("$ ").partition("\n")
             said = run(command, tmp_path).stdout
             assert matches(shown, said), f"{block}: {command}\n{said}"
+
+
+# -- the guides' code against a real stack ---------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_the_code_of_the_training_guide_trains(tmp_path: Path, tiny_model: Path) -> None:
+    """Run what the guides show, with a tiny model and few steps in the place of large ones."""
+    for block in [*blocks(TUTORIAL), *blocks(ROOT / "docs" / "training.md")]:
+        if block.title:
+            block.text = block.text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_model))
+            save(block, tmp_path)
+    up = run("tinkermq up --port 0 --slots 6 --json", tmp_path)
+    assert up.returncode == 0, up.stdout
+    try:
+        for script in ("train.py", "publish.py"):
+            code = (tmp_path / script).read_text()
+            code = code.replace("nats://127.0.0.1:4222", json.loads(up.stdout)["url"])
+            code = code.replace("num_steps=100, test_freq=20, save_freq=50", "num_steps=2")
+            (tmp_path / script).write_text(code)
+        dry = succeed("tinkermq train anagram.yaml --dry-run", tmp_path)
+        assert "nothing was submitted" in dry
+        fit = succeed("python train.py", tmp_path)
+        assert fit.splitlines()[-1] == "0.0"
+        publish = succeed("python publish.py", tmp_path)
+        assert publish == "task 0\ntask 1\ntask 2\ntask 3\n"
+    finally:
+        down = run("tinkermq down", tmp_path)
+    assert down.stdout == "stopped\n"
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    folder = tmp_path / "tiny"
+    code = (
+        "from pathlib import Path\n"
+        "from tinkermq.actors.tiny_model import save_tiny_model\n"
+        f"save_tiny_model(Path({str(folder)!r}), width=64, layers=1, seed=0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment(tmp_path))
+    return folder
+
+
+def succeed(line: str, folder: Path) -> str:
+    """Run a program that must succeed; return what it printed."""
+    ended = run(line, folder, timeout_s=140)
+    assert ended.returncode == 0, f"{line}\n{ended.stdout}"
+    return ended.stdout
