@@ -96,7 +96,7 @@ class _Follower:
                 if not self._ended:
                     await self.updates.put(newest)
         self._heard = time.monotonic()
-        while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110
+        while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
             await asyncio.sleep(left)
         await self.updates.put(self._record)
 

@@ -85,7 +85,7 @@ class JobRecord(Message):
 
 
 class RequestRecord(Message):
-    """The job that a submission made, in the KV bucket of requests: sending it again is harmless."""
+    """The job that a submission made, in the KV bucket of requests: it may be sent again."""
 
     job: str
     """Job id."""

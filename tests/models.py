@@ -55,5 +55,5 @@ def loaded(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> PreTrain
 async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None:
     """Wait for something another thread does."""
     async with asyncio.timeout(deadline_s):
-        while not condition():  # noqa: ASYNC110  # the other thread has no event to wait for
+        while not condition():  # the other thread has no event to wait for
             await asyncio.sleep(0.001)

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 BESIDE = ("tests", "benchmarks", "examples")
-MAX_LINES = 400
+MAX_LINES = {"room": 400, "beside": 500}
 HEAVY = {"torch", "transformers", "vllm", "safetensors"}
 
 
@@ -197,8 +197,13 @@ def test_pyright_has_nothing_to_say() -> None:
 
 
 def test_no_module_is_longer_than_a_reader_bears() -> None:
-    lengths = {short(path): len(path.read_text().splitlines()) for path in modules(*ROOMS, *BESIDE)}
-    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+    too_long = {
+        short(path): length
+        for kind, folders in (("room", ROOMS), ("beside", BESIDE))
+        for path in modules(*folders)
+        if (length := len(path.read_text().splitlines())) > MAX_LINES[kind]
+    }
+    assert not too_long
 
 
 @pytest.mark.parametrize("room", ROOMS)
