@@ -189,7 +189,7 @@ class Broker:
         BrokerError for a denied subject.
         """
         self.check_size(len(payload), what=f"a request on {subject}")
-        reply, future = self.expect_reply(subject)
+        reply, future = self._replies.expect(subject)
         try:
             await self.send(subject, payload, reply=reply, headers=headers)
             async with asyncio.timeout(timeout_s):
@@ -197,18 +197,10 @@ class Broker:
         finally:
             self._replies.forget(reply)
 
-    def expect_reply(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
-        """Return a fresh reply subject and the future of what comes back on it.
-
-        For pipelines: `send` with it, then await the future under a deadline. The future fails
-        with ConnectionLost when the connection breaks; give it up with `cancel`.
-        """
-        return self._replies.expect(subject)
-
     async def send(
         self,
         subject: str,
-        payload: "bytes | memoryview",
+        payload: bytes,
         *,
         reply: str,
         headers: Mapping[str, str] | None = None,
@@ -219,7 +211,7 @@ class Broker:
             raise ConnectionLost(f"not connected to {shown_url(self.url)}", hint="try again")
         await self.nc.publish(
             subject,
-            cast("bytes", payload),  # any buffer of bytes will do
+            payload,
             reply=reply,
             headers=dict(headers) if headers else None,
         )

@@ -32,6 +32,11 @@ class Replies:
         self._waiting[reply] = (subject, future)
         return reply, future
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight."""
+        return len(self._waiting)
+
     def forget(self, reply: str) -> None:
         """Wait no longer."""
         self._waiting.pop(reply, None)

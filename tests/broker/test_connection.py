@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.connection import Broker, ConnectionLost, NoResponders, connect
+from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.server import NatsServer
+from tinkermq.broker.stored import get_all
 from tinkermq.schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.subjects import JobScope
+
+from tests.strategies import make_group
 
 RIGHTS = """
 authorization { users: [{ user: ann, password: pw, permissions: {
@@ -190,3 +195,20 @@ async def test_closing_while_the_server_is_away_leaves_nothing_behind(
             await asyncio.sleep(0)  # what was cancelled ends in the next turn of the loop
         assert len(asyncio.all_tasks()) == before
         own_server.start()
+
+
+async def test_requests_and_reads_leave_nothing_behind(broker: Broker, scope: JobScope) -> None:
+    log = RolloutLog(broker, scope)
+    await log.append(make_group(0))
+    await broker.listen("silent", lambda _: None)
+    before = (len(broker.nc._subs), len(broker.nc._resp_map), len(asyncio.all_tasks()))
+    for number in range(50):
+        await log.find(0)
+        await get_all(broker, scope.stream_rollout, scope.rollout("*"))
+        with pytest.raises(NoResponders):
+            await broker.request(f"nobody.{number}")
+        with pytest.raises(TimeoutError):
+            await broker.request("silent", timeout_s=0.001)
+    await asyncio.sleep(0)
+    assert (len(broker.nc._subs), len(broker.nc._resp_map), len(asyncio.all_tasks())) == before
+    assert broker._replies.num_waiting == 0

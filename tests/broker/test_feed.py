@@ -72,6 +72,13 @@ class Follower:
             async for message in feed:
                 self.messages.append(message)
 
+    async def ready(self, broker: Broker, *streams: str) -> None:
+        """Wait until the feed has taken its position in these streams."""
+        async with asyncio.timeout(5):
+            for stream in streams:
+                while not (await stream_info(broker, stream))["state"]["consumer_count"]:
+                    await asyncio.sleep(0.01)
+
     async def reach(self, count: int) -> None:
         async with asyncio.timeout(5):
             while len(self.messages) < count:
@@ -96,7 +103,7 @@ async def test_all_kinds_are_followed_from_the_start_and_live(
 async def test_only_the_wanted_kinds_and_only_what_is_new(broker: Broker, scope: JobScope) -> None:
     await publish_metric(broker, scope, _metric(0))
     async with Follower(broker, scope, ("metric",), from_start=False) as follower:
-        await asyncio.sleep(0.2)
+        await follower.ready(broker, scope.stream_feed)
         await publish_event(broker, scope, _event("unwanted"))
         await publish_metric(broker, scope, _metric(1))
         await follower.reach(1)
@@ -108,7 +115,7 @@ async def test_following_goes_on_across_a_kill_without_gap_or_repetition(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
     async with Follower(own_broker, own_scope, ("metric", "log"), from_start=False) as follower:
-        await asyncio.sleep(0.2)
+        await follower.ready(own_broker, own_scope.stream_feed, own_scope.stream_log)
         for step in range(30):
             await publish_metric(own_broker, own_scope, _metric(step))
             if step % 10 == 5:
@@ -155,8 +162,8 @@ async def test_the_oldest_lines_go_first_when_the_log_is_full(
 
 
 async def test_following_leaves_no_consumer_behind(broker: Broker, scope: JobScope) -> None:
-    async with Follower(broker, scope):
-        await asyncio.sleep(0.1)
+    async with Follower(broker, scope) as follower:
+        await follower.ready(broker, scope.stream_feed, scope.stream_log)
     for stream in (scope.stream_feed, scope.stream_log):
         assert (await stream_info(broker, stream))["state"]["consumer_count"] == 0
 

@@ -240,7 +240,9 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
             )
 
         once, again = ask(idempotent=False), ask(idempotent=True)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            while echo.running < 2:
+                await asyncio.sleep(0.005)
         own_server.kill()
         own_server.start()
         with pytest.raises(ConnectionLost):
