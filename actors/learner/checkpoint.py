@@ -17,7 +17,6 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
-from .numbers import NumberSet
 
 _STATE = "learner/state.json"
 _OPTIMIZER = "learner/optimizer.pt"
@@ -42,19 +41,14 @@ class LearnerState(BaseModel):
     """Numbers of trained tasks, as half-open ranges."""
     dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """Numbers of tasks that were dropped; each has given its admission credit back."""
+    indices: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
     tokens_trained: int = 0
     """Generated tokens trained so far."""
     tokens_generated: int = 0
     """Generated tokens received so far, dropped ones included."""
-
-
-def decided(state: LearnerState) -> NumberSet:
-    """Return the numbers whose fate the state knows."""
-    numbers = NumberSet(state.trained)
-    numbers.update(NumberSet(state.dropped))
-    return numbers
 
 
 class CheckpointStore:

@@ -5,7 +5,8 @@ What it holds is bounded by the admission gate: generators cannot be further ahe
 
 import asyncio
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import structlog
 from ...broker.rollouts import LogEntry, RolloutLog
 from ...schemas.errors import MessageError
 from ...schemas.rollout import Group, check_group
+from ...schemas.task import Task
 from .batching import Candidate
 
 _log = structlog.get_logger()
@@ -27,8 +29,8 @@ class Entry:
     number: int | None
     group: Group | None
     """The group, or None when it cannot be trained."""
-    index: int | None
-    """Its task's position in the data order."""
+    task: Task | None
+    """The task that it names, or None when it cannot be read."""
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
@@ -37,10 +39,23 @@ class Entry:
 class Intake:
     """Entries of the rollout log that are neither trained nor dropped."""
 
-    def __init__(self, log: RolloutLog, *, vocab_size: int, max_tokens: int) -> None:
+    def __init__(
+        self,
+        log: RolloutLog,
+        *,
+        vocab_size: int,
+        max_tokens: int,
+        group_size: int,
+        greedy_baseline: bool,
+        was_issued: Callable[[int], bool],
+    ) -> None:
+        """`was_issued` says whether a task number can have been given out."""
         self._log = log
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
+        self._group_size = group_size
+        self._greedy_baseline = greedy_baseline
+        self._was_issued = was_issued
         self._entries: dict[int, Entry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
@@ -90,14 +105,9 @@ class Intake:
 
     def _check(self, raw: LogEntry) -> Entry:
         error, group = raw.error, raw.group
-        if group is not None and group.error is None:
+        if group is not None:
             try:
-                check_group(
-                    group,
-                    vocab_size=self._vocab_size,
-                    max_tokens=self._max_tokens,
-                    version=self.max_version,
-                )
+                self._refuse_unfit(group)
             except MessageError as refused:
                 error = refused
         if error is not None:
@@ -107,10 +117,34 @@ class Intake:
             seq=raw.seq,
             number=raw.number,
             group=group if usable else None,
-            index=group.task.index if group is not None else None,
+            task=None if group is None else group.task,
             digest=hashlib.sha256(raw.payload).digest(),
             candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
         )
+
+    def _refuse_unfit(self, group: Group) -> None:
+        """Raise MessageError for a group that this job cannot train."""
+        task = group.task
+        if not self._was_issued(task.task):
+            raise MessageError(f"task {task.task} was never given out")
+        if group.error is not None:
+            return
+        if task.group_size != self._group_size:
+            raise MessageError(
+                f"the group of task {task.task} has {task.group_size} episodes, the job's have "
+                f"{self._group_size}"
+            )
+        if task.greedy_baseline != self._greedy_baseline:
+            wanted = "has no" if self._greedy_baseline else "has a"
+            raise MessageError(f"the group of task {task.task} {wanted} greedy episode")
+        check_group(
+            group,
+            vocab_size=self._vocab_size,
+            max_tokens=self._max_tokens,
+            version=self.max_version,
+        )
+        if not all(math.isfinite(item.reward) for item in group.trajectories):
+            raise MessageError(f"the returns of the group of task {task.task} must be finite")
 
 
 def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: bool) -> Candidate:
@@ -121,7 +155,7 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
         seq=raw.seq,
         number=raw.number,
         min_token_version=group.min_version,
-        max_token_version=max(item.max_version for item in episodes),
+        max_token_version=max(int(item.versions[item.mask == 1].max()) for item in episodes),
         rewards=tuple(item.reward for item in episodes),
     )
 

@@ -8,7 +8,7 @@ import structlog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...schemas.config import JobConfig
-from ...schemas.control import PublishTasksRequest, ReserveRequest
+from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
 from ...schemas.errors import StateError
 from ...schemas.rollout import Group
 from ...schemas.task import Blame, Task
@@ -38,6 +38,8 @@ class Issuer:
         self._config = config
         self._total_steps = total_steps
         self._reserved: dict[int, float] = {}
+        self.is_open = False
+        """Whether the ledger is complete, so that clients may be given numbers."""
 
     async def issue(self, version: int) -> int:
         """Publish every task that may be issued at `version`; return how many."""
@@ -46,17 +48,17 @@ class Issuer:
         issues = [self._ledger.next_issue() for _ in range(self.num_issuable(version))]
         async with asyncio.TaskGroup() as publishing:
             for issue in issues:
-                publishing.create_task(self._publish(self._task(issue)))
+                publishing.create_task(self._publish(self._task(issue, version)))
         return len(issues)
 
-    def _task(self, issue: Issue) -> Task:
+    def _task(self, issue: Issue, version: int) -> Task:
         return Task(
             task=issue.number,
             sample=self._order.sample(issue.index),
             index=issue.index,
             reissue_of=issue.reissue_of,
             seed=self._order.task_seed(issue.index),
-            min_version=self._min_version(issue.slot),
+            min_version=self._min_version(issue.slot, version),
             group_size=self._config.rollout.group_size,
             greedy_baseline=self._config.algorithm.advantage == "remax",
         )
@@ -69,39 +71,47 @@ class Issuer:
         )
 
     async def publish_for_client(self, request: PublishTasksRequest, version: int) -> int:
-        """Issue a client's tasks, as many as the gate lets through now; return how many."""
+        """Issue a client's tasks, as many as the gate lets through now; return how many.
+
+        Raises StateError while the learner starts.
+        """
+        self._refuse_while_closed()
         count = min(len(request.tasks), self.num_issuable(version))
-        for spec in request.tasks[:count]:
-            number, slot = self._ledger.reserve()
-            await self._publish(
-                Task(
-                    task=number,
-                    sample=spec.sample,
-                    seed=self._order.task_seed(number) if spec.seed is None else spec.seed,
-                    min_version=self._min_version(slot),
-                    group_size=self._config.rollout.group_size,
-                    greedy_baseline=self._config.algorithm.advantage == "remax",
-                    reset_kwargs=spec.reset_kwargs,
-                )
-            )
+        # All numbers are taken before the first wait: the gate holds for everybody who asks.
+        tasks = [self._client_task(spec, version) for spec in request.tasks[:count]]
+        for task in tasks:
+            await self._publish(task)
         return count
+
+    def _client_task(self, spec: TaskSpec, version: int) -> Task:
+        number, slot = self._ledger.reserve()
+        return Task(
+            task=number,
+            sample=spec.sample,
+            seed=self._order.task_seed(number) if spec.seed is None else spec.seed,
+            min_version=self._min_version(slot, version),
+            group_size=self._config.rollout.group_size,
+            greedy_baseline=self._config.algorithm.advantage == "remax",
+            reset_kwargs=spec.reset_kwargs,
+        )
 
     def reserve(self, request: ReserveRequest, version: int) -> list[int]:
         """Give numbers to an external agent that appends its groups itself.
 
-        Raises StateError when the gate lets none through now.
+        Raises StateError when the gate lets none through now, or while the learner starts.
         """
+        self._refuse_while_closed()
         count = min(request.count, self.num_issuable(version))
         if count == 0:
             raise StateError(
                 "the job takes no more trajectories now: the staleness bound is reached",
                 hint="try again after the next training step",
             )
-        numbers = [self._ledger.reserve()[0] for _ in range(count)]
-        for number in numbers:
-            self._ledger.min_versions[number] = 0
+        given = [self._ledger.reserve() for _ in range(count)]
+        for number, slot in given:
+            self._ledger.min_versions[number] = self._min_version(slot, version)
             self._reserved[number] = time.monotonic() + request.deadline_s
-        return numbers
+        return [number for number, _ in given]
 
     async def expire_reservations(self) -> None:
         """Close the numbers that an agent did not use in time: a late append is then refused."""
@@ -123,9 +133,20 @@ class Issuer:
         )
         return Group(task=task, error=blame, source="learner")
 
-    def _min_version(self, slot: int) -> int:
+    def _refuse_while_closed(self) -> None:
+        if not self.is_open:
+            raise StateError(
+                "the learner is starting and does not know yet which tasks were issued",
+                hint="try again in some seconds",
+            )
+
+    def _min_version(self, slot: int, version: int) -> int:
+        """Give the oldest version that may begin the task; older tokens would be dropped."""
         training = self._config.training
-        return min_version(slot, training.batch_size, training.max_staleness)
+        oldest = min_version(slot, training.batch_size, training.max_staleness)
+        if training.staleness_policy == "train":
+            return oldest
+        return max(oldest, version - training.max_staleness)
 
     async def _publish(self, task: Task) -> None:
         self._ledger.note_task(task)

@@ -26,6 +26,7 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import DeadlineError, MessageError, StorageError
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
+from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
@@ -74,6 +75,9 @@ class Learner:
             RolloutLog(broker, scope),
             vocab_size=vocab_size,
             max_tokens=config.rollout.max_tokens,
+            group_size=config.rollout.group_size,
+            greedy_baseline=config.algorithm.advantage == "remax",
+            was_issued=self.ledger.was_issued,
         )
         self.issuer = Issuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
@@ -105,6 +109,7 @@ class Learner:
         await self.evaluations.load()
         records = await self._batches.read_all()
         self.intake.max_version = records[-1][1].step if records else self.state.step
+        self.ledger.expect(await self._largest_number(records))
         async with asyncio.TaskGroup() as background:
             helpers = [
                 background.create_task(self.intake.run(self.state.log_seq), name="intake"),
@@ -233,17 +238,15 @@ class Learner:
     def _notice_arrivals(self) -> None:
         arrived, self.intake.arrived = self.intake.arrived, []
         for entry in arrived:
-            if entry.number is not None and entry.number not in self.ledger:
-                self.ledger.note_in_log(entry.number)
-            if entry.group is not None:
-                self.ledger.note_task(entry.group.task)
+            if entry.number is not None:
+                self.ledger.note_in_log(entry.number, entry.task)
 
     def _drop(self, dropped: list[Dropped]) -> None:
         """Decide that entries are never trained; the next batch record says so."""
         for item in dropped:
             entry = self.intake[item.seq]
             if item.task is not None:
-                self.ledger.drop(item.task, item.reason, entry.index)
+                self.ledger.drop(item.task, item.reason)
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=False)
             self._reporter.num_dropped[item.reason] += 1
@@ -313,6 +316,7 @@ class Learner:
             except MessageError as error:
                 _log.error("task_malformed", subject=message.subject, error=error.message)
         self.ledger.find_missing()
+        self.issuer.is_open = True
         self.state.batch_seq = max([self.state.batch_seq, *(seq for seq, _ in records[-1:])])
         behind = [record for _, record in records if record.step > self.state.step]
         if behind:
@@ -323,6 +327,17 @@ class Learner:
             )
         for record in behind:
             await self._train_again(record)
+
+    async def _largest_number(self, records: list[tuple[int, BatchRecord]]) -> int:
+        """Bound the numbers that were given out before a crash: each log entry may be a credit."""
+        training, num_read = self.config.training, await self.intake_last() + 1 - self.state.log_seq
+        by_gate = num_admissible(
+            self.intake.max_version,
+            training.max_staleness,
+            training.batch_size,
+            self.ledger.num_credits + max(num_read, 0),
+        )
+        return max([by_gate, *(number + 1 for _, record in records for number in record.tasks)])
 
     async def intake_last(self) -> int:
         """Return the newest sequence of the rollout log."""
@@ -359,6 +374,11 @@ class Learner:
         entries = [self.intake[seq] for seq in record.seqs]
         if batch_digest(entries) != record.digest:
             raise StorageError(f"the groups of step {record.step} are not the recorded ones")
+        if refused := [entry.seq for entry in entries if entry.group is None]:
+            raise StorageError(
+                f"step {record.step} trained log entries {refused[:5]} that cannot be trained now",
+                hint="was the configuration changed in the middle of the run?",
+            )
         await self._train(entries, 0.0)
 
     async def _finish(self) -> None:

@@ -27,18 +27,23 @@ class Issue:
 
 
 class Ledger:
-    """Knows the fate of every task number of a job."""
+    """Knows the fate of every task number of a job, and of every position of its data order."""
 
     def __init__(self, state: LearnerState) -> None:
         self.trained = NumberSet(state.trained)
         self.dropped = NumberSet(state.dropped)
         self.next_task = state.next_task
         self._next_index = state.next_index
+        self._indices = NumberSet(state.indices)
         self._owed: dict[int, int] = dict(state.owed)
+        self._index_of: dict[int, int] = {}
+        self._in_log: set[int] = set()
+        self._reissued = NumberSet()
         self._missing: list[int] = []
+        self._lost: list[int] = []
+        self._recovery_limit = 0
         self.min_versions: dict[int, int] = {}
         """Issued and not in the log yet: number -> oldest version its tokens may have."""
-        self._in_log: set[int] = set()
 
     def __contains__(self, number: object) -> bool:
         """Whether a number's fate is decided."""
@@ -47,47 +52,96 @@ class Ledger:
 
     @property
     def num_credits(self) -> int:
-        """Admission credits that were returned."""
-        return len(self.dropped)
+        """Admission credits that were returned.
+
+        A number that somebody used before it was given out is passed over when its turn comes,
+        and counts from then on.
+        """
+        return self.dropped.count_below(self.next_task)
+
+    # -- taking notice -------------------------------------------------------------------------
+
+    def expect(self, limit: int) -> None:
+        """Take numbers below `limit` for issued until `find_missing`: a crash forgot how many."""
+        self._recovery_limit = limit
+
+    def was_issued(self, number: int) -> bool:
+        """Whether a number can have been given out."""
+        return number < max(self.next_task, self._recovery_limit)
 
     def note_task(self, task: Task) -> None:
-        """Take notice of a task that was issued, found in the queue or in the log."""
-        self.next_task = max(self.next_task, task.task + 1)
-        if task.index is not None:
-            self._next_index = max(self._next_index, task.index + 1)
-        if task.reissue_of is not None:
-            self._owed.pop(task.reissue_of, None)
+        """Take notice of a task that was issued or found in the queue."""
+        self._note(task.task, task)
         if task.task not in self and task.task not in self._in_log:
             self.min_versions[task.task] = task.min_version
 
-    def note_in_log(self, number: int) -> None:
-        """Take notice that a number's group is in the log."""
+    def note_in_log(self, number: int, claimed: Task | None) -> None:
+        """Take notice that a number's group is in the log.
+
+        `claimed` is the task that the group names, None if it cannot be read. It is believed only
+        about a number of which nothing else is known, after a crash.
+        """
+        if number in self or not self.was_issued(number):
+            return
+        self._note(number, None if number in self.min_versions else claimed)
         self._in_log.add(number)
         self.min_versions.pop(number, None)
+        if number in self._missing:
+            self._missing.remove(number)
+
+    def _note(self, number: int, task: Task | None) -> None:
         self.next_task = max(self.next_task, number + 1)
+        if task is None:
+            return
+        if task.reissue_of is not None and task.reissue_of < number:
+            self._owed.pop(task.reissue_of, None)
+            self._reissued.add(task.reissue_of)
+        # No position is issued under a smaller number than its own.
+        if task.index is not None and task.index <= number:
+            self._next_index = max(self._next_index, task.index + 1)
+            if number not in self:
+                self._index_of[number] = task.index
 
     def find_missing(self) -> None:
-        """List the numbers that were given out and are nowhere: they are issued again."""
+        """List the numbers and data positions that were given out and are nowhere.
+
+        They are issued again. Everything in the queue and in the log must have been noted.
+        """
+        self._recovery_limit = 0
+        known = set(self._index_of.values()) | set(self._owed.values())
+        self._lost = [at for at in self._indices.gaps(self._next_index) if at not in known]
+        decided = NumberSet(self.trained.ranges() + self.dropped.ranges())
         self._missing = [
             number
-            for number in range(self.next_task)
-            if number not in self and number not in self._in_log and number not in self.min_versions
+            for number in decided.gaps(self.next_task)
+            if number not in self._in_log and number not in self.min_versions
         ]
+
+    # -- deciding ------------------------------------------------------------------------------
 
     def train(self, numbers: Iterable[int]) -> None:
         """Decide: these are trained."""
         for number in numbers:
             self.trained.add(number)
-            self._in_log.discard(number)
+            self._settle(number)
 
-    def drop(self, number: int, reason: DropReason, index: int | None) -> None:
-        """Decide: this one is never trained; its credit returns unless it was decided before."""
-        if not returns_credit(reason):
+    def drop(self, number: int, reason: DropReason) -> None:
+        """Decide: this one is never trained; its credit returns, once."""
+        if not returns_credit(reason) or number in self:
             return
         self.dropped.add(number)
+        if reason == "stale" and number in self._index_of and number not in self._reissued:
+            self._owed[number] = self._index_of.pop(number)
+        self._settle(number)
+
+    def _settle(self, number: int) -> None:
+        index = self._index_of.pop(number, None)
+        if index is not None and number not in self._reissued:
+            self._indices.add(index)
         self._in_log.discard(number)
-        if reason == "stale" and index is not None:
-            self._owed[number] = index
+        self.min_versions.pop(number, None)
+
+    # -- issuing -------------------------------------------------------------------------------
 
     def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
         """Count the tasks that the admission gate lets through now."""
@@ -96,9 +150,14 @@ class Ledger:
 
     def reserve(self) -> tuple[int, int]:
         """Give out the next number, and its slot."""
-        number = self._missing.pop(0) if self._missing else self.next_task
-        self.next_task = max(self.next_task, number + 1)
-        return number, max(0, number - self.num_credits)
+        if self._missing:
+            number = self._missing.pop(0)
+        else:
+            while self.next_task in self.dropped:
+                self.next_task += 1
+            number = self.next_task
+            self.next_task += 1
+        return number, max(0, number - self.dropped.count_below(number))
 
     def next_issue(self) -> Issue:
         """Give out the next number with the data position it stands for."""
@@ -106,6 +165,8 @@ class Ledger:
         if self._owed:
             old = min(self._owed)
             return Issue(number, self._owed.pop(old), old, slot)
+        if self._lost:
+            return Issue(number, self._lost.pop(0), None, slot)
         index = self._next_index
         self._next_index += 1
         return Issue(number, index, None, slot)
@@ -114,6 +175,7 @@ class Ledger:
         """Put the ledger into the state of a checkpoint."""
         state.trained = self.trained.ranges()
         state.dropped = self.dropped.ranges()
+        state.indices = self._indices.ranges()
         state.next_task = self.next_task
         state.next_index = self._next_index
         state.owed = sorted(self._owed.items())

@@ -259,9 +259,16 @@ class Scorer:
         mask = np.array([0, 0, 0, 0, 1, 1, 0, 1])
         first, second = TokenSequence(ids[:8], mask), TokenSequence(ids[8:16], mask)
         same_prompt = TokenSequence(np.concatenate([ids[:4], ids[16:]]), mask)
-        rows = {"row_tokens": 32, "microbatch_tokens": 32}
-        [together] = pack([first, second, same_prompt], **rows, share_prompts=not self.flat_rows)
-        alone = [self.score(pack([each], **rows)[0]).logprobs_N for each in (second, same_prompt)]
+        [together] = pack(
+            [first, second, same_prompt],
+            row_tokens=32,
+            microbatch_tokens=32,
+            share_prompts=not self.flat_rows,
+        )
+        alone = [
+            self.score(pack([each], row_tokens=32, microbatch_tokens=32)[0]).logprobs_N
+            for each in (second, same_prompt)
+        ]
         error_N = self.score(together).logprobs_N[len(alone[0]) :] - torch.cat(alone)
         return float(error_N.abs().max())
 

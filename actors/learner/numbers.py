@@ -33,11 +33,25 @@ class NumberSet:
         for start, end in self.ranges():
             yield from range(start, end)
 
+    def count_below(self, limit: int) -> int:
+        """Count the numbers under `limit`."""
+        return sum(min(end, limit) - start for start, end in self.ranges() if start < limit)
+
+    def gaps(self, limit: int) -> Iterator[int]:
+        """Give the numbers under `limit` that are not in the set, ascending."""
+        after = 0
+        for start, end in self.ranges():
+            yield from range(after, min(start, limit))
+            after = end
+        yield from range(after, limit)
+
     def ranges(self) -> list[tuple[int, int]]:
         """Return the ranges, ascending."""
         return list(zip(self._starts, self._ends, strict=True))
 
     def _add_range(self, start: int, end: int) -> None:
+        if start >= end:
+            return
         first = bisect.bisect_left(self._ends, start)
         last = bisect.bisect_right(self._starts, end)
         if first < last:

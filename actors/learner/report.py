@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +57,7 @@ def _spread(name: str, values: NDArray[np.generic]) -> dict[str, float]:
     }
 
 
-def _histogram(lags: NDArray[np.generic]) -> dict[str, float]:
+def _histogram(lags: NDArray[np.integer[Any]]) -> dict[str, float]:
     """Share of the trained tokens by lag."""
     shares: dict[str, float] = {}
     for low, high in _LAG_BUCKETS:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -62,7 +63,7 @@ async def make_learner(context: JobContext) -> Learner:
         DataOrder(config.seed, num_rows),
         checkpoints,
         reporter,
-        vocab_size=int(model.config.get_text_config().vocab_size),
+        vocab_size=int(cast(Any, model.config).get_text_config().vocab_size),
     )
 
 

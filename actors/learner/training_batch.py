@@ -3,7 +3,8 @@
 Shape letters: N generated tokens, S sequences.
 """
 
-# pyright: reportUnknownMemberType=false  # torch leaves some of its methods untyped
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
