@@ -16,6 +16,7 @@ from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
+from .quiet import quiet_logs
 
 T = TypeVar("T")
 
@@ -220,6 +221,7 @@ class SchedulerClient:
 
 async def open_broker(url: str, api_key: str | None) -> Broker:
     """Connect on behalf of a client; the API key travels as the connection's token."""
+    quiet_logs()
     credentials = {} if api_key is None else {"token": api_key}
     return await connect(
         url,

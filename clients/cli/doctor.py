@@ -17,6 +17,7 @@ from ...broker.presence import list_presences
 from ...broker.server import binary_path
 from ...schemas.errors import NotFoundError, TinkermqError
 from ..home import Home, find_url
+from ..quiet import quiet_logs
 from .output import literal, print_json, say
 
 FAILED = 1
@@ -44,6 +45,7 @@ def doctor(*, nats_url: str | None = None, json: bool = False) -> int:
     json
         Print JSON.
     """
+    quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
     findings += [_disk(), *_pool(nats_url)]
     if json:

@@ -8,6 +8,7 @@ from ...broker.connection import connect
 from ...schemas.errors import TinkermqError
 from ..home import find_url
 from ..pool import Pool
+from ..quiet import quiet_logs
 
 T = TypeVar("T")
 
@@ -19,6 +20,8 @@ def with_pool(nats_url: str | None, work: Callable[[Pool], Awaitable[T]]) -> T:
 
     Raises the one TinkermqError inside an exception group by itself.
     """
+
+    quiet_logs()
 
     async def body() -> T:
         url = find_url(nats_url)

@@ -1,0 +1,191 @@
+"""Users' ways into a real pool: the command line, the Python clients, a game of one's own."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tinkermq.clients import (
+    AsyncSchedulerClient,
+    AsyncServiceClient,
+    AsyncTrajectoryPublisher,
+    GameEnvironment,
+    make_trajectory,
+)
+from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
+
+from tests.clients.command import command
+from tests.clients.test_game_environment import EchoGame
+from tests.stack import Stack, eventually, small_job
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPENTINKER = {
+    "adv_estimator": "grpo",
+    "rollout_n": 2,
+    "batch_size": 2,
+    "val_batch_size": 4,
+    "max_prompt_tokens": 32,
+    "max_new_tokens": 4,
+    "multi_turn": {"max_assistant_turns": 1, "max_user_turns": 0},
+    "learning_rate": 1e-3,
+}
+
+
+async def test_the_names_of_opentinker_train_a_game_that_the_client_hosts(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    args = {**OPENTINKER, "tokenizer_path": str(model), "output_dir": str(tmp_path)}
+    async with AsyncSchedulerClient(stack.server.url) as scheduler:
+        job = await scheduler.submit_job(args, enable_agent_loop=True, num_gpus=2)
+        assert job["status"] == "QUEUED"
+        env = GameEnvironment(EchoGame, args, job_id=job["job_id"])
+        async with AsyncServiceClient(job["server_url"], "project", "run", ["jsonl"]) as client:
+            with env:
+                await client.set_config(args, env)
+                last = await client.fit(env, num_steps=3, test_freq=2, verbose=False)
+        assert last["training/global_step"] == 3
+        ended = await scheduler.job_status(job["job_id"])
+    assert ended["status"] == "COMPLETED"
+    folder = Path(ended["run_dir"])
+    assert (folder / "checkpoints" / "step_000003" / "config.json").exists()
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    validated = {row["step"] for row in map(json.loads, lines) if "val/mean_score" in row}
+    assert validated == {0, 2, 3}
+
+
+async def test_a_client_that_dies_comes_back_and_finds_its_run_waiting(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    args = {**OPENTINKER, "tokenizer_path": str(model), "output_dir": str(tmp_path)}
+    async with AsyncSchedulerClient(stack.server.url) as scheduler:
+        job = await scheduler.submit_job(args)
+    script = f"""
+from tinkermq.clients import GameEnvironment, ServiceClient
+from tests.clients.test_game_environment import EchoGame
+client, env = ServiceClient({job["server_url"]!r}), GameEnvironment(EchoGame, {args!r})
+client.set_config({args!r}, env)
+client.fit(env, num_steps=40)
+"""
+    with _started([sys.executable, "-c", script]) as process:
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        process.kill()
+    async with AsyncServiceClient(job["server_url"]) as client:
+        record = await client.status()
+        assert record.state == "RUNNING"
+        with GameEnvironment(EchoGame, args) as env:
+            last = await asyncio.wait_for(client.fit(env, verbose=False), 120)
+    assert last["training/global_step"] == 40
+
+
+async def test_a_model_that_is_none_fails_the_job_with_the_learners_reason(
+    stack: Stack, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    config = small_job(tmp_path / "empty", training={"num_steps": 2})
+    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+        # It fails while it starts, or just after: whoever waits is told the learner's reason.
+        with pytest.raises(JobFailedError, match="empty"):
+            await _train_to_the_end(scheduler, {**config, "output_dir": str(tmp_path)})
+
+
+async def _train_to_the_end(scheduler: AsyncSchedulerClient, config: dict[str, Any]) -> None:
+    job = await scheduler.submit_job(config)
+    async with AsyncServiceClient(job["server_url"]) as client:
+        await asyncio.wait_for(client.fit(verbose=False), 90)
+
+
+async def test_a_job_that_can_never_fit_is_refused_at_once(stack: Stack, model: Path) -> None:
+    config = small_job(model, generator={"count": 500})
+    async with AsyncSchedulerClient(stack.server.url) as scheduler:
+        with pytest.raises(PlacementError, match="501 slots"):
+            await scheduler.submit_job(config)
+
+
+async def test_an_external_agent_trains_a_job_by_its_own_trajectories(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    training = {"tasks": "external", "num_steps": 2, "batch_size": 2}
+    config = small_job(model, training=training, rollout={"group_size": 2})
+    async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
+        job = await scheduler.submit_job({**config, "output_dir": str(tmp_path)})
+    async with AsyncTrajectoryPublisher(job["server_url"], source="my-agent") as publisher:
+
+        async def publish(reward: float) -> bool:
+            episodes = [_episode(reward), _episode(1 - reward)]
+            with contextlib.suppress(BrokerError):  # the learner is not up yet
+                await publisher.publish_group(episodes, timeout_s=60)
+                return True
+            return False
+
+        for reward in (0.0, 1.0, 0.0, 1.0):
+            await eventually(lambda reward=reward: publish(reward), "the learner", 90)
+    async with AsyncServiceClient(job["server_url"]) as client:
+        last = await asyncio.wait_for(client.fit(verbose=False), 90)
+    assert last["training_step_reward"] == 0.5
+
+
+def _started(words: list[str]) -> "subprocess.Popen[str]":
+    """Start a user's process in a session of its own, with its output in pipes."""
+    return subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        start_new_session=True,
+    )
+
+
+def _until_a_step(process: "subprocess.Popen[str]") -> str:
+    """Read what a process writes until it tells of a training step; return all of it."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    seen: list[str] = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("step "):
+            return "".join(seen)
+    raise AssertionError(f"it ended: {''.join(seen)}{process.stderr.read()}")
+
+
+def _episode(reward: float) -> Any:
+    return make_trajectory([10, 11, 12, 13], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
+
+
+async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    env = {"game": "tests.games:SlowBandit", "num_val": 0}
+    config = small_job(model, env=env, training={"num_steps": 500})
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**config, "output_dir": str(tmp_path), "name": "cli-run"}))
+    words = ["train", str(file), "--nats-url", stack.server.url]
+    with _started(command(words)) as process:
+        seen = await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        assert "submitted cli-run" in seen
+        assert "tinkermq stop cli-run" in seen
+        process.send_signal(signal.SIGINT)
+        _, errors = await asyncio.to_thread(process.communicate, None, 30)
+    assert process.returncode == 130
+    assert "detached; the run goes on" in errors
+    assert "Traceback" not in errors
+
+    async def run(*words: str) -> subprocess.CompletedProcess[bytes]:
+        full = command([*words, "--nats-url", stack.server.url])
+        return await asyncio.to_thread(subprocess.run, full, capture_output=True, check=False)
+
+    listed = json.loads((await run("ps", "--json")).stdout)
+    assert next(row for row in listed if row["run"] == "cli-run")["state"] == "RUNNING"
+    assert (await run("scale", "cli-run", "generators=2")).returncode == 0
+    assert (await run("stop", "cli-run", "--now")).returncode == 0
+    watched = await run("watch", "cli-run", "--json")
+    last = json.loads(watched.stdout.splitlines()[-1])
+    assert last["job"]["state"] == "CANCELLED"
