@@ -135,7 +135,7 @@ class Broker:
 
         Raises DeadlineError, which names `waiting_for`, and BrokerError once it is closed.
         """
-        if not self._connected.is_set():
+        if not self._connected.is_set():  # usually it is, and this is called for each request
             try:
                 async with asyncio.timeout_at(deadline):
                     await self._connected.wait()
@@ -189,11 +189,10 @@ class Broker:
         BrokerError for a denied subject.
         """
         self.check_size(len(payload), what=f"a request on {subject}")
-        reply, future = self._replies.expect(subject)
+        reply, future = self._replies.expect(subject, timeout_s)
         try:
             await self.send(subject, payload, reply=reply, headers=headers)
-            async with asyncio.timeout(timeout_s):
-                return await future
+            return await future
         finally:
             self._replies.forget(reply)
 

@@ -7,6 +7,7 @@ timeout, and one to a denied subject as well. Here both end at once.
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from nats.aio.msg import Msg
 
@@ -16,6 +17,14 @@ from .faults import NoResponders
 _NO_RESPONDERS = "503"
 
 
+class _Waiting(NamedTuple):
+    """A request in flight."""
+
+    subject: str
+    future: asyncio.Future[Msg]
+    timer: asyncio.TimerHandle
+
+
 class Replies:
     """Hands each reply to the request that waits for it."""
 
@@ -23,13 +32,18 @@ class Replies:
         """`inbox` is the prefix of all reply subjects; somebody else subscribes to `inbox.*`."""
         self._inbox = inbox
         self._numbers = itertools.count()
-        self._waiting: dict[str, tuple[str, asyncio.Future[Msg]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
 
-    def expect(self, subject: str) -> tuple[str, asyncio.Future[Msg]]:
-        """Return a fresh reply subject for a request on `subject`, and the future of its reply."""
+    def expect(self, subject: str, timeout_s: float) -> tuple[str, asyncio.Future[Msg]]:
+        """Return a fresh reply subject for a request on `subject`, and the future of its reply.
+
+        The future fails with TimeoutError when nothing comes. Call `forget` in any case.
+        """
+        loop = asyncio.get_running_loop()
         reply = f"{self._inbox}.{next(self._numbers)}"
-        future: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._waiting[reply] = (subject, future)
+        future: asyncio.Future[Msg] = loop.create_future()
+        timer = loop.call_later(timeout_s, _expire, future)
+        self._waiting[reply] = _Waiting(subject, future, timer)
         return reply, future
 
     @property
@@ -39,32 +53,40 @@ class Replies:
 
     def forget(self, reply: str) -> None:
         """Wait no longer."""
-        self._waiting.pop(reply, None)
+        waiting = self._waiting.pop(reply, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+            if not waiting.future.cancel() and not waiting.future.cancelled():
+                waiting.future.exception()  # seen: nobody will look at it any more
 
     def take(self, message: Msg) -> None:
         """Hand over a reply; one that nobody waits for any more is dropped."""
-        subject, future = self._waiting.pop(message.subject, ("", None))
-        if future is None or future.done():
+        waiting = self._waiting.get(message.subject)
+        if waiting is None or waiting.future.done():
             return
         if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
-            future.set_exception(
+            waiting.future.set_exception(
                 NoResponders(
-                    f"nobody listens on {subject}",
+                    f"nobody listens on {waiting.subject}",
                     hint="see whether the actor that answers there runs (`nats micro ls`)",
                 )
             )
         else:
-            future.set_result(message)
+            waiting.future.set_result(message)
 
     def fail(self, error: Callable[[str], BrokerError]) -> None:
         """End all requests with an error made from their subjects."""
-        waiting, self._waiting = self._waiting, {}
-        for subject, future in waiting.values():
-            if not future.done():
-                future.set_exception(error(subject))
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(error(waiting.subject))
 
     def deny(self, denied: str, error: BrokerError) -> None:
         """End the requests on a subject that the user has no right to (in lower case)."""
-        for subject, future in self._waiting.values():
-            if subject.lower() == denied and not future.done():
-                future.set_exception(error)
+        for waiting in self._waiting.values():
+            if waiting.subject.lower() == denied and not waiting.future.done():
+                waiting.future.set_exception(error)
+
+
+def _expire(future: asyncio.Future[Msg]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
