@@ -18,11 +18,12 @@ from ...schemas.env import (
     StepReply,
     StepRequest,
 )
-from ...schemas.errors import DeadlineError, GameError, NotFoundError
+from ...schemas.errors import DeadlineError, GameError, NotFoundError, TinkermqError
 from ...schemas.subjects import JobScope
 
 _MARGIN_S = 5.0
 _RETRY_S = 0.25
+_STEP_ASKS = 4
 _DESCRIBE_S = 5.0
 _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
@@ -66,23 +67,18 @@ class Environments:
     async def step(self, host: str, episode: str, turn: int, action: str) -> StepReply:
         """Give the game one action.
 
-        Raises HostGone when the host has vanished, GameError when the game failed.
+        A step may queue behind others at its host, whose own limit counts from when the game
+        plays: a late answer is asked for again, which repeats nothing. Raises HostGone when the
+        host has vanished or stays silent, GameError when the game failed.
         """
+        request = StepRequest(episode=episode, turn=turn, action=action)
+        for _ in range(_STEP_ASKS - 1):
+            with contextlib.suppress(DeadlineError):
+                return await self._step(host, request)
         try:
-            return await call(
-                self._broker,
-                self._scope.env(host, "step"),
-                StepRequest(episode=episode, turn=turn, action=action),
-                StepReply,
-                timeout_s=self._config.step_timeout_s + _MARGIN_S,
-                waiting_for=f"environment host {host} to step",
-                idempotent=True,
-            )
-        except _NOBODY as error:
-            raise HostGone(
-                f"environment host {host} does not answer: {error.message}",
-                hint="the episode starts again on another host",
-            ) from error
+            return await self._step(host, request)
+        except DeadlineError as error:
+            raise _gone(host, error) from error
 
     def close(self, host: str, episode: str) -> None:
         """Free an episode, without waiting; a lost message is made up for by the lease."""
@@ -100,6 +96,20 @@ class Environments:
             waiting_for="an environment host to describe its game",
             idempotent=True,
         )
+
+    async def _step(self, host: str, request: StepRequest) -> StepReply:
+        try:
+            return await call(
+                self._broker,
+                self._scope.env(host, "step"),
+                request,
+                StepReply,
+                timeout_s=self._config.step_timeout_s + _MARGIN_S,
+                waiting_for=f"environment host {host} to step",
+                idempotent=True,
+            )
+        except (NotFoundError, ConnectionLost) as error:
+            raise _gone(host, error) from error
 
     async def _reset(self, request: ResetRequest) -> ResetReply:
         return await call(
@@ -128,3 +138,10 @@ class Environments:
                 await asyncio.sleep(_RETRY_S)
                 with contextlib.suppress(*_NOBODY):
                     return await attempt()
+
+
+def _gone(host: str, error: TinkermqError) -> HostGone:
+    return HostGone(
+        f"environment host {host} does not answer: {error.message}",
+        hint="the episode starts again on another host",
+    )
