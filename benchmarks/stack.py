@@ -74,18 +74,15 @@ class Run:
 
     def cpu_ms_per_step(self, *, after: int) -> dict[str, tuple[float, float]]:
         """Return CPU milliseconds per step by process: its loop's thread, and its others."""
-        seen = [sample for sample in self.samples if sample.step >= after]
-        if len(seen) < 2 or seen[-1].step == seen[0].step:
-            return {}
-        first, last = seen[0], seen[-1]
-        steps = last.step - first.step
-        spent = {
-            name: last.cpu[name] - before for name, before in first.cpu.items() if name in last.cpu
-        }
-        return {
-            name: (1e3 * used.loop_s / steps, 1e3 * used.other_s / steps)
-            for name, used in spent.items()
-        }
+        seen = [sample for sample in self.samples if after <= sample.step < self.metrics[-1].step]
+        costs = dict[str, tuple[float, float]]()
+        for name in {name for sample in seen for name in sample.cpu}:
+            known = [sample for sample in seen if name in sample.cpu]
+            steps = known[-1].step - known[0].step
+            if steps:
+                used = known[-1].cpu[name] - known[0].cpu[name]
+                costs[name] = (1e3 * used.loop_s / steps, 1e3 * used.other_s / steps)
+        return costs
 
     def busy_share(self, *, after: int) -> float:
         """Return the share of time in which the generators' engines computed."""
@@ -113,9 +110,10 @@ class Stack:
     async def __aenter__(self) -> Self:
         try:
             self.server.start()
-            self.start("scheduler", "tinkermq.actors.scheduler")
+            python = (sys.executable, "-m")
+            self.start("scheduler", *python, "tinkermq.actors.scheduler")
             slots = ("--name", "node", "--slots", str(self._slots))
-            self.start("node", "tinkermq.actors.node", *slots)
+            self.start("node", *python, "tinkermq.actors.node", *slots)
             self._broker = await connect(self.server.url, name="benchmark")
             await self._until_ready()
         except BaseException:
@@ -136,8 +134,8 @@ class Stack:
         assert self._broker is not None, "the stack was not entered"
         return Pool(self._broker)
 
-    def start(self, name: str, module: str, *arguments: str, **options: Any) -> subprocess.Popen:
-        """Start a module of ours as a process that ends with the stack."""
+    def start(self, name: str, *command: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start a process that ends with the stack; it finds the broker in its environment."""
         environment = {
             **os.environ,
             "TINKERMQ_NATS_URL": self.server.url,
@@ -146,7 +144,7 @@ class Stack:
         }
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                command,
                 cwd=REPOSITORY,
                 env=environment,
                 stdin=subprocess.DEVNULL,

@@ -131,3 +131,26 @@ def slow_calculator_job(model: Path, num_steps: int, scale: float) -> dict[str, 
         },
         "training": {"num_steps": num_steps, "batch_size": 16, "max_staleness": 2},
     }
+
+
+def coin_job(
+    model: Path, num_steps: int, *, tasks: int, group: int, tokens: int, staleness: int = 2
+) -> dict[str, Any]:
+    """Return a job in which nothing is learnt: every episode has `tokens` new tokens."""
+    return {
+        "model": {"path": str(model)},
+        "env": {"game": "benchmarks.coin_game:CoinGame", "num_val": 0},
+        "rollout": {
+            "group_size": group,
+            "max_prompt_tokens": 16,
+            "max_turn_tokens": tokens,
+            "max_response_tokens": tokens,
+        },
+        "generator": {"max_episodes": 4 * tasks * group, "max_requests": tasks * group},
+        "learner": {"lr": 1e-5, "row_tokens": 512, "microbatch_tokens": 4096},
+        "training": {
+            "num_steps": num_steps,
+            "batch_size": tasks,
+            "max_staleness": staleness,
+        },
+    }

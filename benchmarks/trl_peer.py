@@ -27,33 +27,24 @@ from trl import GRPOConfig, GRPOTrainer
 from benchmarks.slow_game import SlowCalculatorGame, draw_delay_s
 
 Settings = dict[str, Any]
-_SCHEMA = {
-    "type": "object",
-    "properties": {
-        "role": {"const": "assistant"},
-        "content": {"type": "string", "x-regex": r"^([^=<]*)"},
+_RESPONSE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
         "tool_calls": {
-            "type": "array",
-            "x-regex-iterator": r"^=([^<]*)",
-            "items": {
-                "type": "object",
-                "properties": {
-                    "type": {"const": "function"},
-                    "function": {
-                        "type": "object",
-                        "properties": {
-                            "name": {"const": "calculator"},
-                            "arguments": {
-                                "type": "object",
-                                "properties": {"formula": {"type": "string"}},
-                            },
-                        },
-                    },
-                },
+            "open": "=",
+            "close_pattern": r"<\|end\|>",
+            "repeats": True,
+            "content": "text",
+            "transform": {
+                "type": "function",
+                "function": {"name": "calculator", "arguments": {"formula": "{content}"}},
             },
         },
+        "content": {"close_pattern": r"<\|end\|>", "content": "text"},
     },
 }
+"""How TRL finds a tool call in what the model says: `=12*34`."""
 
 
 class Clock(TrainerCallback):
@@ -233,13 +224,13 @@ def with_tools(tokenizer: Any) -> Any:
         "{%- if message['role'] == 'tool' -%}{{ '<|user|>' + message['content'] + '<|end|>' }}"
         "{%- else -%}{{ '<|' + message['role'] + '|>' + (message['content'] or '') }}"
         "{%- for call in message['tool_calls'] or [] -%}"
-        "{%- if call.function.name == 'calculator' -%}{{ '=' + call.function.arguments.formula }}"
+        "{%- if call.function.name == 'calculator' -%}{{ '=' + (call.function.arguments.formula or '') }}"
         "{%- else -%}{{ call.function.name + call.function.arguments | tojson }}{%- endif -%}"
         "{%- endfor -%}{{ '<|end|>' }}{%- endif -%}"
         "{%- endfor -%}"
         "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}"
     )
-    tokenizer.response_schema = _SCHEMA
+    tokenizer.response_template = _RESPONSE
     return tokenizer
 
 
