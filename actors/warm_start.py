@@ -64,7 +64,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
         raise ConfigError(
             f"there is no warm start for game {game!r}", hint=f"there is one for {list(RECIPES)}"
         )
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.making")
     shutil.rmtree(temporary, ignore_errors=True)
     save_tiny_model(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
@@ -78,10 +78,12 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     chat = ChatTokenizer(load_tokenizer(str(folder)))
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
     scorer = Scorer(model, temperature=1.0, dtype="float32")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True)
+    optimizer: Any = torch.optim.AdamW(
+        model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     conversations = _conversations(game, seed)
-    loss = torch.zeros(())
+    loss: Any = torch.zeros(())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = [_tokens(chat, next(conversations)) for _ in range(recipe.batch)]

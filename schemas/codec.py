@@ -96,7 +96,8 @@ def _unpack_ext(code: int, data: bytes) -> "np.ndarray[Any, Any]":
     if code != ARRAY_EXT:
         raise MessageError(f"unknown msgpack extension type {code}")
     try:
-        name_len, ndim = _HEADER.unpack_from(data, 0)
+        header: tuple[int, int] = _HEADER.unpack_from(data, 0)
+        name_len, ndim = header
         offset = _HEADER.size + name_len
         dtype = _DTYPES_BY_NAME.get(data[_HEADER.size : offset])
         if dtype is None or ndim > _MAX_DIMS:

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import structlog
@@ -86,7 +87,8 @@ class Evaluator:
             return
         metric = Metric(step=0, values=values, time=time.time())
         await publish_metric(self._context.broker, self._context.scope, metric)
-        await self._context.event("evaluation_done", **values)
+        told: dict[str, Any] = {**values}
+        await self._context.event("evaluation_done", **told)
 
     async def _next(self) -> EvalRecord | None:
         entries = await self._bucket.items(f"{self._context.scope.key}.")
