@@ -9,7 +9,6 @@ Torch runs in one thread of its own; the event loop always answers.
 """
 
 import asyncio
-import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,14 +36,13 @@ from .issuing import Issuer
 from .ledger import Ledger
 from .publishing import Publisher
 from .reporting import Reporter
+from .saving import Saver
 from .step import Trainer
 from .training_batch import assemble
 
 T = TypeVar("T")
 _RECOVERY_S = 300.0
 _EVALUATION_S = 1800.0
-_FINAL_SAVE_TRIES = 12
-_FINAL_SAVE_PAUSE_S = 5.0
 _LOOK_S = 1.0
 _log = structlog.get_logger()
 
@@ -93,13 +91,21 @@ class Learner:
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
         self._trainer = trainer
-        self._tokenizer = tokenizer
-        self._checkpoints = checkpoints
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
         self._dropped: list[Dropped] = []
-        self._trim_bytes = config.limits.rollout_bytes // 2
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._saver = Saver(
+            context,
+            checkpoints,
+            trainer,
+            tokenizer,
+            state,
+            self.ledger,
+            self.intake,
+            reporter,
+            self._in_torch,
+        )
 
     def _version(self) -> int:
         return self.state.step
@@ -119,8 +125,7 @@ class Learner:
             await self.control.serve()
             await self._recover(records)
             await self._publish()
-            if self.config.training.validate_before_training and self.state.step == 0:
-                await self.evaluations.request(0)
+            await self._request_evaluation()
             self.context.set_state("working", version=self.state.step)
             await self.context.event(
                 "training_started", step=self.state.step, total_steps=self.total_steps
@@ -144,7 +149,8 @@ class Learner:
             waited_s = time.perf_counter() - waiting_since
             await self._record(entries)
             await self._train(entries, waited_s)
-            await self._checkpoint_if_due()
+            if self._saver.is_due:
+                await self._save()
 
     async def _next_batch(self) -> list[Entry] | None:
         """Wait for the groups of the next step; None when told to stop."""
@@ -260,45 +266,19 @@ class Learner:
         )
 
     async def _request_evaluation(self) -> None:
-        freq, step = self.config.training.test_freq, self.state.step
+        """Ask for an evaluation of the present version, where one is due."""
+        training, step = self.config.training, self.state.step
         last = step == self.total_steps
-        if not last and not (freq and step % freq == 0):
+        due = training.test_freq > 0 and step % training.test_freq == 0 and step > 0
+        first = step == 0 and training.validate_before_training
+        if self.config.env.num_val == 0 or not (last or due or first):
             return
         if await self.evaluations.request(step, always=last):
             self.publisher.pin(step)
 
-    async def _checkpoint_if_due(self) -> None:
-        training = self.config.training
-        due = training.save_freq and self.state.step % training.save_freq == 0
-        log_is_filling = self.intake.bytes_held > self._trim_bytes and not training.keep_rollouts
-        if (due or log_is_filling) and self.state.step < self.total_steps:
-            await self._save()
-
     async def _save(self) -> str | None:
-        """Write a checkpoint and trim the log behind it; a full disk does not end the run."""
         self._notice_arrivals()
-        self.ledger.write_to(self.state)
-        self.state.log_seq = self.intake.first_undecided()
-        self._reporter.write_to(self.state)
-        save = functools.partial(
-            self._checkpoints.save,
-            self._trainer.model,
-            self._tokenizer,
-            self._trainer.optimizer,
-            self.state,
-        )
-        started = time.perf_counter()
-        try:
-            folder = await self._in_torch(save)
-        except StorageError as error:
-            await self.context.event("checkpoint_failed", str(error), step=self.state.step)
-            return None
-        self._reporter.save_s = time.perf_counter() - started
-        await self.context.event("checkpoint_saved", str(folder), step=self.state.step)
-        if not self.config.training.keep_rollouts:
-            await RolloutLog(self.context.broker, self.context.scope).trim(self.state.log_seq)
-            self.intake.bytes_held = 0
-        return str(folder)
+        return await self._saver.save()
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
@@ -383,7 +363,8 @@ class Learner:
 
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
-        await self._save_at_the_end()
+        self._notice_arrivals()
+        await self._saver.save_at_the_end()
         await self.publisher.wait()
         if self.state.step < self.total_steps:
             await self.context.event("training_stopped", step=self.state.step)
@@ -399,15 +380,3 @@ class Learner:
             )
         self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)
-
-    async def _save_at_the_end(self) -> None:
-        for left in reversed(range(_FINAL_SAVE_TRIES)):
-            if await self._save() is not None:
-                return
-            if left:
-                with self.context.waiting("room on the disk for the last checkpoint"):
-                    await asyncio.sleep(_FINAL_SAVE_PAUSE_S)
-        raise StorageError(
-            f"the last checkpoint of step {self.state.step} could not be written",
-            hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",
-        )

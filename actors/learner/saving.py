@@ -1,0 +1,101 @@
+"""When the learner writes a checkpoint, and what it does with the log behind one."""
+
+import asyncio
+import functools
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ...broker.rollouts import RolloutLog
+from ...schemas.errors import StorageError
+from ..runtime import JobContext
+from .checkpoint import CheckpointStore, LearnerState
+from .intake import Intake
+from .ledger import Ledger
+from .reporting import Reporter
+from .step import Trainer
+
+_FINAL_TRIES = 12
+_FINAL_PAUSE_S = 5.0
+InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Saver:
+    """Writes the checkpoints of one learner and trims the rollout log behind them."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        checkpoints: CheckpointStore,
+        trainer: Trainer,
+        tokenizer: Any,
+        state: LearnerState,
+        ledger: Ledger,
+        intake: Intake,
+        reporter: Reporter,
+        in_torch: InTorch,
+    ) -> None:
+        self._context = context
+        self._checkpoints = checkpoints
+        self._trainer = trainer
+        self._tokenizer = tokenizer
+        self._state = state
+        self._ledger = ledger
+        self._intake = intake
+        self._reporter = reporter
+        self._in_torch = in_torch
+        self._trim_bytes = context.config.limits.rollout_bytes // 2
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a checkpoint is due after this step, or the log must be trimmed."""
+        training, step = self._context.config.training, self._state.step
+        if step == self._trainer.total_steps:
+            return False  # the last one is written when the learner ends
+        log_is_filling = self._intake.bytes_held > self._trim_bytes and not training.keep_rollouts
+        return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
+
+    async def save(self) -> str | None:
+        """Write a checkpoint and trim the log behind it; return its folder.
+
+        A full disk does not end the run: the failure is an event, and None is returned.
+        """
+        context, state = self._context, self._state
+        self._ledger.write_to(state)
+        state.log_seq = self._intake.first_undecided()
+        self._reporter.write_to(state)
+        write = functools.partial(
+            self._checkpoints.save,
+            self._trainer.model,
+            self._tokenizer,
+            self._trainer.optimizer,
+            state,
+        )
+        started = time.perf_counter()
+        try:
+            folder = await self._in_torch(write)
+        except StorageError as error:
+            await context.event("checkpoint_failed", str(error), step=state.step)
+            return None
+        self._reporter.save_s = time.perf_counter() - started
+        await context.event("checkpoint_saved", str(folder), step=state.step)
+        if not context.config.training.keep_rollouts:
+            await RolloutLog(context.broker, context.scope).trim(state.log_seq)
+            self._intake.bytes_held = 0
+        return str(folder)
+
+    async def save_at_the_end(self) -> None:
+        """Write the last checkpoint, waiting for room on the disk for a while.
+
+        Raises StorageError when there is none.
+        """
+        for left in reversed(range(_FINAL_TRIES)):
+            if await self.save() is not None:
+                return
+            if left:
+                with self._context.waiting("room on the disk for the last checkpoint"):
+                    await asyncio.sleep(_FINAL_PAUSE_S)
+        raise StorageError(
+            f"the last checkpoint of step {self._state.step} could not be written",
+            hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",
+        )
