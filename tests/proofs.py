@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from tinkermq.actors.learner.checkpoint import CheckpointStore, load_state
+from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState, load_state
 from tinkermq.actors.learner.numbers import NumberSet
 from tinkermq.actors.learner.replay import replay
 from tinkermq.broker.tasks import TaskQueue
@@ -20,39 +20,66 @@ async def assert_every_task_once(job: Job) -> None:
     Needs `keep_rollouts`.
     """
     records = await job.batches()
-    config = job.record.config["training"]
-    trained = [number for record in records for number in record.tasks]
-    dropped = [item for record in records for item in record.dropped]
-    assert [record.step for record in records] == list(range(1, config["num_steps"] + 1))
-    assert {len(record.tasks) for record in records} == {config["batch_size"]}
-    assert len(trained) == len(set(trained)), "a task was trained twice"
-    fates = trained + [item.task for item in dropped if item.reason != "duplicate"]
-    assert len(fates) == len(set(fates)), "a task has two fates"
+    state = await _assert_nothing_twice(job, records)
+    fates = _fates(records)
+    assert state.step == job.record.config["training"]["num_steps"]
     assert sorted(fates) == list(range(len(fates))), "a task number is missing"
-    await _assert_log_agrees(job, records)
-    state = load_state(_newest_checkpoint(job))
-    assert state.step == config["num_steps"]
     assert state.next_task == len(fates)
-    assert list(NumberSet(state.trained)) == sorted(trained)
-    assert list(NumberSet(state.dropped)) == sorted(set(fates) - set(trained))
+    assert set(NumberSet(state.dropped)) == set(fates) - set(NumberSet(state.trained))
+    assert sorted(_decided(records)) == [entry.seq for entry in await job.entries()]
     assert await TaskQueue(job.stack.broker, job.scope).pending_numbers() == set()
+
+
+async def assert_no_task_twice(job: Job) -> None:
+    """Prove what `assert_every_task_once` proves of a run that was stopped before its end."""
+    state = await _assert_nothing_twice(job, await job.batches())
+    assert state.next_task > max(NumberSet(state.trained))
+
+
+async def _assert_nothing_twice(job: Job, records: list[BatchRecord]) -> LearnerState:
+    """Check the records against themselves, the log, and the newest checkpoint."""
+    trained = [number for record in records for number in record.tasks]
+    state = load_state(_newest_checkpoint(job))
+    assert [record.step for record in records] == list(range(1, state.step + 1))
+    assert {len(record.tasks) for record in records} == {
+        job.record.config["training"]["batch_size"]
+    }
+    assert len(trained) == len(set(trained)), "a task was trained twice"
+    assert list(NumberSet(state.trained)) == sorted(trained)
+    fates, decided = _fates(records), _decided(records)
+    assert len(fates) == len(set(fates)), "a task has two fates"
+    assert len(decided) == len(set(decided)), "an entry of the log was decided on twice"
+    await _assert_log_agrees(job, records)
+    return state
 
 
 async def _assert_log_agrees(job: Job, records: list[BatchRecord]) -> None:
     entries = {entry.seq: entry for entry in await job.entries()}
-    decided = [seq for record in records for seq in record.seqs]
-    decided += [item.seq for record in records for item in record.dropped]
-    assert sorted(decided) == sorted(entries), "an entry of the log was not decided on, or twice"
     for record in records:
         assert [entries[seq].number for seq in record.seqs] == record.tasks
         digests = [hashlib.sha256(entries[seq].payload).digest() for seq in record.seqs]
         assert hashlib.sha256(b"".join(digests)).hexdigest() == record.digest
+        for item in record.dropped:
+            assert entries[item.seq].number == item.task
+
+
+def _fates(records: list[BatchRecord]) -> list[int | None]:
+    """Return the task numbers that were decided on, in order."""
+    trained = [number for record in records for number in record.tasks]
+    dropped = [item for record in records for item in record.dropped]
+    return trained + [item.task for item in dropped if item.reason != "duplicate"]
+
+
+def _decided(records: list[BatchRecord]) -> list[int]:
+    """Return the sequences of the log that were decided on."""
+    trained = [seq for record in records for seq in record.seqs]
+    return trained + [item.seq for record in records for item in record.dropped]
 
 
 async def assert_replay_is_identical(job: Job) -> None:
     """Train the run again from its log, here: every bit of the weights is the same."""
     result = await replay(job.stack.broker, job.record)
-    assert result.steps == job.record.config["training"]["num_steps"]
+    assert result.steps == len(await job.batches())
     assert result.identical, f"{len(result.differing)} tensors differ: {result.differing[:3]}"
 
 

@@ -235,12 +235,12 @@ class Job:
         """Return all batch records, in order."""
         return [record for _, record in await self.batches_log.read_all()]
 
-    async def entries(self) -> list[LogEntry]:
-        """Return what the rollout log holds now."""
+    async def entries(self, after: int = 0) -> list[LogEntry]:
+        """Return what the rollout log holds now, behind a sequence."""
         last, found = await self.rollout_log.last_seq(), list[LogEntry]()
-        if last == 0 or not await self.rollout_log.numbers():
+        if last <= after or last < await self.rollout_log.first_seq():
             return found
-        async with aclosing(self.rollout_log.read(1)) as entries:
+        async with aclosing(self.rollout_log.read(after + 1)) as entries:
             async for entry in entries:
                 found.append(entry)
                 if entry.seq >= last:
