@@ -1,13 +1,12 @@
 """Generation: our engine against transformers' `generate`, in one process, on one thread.
 
-    OMP_NUM_THREADS=1 python benchmarks/engine.py
+    OMP_NUM_THREADS=1 python -m benchmarks.engine
 
 Prints tokens per second of both sides and their ratio (only tokens that were asked for count), the
 time of one reinforcement-learning step's generation, what the engine spends outside the model,
 and how long decoding stands still at a weight swap. `--quick` takes a few seconds.
 """
 
-import argparse
 import asyncio
 import tempfile
 import time
@@ -18,14 +17,14 @@ from statistics import median
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from tinkermq.actors.generator.decoder import Span, load_decoder
 from tinkermq.actors.generator.engine import Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
 from transformers import PreTrainedModel
+
+from benchmarks.report import Report, parser
 
 SMALL = {"width": 128, "layers": 2, "heads": 4}
 TINY = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
@@ -81,8 +80,9 @@ async def run_engine(engine: TransformersEngine, load: Load) -> float:
     return time.perf_counter() - started
 
 
-async def compare(folder: str, loads: Sequence[Load], repeats: int, table: Table) -> None:
-    """Add one row per load: both sides alternate, and the median ratio counts."""
+async def compare(folder: str, loads: Sequence[Load], repeats: int) -> list[list[str]]:
+    """Return one row per load: both sides alternate, and the median ratio counts."""
+    rows = list[list[str]]()
     model = load_causal_lm(folder, dtype=torch.float32)
     slots = max(len(load.prompts) for load in loads)
     engine = await TransformersEngine.start(folder, max_slots=slots, max_context=CONTEXT)
@@ -95,11 +95,12 @@ async def compare(folder: str, loads: Sequence[Load], repeats: int, table: Table
         theirs, ours = (median(tokens / pair[side] for pair in pairs) for side in (0, 1))
         ratio = median(their / our for their, our in pairs)
         size = f"{model.num_parameters() / 1e6:.1f} M"
-        table.add_row(size, load.name, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ratio:.2f}")
+        rows.append([size, load.name, f"{theirs:,.0f}", f"{ours:,.0f}", f"{ratio:.2f}"])
     await engine.close()
+    return rows
 
 
-async def rl_step(folder: str, repeats: int, console: Console) -> None:
+async def rl_step(folder: str, repeats: int, report: Report) -> None:
     """Print the time of 16 prompts × 16 samples of 3 tokens, and the model's share of it."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 264, 12).astype(np.int32) for _ in range(16)]
@@ -109,9 +110,12 @@ async def rl_step(folder: str, repeats: int, console: Console) -> None:
     times = [await run_engine(engine, load) for _ in range(repeats)]
     await engine.close()
     model_s = median(model_only(folder, prompts) for _ in range(5))
-    console.print(
+    report.note(
         f"RL step, 16 prompts × 16 samples × 3 tokens, 0.4 M: median {median(times) * 1e3:.1f} ms, "
-        f"best {min(times) * 1e3:.1f} ms; the same forward passes alone {model_s * 1e3:.1f} ms"
+        f"best {min(times) * 1e3:.1f} ms; the same forward passes alone {model_s * 1e3:.1f} ms."
+    )
+    report.at_most(
+        "an RL step's generation over its forward passes alone", median(times) / model_s, None
     )
 
 
@@ -131,7 +135,7 @@ def model_only(folder: str, prompts: Sequence[np.ndarray]) -> float:
     return time.perf_counter() - started
 
 
-async def swap(folder: str, console: Console) -> None:
+async def swap(folder: str, report: Report) -> None:
     """Print how long decoding stands still while new weights are taken."""
     engine = await TransformersEngine.start(folder, max_slots=8, max_context=CONTEXT)
     model = load_causal_lm(folder, dtype=torch.float32)
@@ -144,19 +148,26 @@ async def swap(folder: str, console: Console) -> None:
         )
         for index in range(8)
     ]
+    pauses = dict[str, float]()
     for version, kv in ((1, "keep"), (2, "keep"), (3, "recompute")):
         started = time.perf_counter()
         await engine.load_weights(version, weights, kv)
         took = time.perf_counter() - started
-        console.print(
-            f"swap of {size:,.0f} MB, {kv}: decoding stood still "
-            f"{engine.stats().last_pause_s * 1e3:.2f} ms, load took {took * 1e3:.0f} ms"
+        pauses[kv] = max(pauses.get(kv, 0.0), 1e3 * engine.stats().last_pause_s)
+        report.note(
+            f"Swap of {size:,.0f} MB, {kv}: decoding stood still "
+            f"{engine.stats().last_pause_s * 1e3:.2f} ms, load took {took * 1e3:.0f} ms."
         )
         await asyncio.sleep(0.2)
     for request in range(8):
         engine.cancel(str(request))
     await asyncio.gather(*running)
     await engine.close()
+    what = f"decoding stands still at a swap of {size:,.0f} MB"
+    report.at_most(f"{what}, caches kept", pauses["keep"], 50.0, "ms")
+    report.at_most(
+        f"{what}, caches of 8 running requests recomputed", pauses["recompute"], None, "ms"
+    )
 
 
 def save(folder: Path, **shape: int) -> str:
@@ -166,29 +177,35 @@ def save(folder: Path, **shape: int) -> str:
     return str(folder)
 
 
-async def main() -> None:
-    """Run all and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer repeats, no large model")
-    quick = parser.parse_args().quick
+async def run(report: Report, *, quick: bool) -> None:
+    """Run all and print."""
     torch.set_num_threads(1)
-    console = Console(width=100)
-    table = Table("model", "load", "generate tokens/s", "engine tokens/s", "ratio")
     repeats = 3 if quick else 7
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         small, tiny = save(root / "small", **SMALL), save(root / "tiny", **TINY)
         uniform = make_load("32 × 128 new, uniform", 32, (32, 32), (128, 128))
         mixed = make_load("32 × 8-128 new, mixed", 32, (8, 64), (8, 128))
-        await compare(tiny, [uniform, mixed], repeats, table)
+        rows = [] if quick else await compare(tiny, [uniform, mixed], repeats)
         loads = [make_load(f"{n} × 4-64 new, mixed", n, (12, 30), (4, 64)) for n in (128, 256)]
-        await compare(small, loads, repeats, table)
-        console.print(table)
-        await rl_step(small, 10 * repeats, console)
+        rows += await compare(small, loads[: 1 if quick else 2], repeats)
+        columns = ["model", "load", "generate tokens/s", "engine tokens/s", "ratio"]
+        report.table("Engine against transformers' generate", columns, rows)
+        for row in rows:
+            report.at_least(f"{row[0]}, {row[1]}, against generate", float(row[4]), None)
+        await rl_step(small, 10 * repeats, report)
         if not quick:
             large = save(root / "large", width=1024, layers=9, heads=16, mlp_width=3072)
-            await swap(large, console)
+            await swap(large, report)
+
+
+def main() -> None:
+    """Parse the arguments, run, print and write."""
+    arguments = parser(__doc__).parse_args()
+    report = Report("engine", "Generation against transformers", quick=arguments.quick)
+    asyncio.run(run(report, quick=arguments.quick))
+    report.finish(arguments.json)
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

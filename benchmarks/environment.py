@@ -6,13 +6,12 @@ field's game servers are: one process, handlers that call the game directly, one
 with as many pooled connections as episodes. Server and client are processes of their own on both
 sides, both on uvloop (uvicorn with httptools), in turns of the same run.
 
-    python benchmarks/environment.py [--episodes 32] [--seconds 4] [--rounds 3]
+    python -m benchmarks.environment [--episodes 32] [--seconds 4] [--rounds 3]
 """
 
 import argparse
 import asyncio
 import contextlib
-import json
 import socket
 import statistics
 import subprocess
@@ -41,7 +40,9 @@ from tinkermq.schemas.env import (
 from tinkermq.schemas.errors import NotFoundError
 from tinkermq.schemas.message import Empty
 from tinkermq.schemas.subjects import JobScope
-from trivial_game import TURNS, TrivialGame
+
+from benchmarks.report import Report, parser
+from benchmarks.trivial_game import TURNS, TrivialGame
 
 SCOPE = JobScope("local", "bench")
 ACTION = "move 3"
@@ -151,8 +152,8 @@ async def _steps_per_second(play: Play, num_episodes: int, seconds: float) -> fl
     return steps / (time.perf_counter() - started)
 
 
-def compare(num_episodes: int, seconds: float, rounds: int) -> dict[str, Any]:
-    """Measure all in turns; return medians and ratios."""
+def compare(num_episodes: int, seconds: float, rounds: int) -> dict[str, list[float]]:
+    """Measure all in turns; return steps per second."""
     rates: dict[str, list[float]] = {"http": [], "thread": [], "process": []}
     with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
         port = _free_port()
@@ -164,21 +165,35 @@ def compare(num_episodes: int, seconds: float, rounds: int) -> dict[str, Any]:
                 with _Serving("--serve-nats", server.url, "--isolation", isolation):
                     rate = uvloop.run(measure_nats(server.url, num_episodes, seconds))
                     rates[isolation].append(rate)
+    return rates
+
+
+def tell(rates: dict[str, list[float]], num_episodes: int, report: Report) -> None:
+    """Print the table and the ratios."""
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "episodes": num_episodes,
-        "steps_per_s": {name: round(value) for name, value in medians.items()},
-        "all": {name: [round(value) for value in values] for name, values in rates.items()},
-        "ratio_thread": round(medians["thread"] / medians["http"], 2),
-        "ratio_process": round(medians["process"] / medians["http"], 2),
-    }
+    names = {"http": "FastAPI + uvicorn, aiohttp", "thread": "NATS", "process": "NATS, processes"}
+    rows = [
+        [
+            names[name],
+            f"{medians[name]:,.0f}",
+            " ".join(f"{value:,.0f}" for value in values),
+            f"{medians[name] / medians['http']:.2f}",
+        ]
+        for name, values in rates.items()
+    ]
+    columns = ["way", "steps/s", "runs", "ratio"]
+    report.table(f"Environment steps, {num_episodes} episodes at once", columns, rows)
+    report.at_least("games in threads, against HTTP", medians["thread"] / medians["http"], 4.0)
+    report.at_least("games in processes, against HTTP", medians["process"] / medians["http"], None)
 
 
 class _Serving:
     """A server process of this script, ended with the block."""
 
     def __init__(self, *arguments: str) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__, *arguments])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.environment", *arguments]
+        )
 
     def __enter__(self) -> "_Serving":
         return self
@@ -208,21 +223,30 @@ def _wait_for(port: int) -> None:
 
 def main() -> None:
     """Parse the arguments; serve, or compare and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--episodes", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--serve-nats", help=argparse.SUPPRESS)
-    parser.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--isolation", default="thread", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--episodes", type=int, default=32)
+    options.add_argument("--seconds", type=float, default=4.0)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--serve-nats", help=argparse.SUPPRESS)
+    options.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--isolation", default="thread", help=argparse.SUPPRESS)
+    arguments = options.parse_args()
     if arguments.serve_nats:
         uvloop.run(serve_nats(arguments.serve_nats, arguments.isolation))
     elif arguments.serve_http:
         serve_http(arguments.serve_http)
     else:
-        result = compare(arguments.episodes, arguments.seconds, arguments.rounds)
-        print(json.dumps(result, indent=2))
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Compare, print and write."""
+    if arguments.quick:
+        arguments.seconds, arguments.rounds = 0.5, 1
+    report = Report("environment", "Environment steps against HTTP", quick=arguments.quick)
+    rates = compare(arguments.episodes, arguments.seconds, arguments.rounds)
+    tell(rates, arguments.episodes, report)
+    report.finish(arguments.json)
 
 
 if __name__ == "__main__":

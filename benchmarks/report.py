@@ -62,12 +62,12 @@ class Report:
     def at_least(self, what: str, value: float, target: float | None, unit: str = "×") -> None:
         """Print and keep a figure that shall not be below its target; None: just to know."""
         met = None if target is None else value >= target
-        self._figure(what, value, unit, "" if target is None else f"≥ {_shown(target, unit)}", met)
+        self._figure(what, value, unit, "" if target is None else f"≥ {shown(target, unit)}", met)
 
     def at_most(self, what: str, value: float, target: float | None, unit: str = "×") -> None:
         """Print and keep a figure that shall not be above its target."""
         met = None if target is None else value <= target
-        self._figure(what, value, unit, "" if target is None else f"≤ {_shown(target, unit)}", met)
+        self._figure(what, value, unit, "" if target is None else f"≤ {shown(target, unit)}", met)
 
     def note(self, text: str) -> None:
         """Print and keep a sentence."""
@@ -85,7 +85,7 @@ class Report:
 
     def _figure(self, what: str, value: float, unit: str, target: str, met: bool | None) -> None:
         word = {None: "", True: "met", False: "missed"}[met]
-        text = f"{what}: {_shown(value, unit)}" + (f" (target {target}: {word})" if target else "")
+        text = f"{what}: {shown(value, unit)}" + (f" (target {target}: {word})" if target else "")
         self._console.print(text, style="bold", markup=False)
         self._result["figures"].append(
             {"what": what, "value": value, "unit": unit, "target": target, "met": met}
@@ -105,7 +105,8 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _shown(value: float, unit: str) -> str:
+def shown(value: float, unit: str) -> str:
+    """Return a value with its unit and as many digits as it bears."""
     digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2
     number = f"{value:,.{digits}f}"
     return f"{number} {unit}" if unit not in ("×", "%") else f"{number}{unit}"
