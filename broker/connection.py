@@ -413,7 +413,7 @@ async def connect(
 
 def _check_url(url: str) -> None:
     parts = urlsplit(url)
-    if parts.scheme not in {"nats", "tls", "ws", "wss"} or not parts.hostname:
+    if parts.scheme not in {"nats", "tls"} or not parts.hostname:
         raise BrokerError(
             f"{shown_url(url)!r} is not the URL of a NATS server",
             hint="write nats://host:port, such as nats://127.0.0.1:4222",
