@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.reader import StreamReader
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import StoredMessage
@@ -279,3 +280,18 @@ def test_whatever_an_entry_holds_it_is_read_as_a_group_or_an_error(
         entry = read_entry(StoredMessage(subject, 1, payload, {}))
         assert (entry.group is None) != (entry.error is None)
         assert entry.payload == payload
+
+
+async def test_one_consumer_serves_a_reader_over_many_pulls(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = RolloutLog(broker, scope)
+    await asyncio.gather(*(log.append(make_tombstone(number)) for number in range(600)))
+    reader = StreamReader(broker, scope.stream_rollout, [scope.rollout("*")])
+    await reader.start()
+    made = reader._consumer
+    async with asyncio.timeout(10), aclosing(reader.messages()) as messages:
+        async for message in messages:
+            if message.seq == 600:
+                break
+        assert reader._consumer == made
