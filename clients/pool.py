@@ -74,8 +74,12 @@ class Pool:
         """Stop a job, with a checkpoint unless `now`."""
         return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
 
+    async def pause(self, job: str) -> JobRecord:
+        """Let a running job stand still; `resume` lets it go on."""
+        return await self._change("pause", JobRequest(job=job))
+
     async def resume(self, job: str) -> JobRecord:
-        """Queue a job that has ended again, from its last checkpoint."""
+        """Let a paused job go on, and one that has ended, from its last checkpoint."""
         return await self._change("resume", JobRequest(job=job))
 
     async def scale(

@@ -25,7 +25,10 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
         _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
-        _Command("resume", "runs:resume", "Let a run go on from its last checkpoint."),
+        _Command("pause", "runs:pause", "Let a run stand still."),
+        _Command(
+            "resume", "runs:resume", "Let a run go on: after a pause, or from its last checkpoint."
+        ),
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
     ],
@@ -35,6 +38,14 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("eval", "evals:evaluate", "Evaluate a version of a run, or a checkpoint."),
         _Command("replay", "evals:replay", "Train a finished run again from its log."),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
+    ],
+    "Single actors, for debugging": [
+        _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
+        _Command("node", "actor:node", "Run a node in the foreground: it joins the pool."),
+        _Command("learner", "actor:learner", "Run the learner of a job."),
+        _Command("generator", "actor:generator", "Run one more generator of a job."),
+        _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
+        _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
     "Writing one": [
         _Command("config show", "config:show", "Print the effective configuration."),

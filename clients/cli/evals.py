@@ -30,6 +30,7 @@ from ..scheduler_client import failure
 from .output import note, print_json, print_table
 from .session import with_pool
 
+IDENTICAL, DIFFERENT = 0, 1
 POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
 
@@ -194,6 +195,8 @@ def replay(run: str, /, *, nats_url: str | None = None, json: bool = False) -> i
 
     record = with_pool(url, work)
     command = [sys.executable, "-m", "tinkermq.actors.learner.replay"]
-    command += ["--user", record.user, "--job", record.job, *(["--json"] if json else [])]
+    command += ["--user", record.user, "--job", record.job]
     process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
+    if json and process.returncode in (IDENTICAL, DIFFERENT):
+        print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
     return process.returncode

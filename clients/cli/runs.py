@@ -78,6 +78,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     return {
         "run": record.name,
         "job": record.job,
+        "kind": record.kind,
         "state": record.state,
         "reason": record.reason,
         "step": int(values.get("step", record.version)),
@@ -99,7 +100,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["run"],
         row["state"],
-        f"{row['step']}{total}",
+        f"{row['step']}{total}" if row["kind"] == "train" else row["kind"],
         _number(row["reward"], ".3f"),
         _number(row["validation"], ".3f"),
         _number(row["tokens_per_s"], ",.0f"),
@@ -132,8 +133,24 @@ def stop(run: str, /, *, now: bool = False, nats_url: str | None = None, json: b
     return _tell(record, f"{record.name} stops {how}", as_json=json)
 
 
+def pause(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+    """Let a run stand still; its actors keep their slots, and `resume` lets it go on.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    nats_url
+        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
+    json
+        Print JSON.
+    """
+    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.pause(job)))
+    return _tell(record, f"{record.name} is {record.state}", as_json=json)
+
+
 def resume(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
-    """Let a run that has ended go on from its last checkpoint; harmless while it runs.
+    """Let a run go on: after a pause, or from its last checkpoint; harmless while it runs.
 
     Parameters
     ----------

@@ -40,8 +40,9 @@ OPENTINKER = {
 
 
 async def test_the_names_of_opentinker_train_a_game_that_the_client_hosts(
-    stack: Stack, model: Path, tmp_path: Path
+    stack: Stack, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the client's own trackers write under outputs/ where it runs
     args = {**OPENTINKER, "tokenizer_path": str(model), "output_dir": str(tmp_path)}
     async with AsyncSchedulerClient(stack.server.url) as scheduler:
         job = await scheduler.submit_job(args, enable_agent_loop=True, num_gpus=2)

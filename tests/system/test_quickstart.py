@@ -1,0 +1,92 @@
+"""The quickstart does what it says, and leaves no process behind, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+from tests.stack import REPOSITORY
+
+MARK = "TINKERMQ_TEST_MARK"
+
+
+def start(mark: str, *overrides: str) -> "subprocess.Popen[str]":
+    """Start the quickstart with a mark in its environment, which all it starts inherit."""
+    return subprocess.Popen(
+        [sys.executable, str(REPOSITORY / "examples" / "quickstart.py"), *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env={**os.environ, MARK: mark},
+        start_new_session=True,
+    )
+
+
+def marked(mark: str) -> list[str]:
+    """Return the command lines of all processes with a mark in their environment."""
+    found: list[str] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended meanwhile, or is another user's
+    return found
+
+
+def assert_nothing_left(mark: str) -> None:
+    deadline = time.monotonic() + 10
+    while marked(mark):
+        assert time.monotonic() < deadline, marked(mark)
+        time.sleep(0.1)
+
+
+def test_the_quickstart_ends_with_the_reward_a_plot_and_what_to_try_next(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    process = start(mark, f"output_dir={tmp_path}", "training.num_steps=3", "env.num_val=16")
+    out, _ = process.communicate(timeout=170)
+    assert process.returncode == 0, out
+    assert "step 3/3" in out
+    assert "reward 0." in out
+    assert " → " in out
+    assert "│" in out
+    assert "try next" in out
+    assert out.count("tinkermq ") >= 3
+    picture = next(line.split()[-1] for line in out.splitlines() if line.startswith("plot "))
+    assert (REPOSITORY / picture).read_bytes().startswith(b"\x89PNG")
+    folder = next(line.split()[-1] for line in out.splitlines() if line.startswith("run folder"))
+    assert (REPOSITORY / folder / "metrics.jsonl").exists()
+    assert_nothing_left(mark)
+
+
+def test_control_c_stops_everything(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("training_started"):
+                break
+        assert len(marked(mark)) >= 5
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=90)
+    assert process.returncode == 130
+    assert "interrupted; everything was stopped" in out
+    assert_nothing_left(mark)
+
+
+def test_a_killed_quickstart_takes_its_stack_with_it(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    with start(mark, f"output_dir={tmp_path}", "training.num_steps=500") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("stack "):
+                break
+        process.kill()
+    deadline = time.monotonic() + 60
+    while marked(mark):
+        assert time.monotonic() < deadline, marked(mark)
+        time.sleep(0.2)
