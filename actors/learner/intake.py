@@ -15,7 +15,7 @@ import structlog
 from ...broker.rollouts import LogEntry, RolloutLog
 from ...schemas.errors import MessageError
 from ...schemas.rollout import Group, check_group
-from ...schemas.task import Task
+from ...schemas.task import Blame, Task
 from .batching import Candidate
 
 _log = structlog.get_logger()
@@ -34,6 +34,8 @@ class Entry:
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
+    blame: Blame | None
+    """Why its task was given up, where it was."""
 
 
 class Intake:
@@ -120,6 +122,7 @@ class Intake:
             task=None if group is None else group.task,
             digest=hashlib.sha256(raw.payload).digest(),
             candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
+            blame=None if error is not None or group is None else group.error,
         )
 
     def _refuse_unfit(self, group: Group) -> None:

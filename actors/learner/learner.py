@@ -31,6 +31,7 @@ from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
 from .data_order import DataOrder
 from .evaluations import Evaluations
+from .failures import Failures
 from .intake import Entry, Intake, batch_digest
 from .issuing import Issuer
 from .ledger import Ledger
@@ -94,6 +95,7 @@ class Learner:
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
         self._dropped: list[Dropped] = []
+        self._failures = Failures(config.training.batch_size)
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._saver = Saver(
             context,
@@ -164,7 +166,7 @@ class Learner:
                     await self._look_again(self.control.changed)
                 continue
             self.intake.changed.clear()  # before looking: what comes from now on is seen next time
-            self._notice_arrivals()
+            self._judge(self._notice_arrivals())
             await self.issuer.expire_reservations()
             decision = form_batch(
                 self.intake.candidates(),
@@ -241,11 +243,19 @@ class Learner:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _notice_arrivals(self) -> None:
+    def _notice_arrivals(self) -> list[Entry]:
+        """Enter what came into the ledger; return it."""
         arrived, self.intake.arrived = self.intake.arrived, []
         for entry in arrived:
             if entry.number is not None:
                 self.ledger.note_in_log(entry.number, entry.task)
+        return arrived
+
+    def _judge(self, arrived: list[Entry]) -> None:
+        """Raise when nothing but failures comes; what came before a start was judged then."""
+        for entry in arrived:
+            if entry.group is not None or entry.blame is not None:
+                self._failures.note(entry.blame)
 
     def _drop(self, dropped: list[Dropped]) -> None:
         """Decide that entries are never trained; the next batch record says so."""

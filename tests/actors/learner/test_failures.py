@@ -1,0 +1,52 @@
+"""A job is given up when nothing but failed tasks come, and only then."""
+
+import pytest
+from tinkermq.actors.learner.failures import LEAST_IN_A_ROW, Failures
+from tinkermq.schemas.errors import DataError, EngineError, GameError
+from tinkermq.schemas.task import Blame
+
+
+def blame(boundary: str = "environment", code: str = "game") -> Blame:
+    return Blame.model_validate(
+        {"boundary": boundary, "code": code, "message": "no rule", "hint": "write one"}
+    )
+
+
+def test_many_failed_tasks_in_a_row_end_the_job_with_the_last_reason() -> None:
+    failures = Failures(batch_size=4)
+    for _ in range(LEAST_IN_A_ROW - 1):
+        failures.note(blame())
+    with pytest.raises(GameError, match="32 tasks in a row failed, the last one: no rule") as told:
+        failures.note(blame())
+    assert told.value.hint == "write one"
+
+
+def test_one_task_that_succeeds_between_keeps_the_job_alive() -> None:
+    failures = Failures(batch_size=4)
+    for _ in range(10):
+        for _ in range(LEAST_IN_A_ROW - 1):
+            failures.note(blame())
+        failures.note(None)
+
+
+def test_large_batches_are_given_two_batches_of_failures() -> None:
+    failures = Failures(batch_size=100)
+    for _ in range(199):
+        failures.note(blame())
+    with pytest.raises(GameError):
+        failures.note(blame())
+
+
+@pytest.mark.parametrize(("boundary", "error"), [("task", DataError), ("engine", EngineError)])
+def test_the_boundary_to_blame_decides_the_error(boundary: str, error: type[Exception]) -> None:
+    failures = Failures(batch_size=1)
+    for _ in range(LEAST_IN_A_ROW - 1):
+        failures.note(blame(boundary))
+    with pytest.raises(error):
+        failures.note(blame(boundary))
+
+
+def test_reservations_that_ran_out_are_no_failures() -> None:
+    failures = Failures(batch_size=1)
+    for _ in range(10 * LEAST_IN_A_ROW):
+        failures.note(blame("task", "reservation_expired"))
