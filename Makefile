@@ -5,7 +5,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# -qq: errors only; warnings about package indexes help nobody here
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv test lint format check docs bench
@@ -43,17 +44,17 @@ bench: $(VENV)/bench.stamp  ## Install what the scripts of benchmarks/ need, and
 # What has been installed for development serves the quickstart, too.
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
-	  echo "installing tinkermq with torch and transformers into $(VENV) (once)"; \
+	  echo "installing tinkermq with torch and transformers into $(VENV): some minutes, once"; \
 	  $(PIP) install -e '.[worker,plot]'; }
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
-	@echo "installing tinkermq for development into $(VENV) (once)"
+	@echo "installing tinkermq for development into $(VENV): some minutes, once"
 	@$(PIP) install -e '.[dev]'
 	@touch $@
 
 $(VENV)/bench.stamp: pyproject.toml | $(VENV)/bin/python
-	@echo "installing what the benchmarks need into $(VENV) (once)"
+	@echo "installing what the benchmarks need into $(VENV): some minutes, once"
 	@$(PIP) install -e '.[bench]'
 	@touch $@
 
