@@ -12,7 +12,7 @@ column): `source_col_N` names the column for each token.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,8 @@ def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list
     Gives the items of each bin. Equal lengths keep their order, so the result is deterministic.
     """
     items = np.asarray(lengths, dtype=np.int64)
+    if 0 < items.sum() <= budget:
+        return [np.argsort(-items, kind="stable").tolist()]
     free = np.full(len(items), budget, dtype=np.int64)
     bins: list[list[int]] = []
     for item in np.argsort(-items, kind="stable").tolist():
@@ -101,7 +103,7 @@ def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list
                 hint=f"set learner.row_tokens (and learner.microbatch_tokens) to at least "
                 f"{items[item]}, or lower rollout.max_response_tokens",
             )
-        place = int(np.argmax(free >= items[item]))
+        place = int(np.argmax(free[: len(bins) + 1] >= items[item]))
         if place == len(bins):
             bins.append([])
         bins[place].append(item)
@@ -144,17 +146,45 @@ def choose_row_tokens(lengths: Sequence[int], row_tokens: int, hidden_size: int)
     return min(sorted(set(candidates)), key=cost) if longest <= row_tokens else row_tokens
 
 
-def _trimmed_lengths(sequences: Sequence[TokenSequence]) -> tuple[list[int], list[int]]:
-    """Give the length of each prompt, and how many tokens of each sequence need a column."""
-    prompts: list[int] = []
-    totals: list[int] = []
-    for index, sequence in enumerate(sequences):
-        generated = np.flatnonzero(sequence.mask)
-        if len(generated) and generated[0] == 0:
-            raise ValueError(f"sequence {index} begins with a generated token: nothing predicts it")
-        prompts.append(int(generated[0]) if len(generated) else 0)
-        totals.append(int(generated[-1]) if len(generated) else 0)
-    return prompts, totals
+@dataclass(frozen=True)
+class _Layout:
+    """Where the generated tokens of a batch stand (shapes: S sequences, N generated tokens)."""
+
+    counts_S: IntArray
+    """Generated tokens of each sequence."""
+    place_N: IntArray
+    """Place of each generated token in its sequence."""
+    target_N: IntArray
+    """Its id."""
+    first_S: IntArray
+    """Index of each sequence's first generated token among all of the batch."""
+    prompts: list[int]
+    """Length of each prompt; 0 without generated tokens."""
+    totals: list[int]
+    """Tokens of each sequence that need a column: those before its last generated one."""
+
+
+def _lay_out(sequences: Sequence[TokenSequence]) -> _Layout:
+    lengths_S = np.array([len(sequence.mask) for sequence in sequences], dtype=np.int64)
+    starts_S = np.cumsum(lengths_S) - lengths_S
+    mask = np.concatenate([sequence.mask for sequence in sequences]) != 0
+    ids = np.concatenate([sequence.token_ids for sequence in sequences])
+    at_N = np.flatnonzero(mask)
+    seq_N = np.repeat(np.arange(len(sequences)), lengths_S)[at_N]
+    place_N = at_N - starts_S[seq_N]
+    counts_S = np.bincount(seq_N, minlength=len(sequences))
+    first_S = np.cumsum(counts_S) - counts_S
+    prompts_S, totals_S = np.zeros((2, len(sequences)), dtype=np.int64)
+    has_S = counts_S > 0
+    prompts_S[has_S] = place_N[first_S[has_S]]
+    totals_S[has_S] = place_N[(first_S + counts_S - 1)[has_S]]
+    unpredicted = np.flatnonzero(has_S & (prompts_S == 0))
+    if len(unpredicted):
+        raise ValueError(
+            f"sequence {unpredicted[0]} begins with a generated token: nothing predicts it"
+        )
+    target_N = ids[at_N].astype(np.int64)
+    return _Layout(counts_S, place_N, target_N, first_S, prompts_S.tolist(), totals_S.tolist())
 
 
 def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -166,9 +196,9 @@ def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _make_units(
-    sequences: Sequence[TokenSequence], row_tokens: int, share_prompts: bool
+    sequences: Sequence[TokenSequence], layout: _Layout, row_tokens: int, share_prompts: bool
 ) -> list[_Unit]:
-    prompts, totals = _trimmed_lengths(sequences)
+    prompts, totals = layout.prompts, layout.totals
     families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sequence in enumerate(sequences):
         if totals[index]:
@@ -185,64 +215,73 @@ def _make_units(
     return units
 
 
+def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
+    """Concatenate the ranges [start, start + count)."""
+    skipped = np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return skipped + np.arange(len(skipped))
+
+
 class _RowWriter:
     """Fills one row of a micro-batch, and notes where its generated tokens are predicted."""
 
-    def __init__(self, row: int, num_columns: int) -> None:
-        self.row = row
+    def __init__(self, num_columns: int) -> None:
         self.ids, self.positions, self.segments, self.parents = np.zeros(
             (4, num_columns), dtype=np.int64
         )
         self.num_used = 0
         self.num_segments = 0
 
-    def _append(self, ids: NDArray[Any], first_position: int, parent: int) -> int:
-        columns = slice(self.num_used, self.num_used + len(ids))
-        self.num_segments += 1
-        self.ids[columns] = ids
-        self.positions[columns] = np.arange(first_position, first_position + len(ids))
-        self.segments[columns] = self.num_segments
+    def _append(
+        self, ids: list[NDArray[Any]], first_position: int, lengths: IntArray, parent: int
+    ) -> IntArray:
+        """Append segments that begin at the same position; return their first columns."""
+        starts = self.num_used + np.cumsum(lengths) - lengths
+        columns = slice(self.num_used, self.num_used + int(lengths.sum()))
+        self.ids[columns] = np.concatenate(ids)
+        self.positions[columns] = _ranges(np.full_like(lengths, first_position), lengths)
+        segments = self.num_segments + 1 + np.arange(len(lengths))
+        self.segments[columns] = np.repeat(segments, lengths)
         self.parents[columns] = parent
-        self.num_used += len(ids)
-        return self.num_segments
+        self.num_used = columns.stop
+        self.num_segments += len(lengths)
+        return starts
 
     def write(
-        self, unit: _Unit, sequences: Sequence[TokenSequence]
-    ) -> Iterator[tuple[int, IntArray]]:
-        """Write a unit; give for each of its sequences the columns that predict its tokens."""
-        if len(unit.seqs) == 1:
-            sequence = sequences[unit.seqs[0]]
-            generated = np.flatnonzero(sequence.mask)
-            start = self.num_used
-            self._append(sequence.token_ids[: generated[-1]], 0, 0)
-            yield unit.seqs[0], start + generated - 1
-            return
-        num_prompt = len(unit.prompt)
-        parent = self._append(unit.prompt, 0, 0)
-        prompt_end = self.num_used - 1
-        for seq in unit.seqs:
-            sequence = sequences[seq]
-            generated = np.flatnonzero(sequence.mask)
-            start = self.num_used
-            self._append(sequence.token_ids[num_prompt : generated[-1]], num_prompt, parent)
-            columns = start + generated - num_prompt - 1
-            columns[0] = prompt_end
-            yield seq, columns
+        self, unit: _Unit, sequences: Sequence[TokenSequence], layout: _Layout
+    ) -> tuple[IntArray, IntArray]:
+        """Write a unit; return the indices of its generated tokens and their predicting columns."""
+        seqs = np.array(unit.seqs, dtype=np.int64)
+        counts = layout.counts_S[seqs]
+        index = _ranges(layout.first_S[seqs], counts)
+        shared = len(unit.prompt) if len(seqs) > 1 else 0
+        parent = 0
+        if shared:
+            self._append([unit.prompt], 0, np.array([shared]), 0)
+            parent = self.num_segments
+        ids = [sequences[seq].token_ids[shared : layout.totals[seq]] for seq in unit.seqs]
+        lengths = np.array([len(part) for part in ids], dtype=np.int64)
+        starts = self._append(ids, shared, lengths, parent)
+        columns = np.repeat(starts, counts) + layout.place_N[index] - shared - 1
+        if shared:
+            columns[np.cumsum(counts) - counts] = starts[0] - 1  # the end of the prompt
+        return index, columns
 
 
 def _build(
-    rows: Sequence[Sequence[_Unit]], sequences: Sequence[TokenSequence], first_index: IntArray
+    rows: Sequence[Sequence[_Unit]], sequences: Sequence[TokenSequence], layout: _Layout
 ) -> Packed:
     num_columns = max(sum(unit.length for unit in row) for row in rows)
-    writers = [_RowWriter(row, num_columns) for row in range(len(rows))]
-    found: list[tuple[int, int, IntArray]] = []
-    for writer, units in zip(writers, rows, strict=True):
-        for unit in units:
-            found += [(seq, writer.row, columns) for seq, columns in writer.write(unit, sequences)]
-    found.sort(key=lambda item: item[0])
-    counts = [len(columns) for _, _, columns in found]
-    targets = [sequences[seq].token_ids[np.asarray(sequences[seq].mask) != 0] for seq, *_ in found]
-    indices = [first_index[seq] + np.arange(len(columns)) for seq, _, columns in found]
+    writers = [_RowWriter(num_columns) for _ in rows]
+    found = [
+        (row, *writer.write(unit, sequences, layout))
+        for row, (writer, units) in enumerate(zip(writers, rows, strict=True))
+        for unit in units
+    ]
+    index_N = np.concatenate([index for _, index, _ in found])
+    order_N = np.argsort(index_N)
+    index_N = index_N[order_N]
+    row_N = np.repeat([row for row, *_ in found], [len(index) for _, index, _ in found])
+    seq_S = np.sort([seq for row in rows for unit in row for seq in unit.seqs])
 
     def tensor(array: Any) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(array, dtype=np.int64))
@@ -252,12 +291,12 @@ def _build(
         position_ids_BT=tensor([writer.positions for writer in writers]),
         segment_ids_BT=tensor([writer.segments for writer in writers]),
         parent_ids_BT=tensor([writer.parents for writer in writers]),
-        row_N=tensor(np.repeat([row for _, row, _ in found], counts)),
-        source_col_N=tensor(np.concatenate([columns for *_, columns in found])),
-        target_N=tensor(np.concatenate(targets)),
-        seq_N=tensor(np.repeat(np.arange(len(found)), counts)),
-        seq_S=tensor([seq for seq, *_ in found]),
-        index_N=tensor(np.concatenate(indices)),
+        row_N=tensor(row_N[order_N]),
+        source_col_N=tensor(np.concatenate([columns for *_, columns in found])[order_N]),
+        target_N=tensor(layout.target_N[index_N]),
+        seq_N=tensor(np.repeat(np.arange(len(seq_S)), layout.counts_S[seq_S])),
+        seq_S=tensor(seq_S),
+        index_N=tensor(index_N),
     )
 
 
@@ -275,16 +314,17 @@ def pack(
     most `row_tokens` columns; with `hidden_size` their length is chosen for the least computation
     (`choose_row_tokens`). Deterministic. Raises ConfigError for a sequence that does not fit.
     """
-    units = _make_units(sequences, row_tokens, share_prompts)
+    if not sequences:
+        return []
+    layout = _lay_out(sequences)
+    units = _make_units(sequences, layout, row_tokens, share_prompts)
     lengths = [unit.length for unit in units]
     if hidden_size is not None:
         row_tokens = choose_row_tokens(lengths, row_tokens, hidden_size)
     bins = first_fit_decreasing(lengths, row_tokens)
-    counts = [int(np.count_nonzero(sequence.mask)) for sequence in sequences]
-    first_index = np.cumsum([0, *counts], dtype=np.int64)
     row_lengths = [sum(lengths[unit] for unit in bin_) for bin_ in bins]
     return [
-        _build([[units[unit] for unit in bins[row]] for row in rows], sequences, first_index)
+        _build([[units[unit] for unit in bins[row]] for row in rows], sequences, layout)
         for rows in group_rows(row_lengths, microbatch_tokens)
     ]
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas.rollout import Group, Trajectory
+from ...schemas.rollout import Group
 from .packing import TokenSequence
 
 
@@ -68,45 +68,41 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained."""
     members = [group.sampled for group in groups]
     trajectories = [trajectory for group in members for trajectory in group]
-    masks = [trajectory.mask == 1 for trajectory in trajectories]
-    counts = np.array([int(mask.sum()) for mask in masks])
-    first_N = np.concatenate([[0], np.cumsum(counts)])
-    turns = [_turns(trajectory, mask) for trajectory, mask in zip(trajectories, masks, strict=True)]
-    rewards_N = np.zeros(int(counts.sum()), dtype=np.float32)
-    for start, mask, trajectory in zip(first_N, masks, trajectories, strict=False):
-        at_end = np.cumsum(mask)[trajectory.turn_ends] - 1
-        rewards_N[start + at_end] = trajectory.rewards
+    lengths_S = np.array([len(item.mask) for item in trajectories])
+    first_S = np.cumsum(lengths_S) - lengths_S
+    turns_S = np.array([len(item.turn_ends) for item in trajectories])
+    at_N = np.flatnonzero(np.concatenate([item.mask for item in trajectories]) == 1)
+    seq_N = np.repeat(np.arange(len(trajectories)), lengths_S)[at_N]
+    # The last token of every turn, as a place in the whole batch: ascending, like `at_N`.
+    ends_K = np.concatenate([item.turn_ends for item in trajectories]) + np.repeat(first_S, turns_S)
+    rewards_K = np.concatenate([item.rewards for item in trajectories])
+    rewards_N = np.zeros(len(at_N), dtype=np.float32)
+    rewards_N[np.searchsorted(at_N, ends_K)] = rewards_K
+    first_turn_S = np.cumsum(turns_S) - turns_S
+    prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     return TrainingBatch(
         sequences=[TokenSequence(item.token_ids, item.mask) for item in trajectories],
-        seq_N=torch.from_numpy(np.repeat(np.arange(len(trajectories)), counts)),
-        turn_N=torch.from_numpy(np.concatenate(turns)),
-        token_rewards_N=torch.from_numpy(rewards_N),
-        behaviour_N=_concat([t.logprobs[m] for t, m in zip(trajectories, masks, strict=True)]),
-        versions_N=_concat(
-            [t.versions[m] for t, m in zip(trajectories, masks, strict=True)]
-        ).long(),
-        rewards_S=torch.tensor([item.reward for item in trajectories], dtype=torch.float32),
-        group_S=torch.from_numpy(np.repeat(np.arange(len(groups)), [len(m) for m in members])),
-        lengths_S=torch.tensor([len(m) - int(np.argmax(m)) for m in masks], dtype=torch.int64),
+        seq_N=_tensor(seq_N),
+        turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_S[seq_N]),
+        token_rewards_N=_tensor(rewards_N),
+        behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
+        versions_N=_tensor(np.concatenate([item.versions for item in trajectories])[at_N]).long(),
+        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
+        group_S=_tensor(np.repeat(np.arange(len(groups)), [len(group) for group in members])),
+        lengths_S=_tensor(lengths_S - prompts_S),
         baseline_S=_baselines(groups),
     )
 
 
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array)
+
+
 def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], Tensor]:
     """Return the chosen sequences, and the places of their tokens in the whole batch."""
-    chosen: list[int] = torch.nonzero(keep_S).flatten().tolist()
-    return [batch.sequences[index] for index in chosen], torch.nonzero(
-        keep_S[batch.seq_N]
-    ).flatten()
-
-
-def _turns(trajectory: Trajectory, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """Number the turn of each generated token: a turn ends where `turn_ends` says."""
-    return np.searchsorted(trajectory.turn_ends, np.flatnonzero(mask), side="left")
-
-
-def _concat(parts: list[NDArray[Any]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts))
+    chosen: list[bool] = keep_S.tolist()
+    sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
+    return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
 
 
 def _baselines(groups: Sequence[Group]) -> Tensor | None:
