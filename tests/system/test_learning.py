@@ -31,7 +31,7 @@ pytestmark = [
 async def test_the_reward_of_an_example_rises(
     stack: Stack, tmp_path: Path, game: str, highest_before: float, lowest_after: float
 ) -> None:
-    overrides = [f"model.path={warm_model(game)}", "evaluation.temperature=1.0"]
+    overrides = [f"model.path={warm_model(game)}"]
     config = example(game, *overrides)
     if config["env"].get("train_data"):
         train, val = companion(load_game(game), "make_data")(tmp_path)
