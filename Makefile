@@ -37,9 +37,8 @@ check: lint test  ## lint, then test
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m tinkermq.schemas.docs docs
 
-bench: $(VENV)/bench.stamp  ## Install what the scripts of benchmarks/ need, and say how to run them
-	@echo "docs/benchmarks.md has the command of each; the scripts:"
-	@ls benchmarks/*.py
+bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
+	$(BIN)/python -m benchmarks
 
 # What has been installed for development serves the quickstart, too.
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python

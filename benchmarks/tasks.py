@@ -14,6 +14,7 @@ from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
 from tinkermq.envs.write_data import verl_row, write_rows
+from transformers.utils import logging
 
 from benchmarks.stack import REPOSITORY
 
@@ -34,7 +35,9 @@ def warm_model(game: str, *, quick: bool = False) -> Path:
 def random_model(name: str, **shape: int) -> Path:
     """Return the folder of a random model of this shape (`make_model`)."""
     folder = CACHE / name
+    folder = CACHE / name
     if not (folder / "config.json").is_file():
+        logging.disable_progress_bar()
         make_model(**shape).save_pretrained(folder)
         make_tokenizer().save_pretrained(folder)
     return folder
