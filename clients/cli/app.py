@@ -1,7 +1,7 @@
 """The commands of the command line; each module is imported when its command is used."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -73,6 +73,9 @@ def build_app() -> App:
         exit_on_error=False,
         suppress_keyboard_interrupt=False,
         result_action="return_value",
+    )
+    cast("Any", app).register_install_completion_command(
+        group="Stack", help="Install shell completion."
     )
     families = {
         name: App(name=name, help=text, group="Writing one") for name, text in _FAMILIES.items()

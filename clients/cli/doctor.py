@@ -18,6 +18,7 @@ from ...broker.server import binary_path
 from ...schemas.errors import NotFoundError, TinkermqError
 from ..home import Home, find_url
 from ..quiet import quiet_logs
+from .options import COMMON, Common
 from .output import literal, print_json, say
 
 FAILED = 1
@@ -35,20 +36,12 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
-def doctor(*, nats_url: str | None = None, json: bool = False) -> int:
-    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk.
-
-    Parameters
-    ----------
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
-    """
+def doctor(*, common: Common = COMMON) -> int:
+    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk."""
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
-    findings += [_disk(), *_pool(nats_url)]
-    if json:
+    findings += [_disk(), *_pool(common.nats_url)]
+    if common.json:
         print_json([finding._asdict() for finding in findings])
     else:
         for finding in findings:

@@ -27,6 +27,7 @@ from ..opentinker_keys import merged
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..scheduler_client import failure
+from .options import COMMON, Common
 from .output import note, print_json, print_table
 from .session import with_pool
 
@@ -40,8 +41,7 @@ def evaluate(
     /,
     *overrides: str,
     like: str | None = None,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
 
@@ -57,10 +57,6 @@ def evaluate(
         Configuration keys that differ: `evaluation.samples=8`. Only for checkpoints.
     like
         For a model folder: the run whose game and configuration are used.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
     given = Path(target).resolve() if Path(target).is_dir() else None
 
@@ -80,8 +76,8 @@ def evaluate(
         folder = _checkpoint(record, step)
         return str(folder), await _evaluate_folder(pool, record, folder, overrides)
 
-    what, values = with_pool(nats_url, work)
-    if json:
+    what, values = with_pool(common.nats_url, work)
+    if common.json:
         print_json({"evaluated": what, "values": values})
     else:
         note(f"evaluated {what}")
@@ -174,7 +170,7 @@ async def _evaluate_folder(
     return values
 
 
-def replay(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+def replay(run: str, /, *, common: Common = COMMON) -> int:
     """Train a finished run again from its rollout log and compare the weights.
 
     The run must have kept its log: `training.keep_rollouts=true`.
@@ -183,12 +179,8 @@ def replay(run: str, /, *, nats_url: str | None = None, json: bool = False) -> i
     ----------
     run
         Name or job id.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
-    url = find_url(nats_url)
+    url = find_url(common.nats_url)
 
     async def work(pool: Pool) -> JobRecord:
         return await pool.find(run)
@@ -197,6 +189,6 @@ def replay(run: str, /, *, nats_url: str | None = None, json: bool = False) -> i
     command = [sys.executable, "-m", "tinkermq.actors.learner.replay"]
     command += ["--user", record.user, "--job", record.job]
     process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
-    if json and process.returncode in (IDENTICAL, DIFFERENT):
+    if common.json and process.returncode in (IDENTICAL, DIFFERENT):
         print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
     return process.returncode

@@ -14,6 +14,7 @@ from ...schemas.job import JobRecord
 from ...schemas.metric import LogLines
 from ..names import did_you_mean
 from ..pool import Pool
+from .options import COMMON, Common
 from .output import print_json_line, say_plain
 from .session import with_pool
 
@@ -27,8 +28,7 @@ def logs(
     follow: Annotated[bool, Parameter(alias="-f")] = False,
     actor: str | None = None,
     attempt: int | None = None,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """Print what the actors of a run wrote, oldest first.
 
@@ -42,10 +42,6 @@ def logs(
         Only this actor's lines: learner, generator-0, evaluator-0 …
     attempt
         Only those of one attempt of the run: 1, 2 …
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON: one document a line.
     """
 
     async def work(pool: Pool) -> int:
@@ -54,10 +50,10 @@ def logs(
         async with aclosing(_lines(pool, record, follow_on=follow)) as batches:
             async for batch in batches:
                 if actor in (None, batch.actor) and attempt in (None, batch.attempt):
-                    _print(batch, as_json=json)
+                    _print(batch, as_json=common.json)
         return 0
 
-    return with_pool(nats_url, work)
+    return with_pool(common.nats_url, work)
 
 
 def _check_actor(record: JobRecord, actor: str | None) -> None:

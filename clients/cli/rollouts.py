@@ -11,6 +11,7 @@ from ...schemas.errors import NotFoundError
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.subjects import JobScope
 from ..pool import Pool
+from .options import COMMON, Common
 from .output import note, print_json_line, say, say_plain
 from .session import with_pool
 
@@ -68,8 +69,7 @@ def rollouts(
     sort: Literal["log", "reward"] = "log",
     errors: bool = False,
     limit: int = 10,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
 
@@ -87,27 +87,23 @@ def rollouts(
         Only what failed: tasks given up, and episodes with failed tries.
     limit
         Print at most so many.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON: one document a line.
     """
 
     async def work(pool: Pool) -> list[Episode]:
         record = await pool.find(run)
         return await read_episodes(pool, pool.scope(record), step=step)
 
-    episodes = with_pool(nats_url, work)
+    episodes = with_pool(common.nats_url, work)
     if errors:
         episodes = [one for one in episodes if one.trajectory is None or one.trajectory.failures]
     if sort == "reward":
         episodes = sorted(episodes, key=lambda one: one.reward, reverse=True)
     else:
         episodes = episodes[::-1]
-    if not episodes and not json:
+    if not episodes and not common.json:
         note("no such rollouts in the log (it is trimmed unless training.keep_rollouts=true)")
     for episode in episodes[:limit]:
-        if json:
+        if common.json:
             print_json_line(episode.fields())
         else:
             _print(episode)

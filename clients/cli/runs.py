@@ -17,6 +17,7 @@ from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
 from ..recent import recent_values
 from .live import announce
+from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
 
@@ -32,8 +33,7 @@ _ROLES: dict[str, Literal["generator", "environment"]] = {
 def ps(
     *,
     all: Annotated[bool, Parameter(alias="-a")] = False,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
 
@@ -41,13 +41,9 @@ def ps(
     ----------
     all
         Also runs that have ended.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
-    rows = with_pool(nats_url, lambda pool: _list(pool, all=all))
-    if json:
+    rows = with_pool(common.nats_url, lambda pool: _list(pool, all=all))
+    if common.json:
         print_json(rows)
     elif not rows:
         note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
@@ -114,7 +110,7 @@ def _number(value: float | None, shape: str) -> str:
     return "" if value is None else format(value, shape)
 
 
-def stop(run: str, /, *, now: bool = False, nats_url: str | None = None, json: bool = False) -> int:
+def stop(run: str, /, *, now: bool = False, common: Common = COMMON) -> int:
     """Stop a run after it has written a checkpoint.
 
     Parameters
@@ -123,54 +119,41 @@ def stop(run: str, /, *, now: bool = False, nats_url: str | None = None, json: b
         Name or job id.
     now
         Do not wait for a checkpoint.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
-    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.stop(job, now=now)))
+    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.stop(job, now=now)))
     how = "at once" if now else "after a checkpoint"
-    return _tell(record, f"{record.name} stops {how}", as_json=json)
+    return _tell(record, f"{record.name} stops {how}", as_json=common.json)
 
 
-def pause(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+def pause(run: str, /, *, common: Common = COMMON) -> int:
     """Let a run stand still; its actors keep their slots, and `resume` lets it go on.
 
     Parameters
     ----------
     run
         Name or job id.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
-    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.pause(job)))
-    return _tell(record, f"{record.name} is {record.state}", as_json=json)
+    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.pause(job)))
+    return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
-def resume(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+def resume(run: str, /, *, common: Common = COMMON) -> int:
     """Let a run go on: after a pause, or from its last checkpoint; harmless while it runs.
 
     Parameters
     ----------
     run
         Name or job id.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
-    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.resume(job)))
-    return _tell(record, f"{record.name} is {record.state}", as_json=json)
+    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.resume(job)))
+    return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
 def fork(
     source: str,
     /,
     *overrides: str,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """Start a new run from a checkpoint of another one.
 
@@ -180,10 +163,6 @@ def fork(
         `RUN@STEP`.
     overrides
         Configuration keys that differ: `learner.lr=1e-5`.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
     run, separator, step = source.rpartition("@")
     if not separator or not step.isdigit():
@@ -200,15 +179,15 @@ def fork(
             config, fork_of=f"{origin.job}@{step}", request_id=new_request_id()
         )
 
-    record = with_pool(nats_url, work)
-    if json:
+    record = with_pool(common.nats_url, work)
+    if common.json:
         print_json(record.model_dump())
     else:
         announce(record)
     return 0
 
 
-def scale(run: str, target: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     """Change how many generators or environment hosts a running run has.
 
     Parameters
@@ -217,14 +196,12 @@ def scale(run: str, target: str, /, *, nats_url: str | None = None, json: bool =
         Name or job id.
     target
         `generators=N` or `environments=N`.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON.
     """
     role, count = _parse_target(target)
-    record = with_pool(nats_url, _on_run(run, lambda pool, job: pool.scale(job, role, count)))
-    return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=json)
+    record = with_pool(
+        common.nats_url, _on_run(run, lambda pool, job: pool.scale(job, role, count))
+    )
+    return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
 
 
 def _parse_target(target: str) -> tuple[Literal["generator", "environment"], int]:

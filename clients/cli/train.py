@@ -18,6 +18,7 @@ from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
 from .live import announce, open_display
+from .options import COMMON, Common
 from .output import note, print_json_line, say
 from .session import with_pool
 
@@ -30,8 +31,7 @@ def train(
     *overrides: str,
     dry_run: bool = False,
     detach: Annotated[bool, Parameter(alias="-d")] = False,
-    nats_url: str | None = None,
-    json: bool = False,
+    common: Common = COMMON,
 ) -> int:
     """Submit a training job and watch it; Ctrl-C detaches and the run goes on.
 
@@ -45,49 +45,41 @@ def train(
         Check configuration, model, game, data and slots, print the configuration, submit nothing.
     detach
         Submit and return.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON: one document a line.
     """
     effective = load_config(config, overrides)
     if dry_run:
         from .dry_run import dry_run as check
 
-        return check(effective, nats_url, as_json=json)
-    url = find_url(nats_url)
+        return check(effective, common.nats_url, as_json=common.json)
+    url = find_url(common.nats_url)
     # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
     values = resolve_paths(effective.model_dump(exclude_unset=True), url)
     request_id = new_request_id()
 
     async def work(pool: Pool) -> int:
         record = await pool.submit(values, request_id=request_id)
-        if json:
+        if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
             announce(record)
-        return 0 if detach else await _attend(pool, record, as_json=json)
+        return 0 if detach else await _attend(pool, record, as_json=common.json)
 
-    return _detachable(url, work, as_json=json)
+    return _detachable(url, work, as_json=common.json)
 
 
-def watch(run: str, /, *, nats_url: str | None = None, json: bool = False) -> int:
+def watch(run: str, /, *, common: Common = COMMON) -> int:
     """Watch a run until it ends; Ctrl-C detaches and the run goes on.
 
     Parameters
     ----------
     run
         Name or job id.
-    nats_url
-        The broker; default: $TINKERMQ_NATS_URL, or the local stack.
-    json
-        Print JSON: one document a line.
     """
 
     async def work(pool: Pool) -> int:
-        return await _attend(pool, await pool.find(run), as_json=json)
+        return await _attend(pool, await pool.find(run), as_json=common.json)
 
-    return _detachable(find_url(nats_url), work, as_json=json)
+    return _detachable(find_url(common.nats_url), work, as_json=common.json)
 
 
 def _detachable(url: str, work: Callable[[Pool], Awaitable[int]], *, as_json: bool) -> int:

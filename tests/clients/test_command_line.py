@@ -1,9 +1,9 @@
 """What every command keeps to: exit codes, errors, quiet pipes, a fast start."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from tinkermq.clients.cli.app import build_app
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.load_config import all_keys
 
-from tests.clients.command import tinkermq
+from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
 
 CONFIG = "model:\n  path: some/model\nenv:\n  game: bandit\n"
@@ -50,23 +50,29 @@ def test_every_command_is_there_and_has_help() -> None:
         assert app[name].help
 
 
-def test_version_prints_and_starts_fast() -> None:
-    outcome = tinkermq("version", "--json")
-    assert json.loads(outcome.out)["tinkermq"]
-    took: list[float] = []
-    for _ in range(3):
-        started = time.perf_counter()
-        tinkermq("version")
-        took.append(time.perf_counter() - started)
-    bare = min(_time_bare_python() for _ in range(2))
-    # 0.3 s on a quiet machine, of which a bare interpreter takes 0.05 s.
-    assert min(took) < max(0.3, 6 * bare)
+def test_version_starts_within_a_third_of_a_second() -> None:
+    assert json.loads(tinkermq("version", "--json").out)["tinkermq"]
+    # Processor time, so that busy neighbours do not count; a bare interpreter takes 0.03 s.
+    bare = min(_processor_s(["-c", "pass"]) for _ in range(3))
+    took = min(_processor_s(command(["version"])[1:]) for _ in range(3))
+    assert took < max(0.3, 10 * bare)
 
 
-def _time_bare_python() -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "pass"], check=True)
-    return time.perf_counter() - started
+def test_version_imports_neither_broker_nor_schemas() -> None:
+    code = "import sys; from tinkermq.clients.cli import main; main(['version'])"
+    shown = "print([m for m in ('nats', 'rich', 'pydantic', 'numpy') if m in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; {shown}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def _processor_s(words: list[str]) -> float:
+    """Return the processor time of a Python process."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
 
 def test_a_wrong_command_ends_with_2_and_names_the_closest(cli: Cli) -> None:
