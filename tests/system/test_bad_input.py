@@ -1,0 +1,103 @@
+"""What users get wrong ends their job with the reason, and harms no other job.
+
+All jobs run at the same time on one stack, beside a healthy one.
+"""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.proofs import assert_every_task_once
+from tests.stack import Job, Stack, small_job
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
+
+
+def with_template(model: Path, folder: Path, template: str) -> Path:
+    """Copy a model and give it another chat template."""
+    shutil.copytree(model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "chat_template": template}))
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def jobs(
+    module_stack: Stack, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[dict[str, Job]]:
+    """Start a job for each mistake, and one without."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    (folder / "empty").mkdir()
+    forgetful = with_template(model, folder / "forgetful", FORGETS)
+    rows = [{"prompt": "3+4=", "answer": "7"}]
+    (folder / "no_answer.jsonl").write_text(json.dumps({"prompt": rows[0]["prompt"]}) + "\n")
+    (folder / "nothing.jsonl").write_text("")
+
+    def data(name: str) -> dict[str, Any]:
+        path = str(folder / name)
+        return {"game": "addition", "train_data": [path], "val_data": [path], "num_val": 0}
+
+    configs = {
+        "model": small_job(folder / "empty"),
+        "template": small_job(forgetful, rollout={"max_turns": 2}),
+        "missing": small_job(model, env=data("missing.parquet")),
+        "column": small_job(model, env=data("no_answer.jsonl")),
+        "nothing": small_job(model, env=data("nothing.jsonl")),
+        "import": small_job(model, env={"game": "tests.games:NoSuchGame"}),
+        "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
+        "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
+        "healthy": small_job(model),
+    }
+    yield {name: await module_stack.submit(config) for name, config in configs.items()}
+    await module_stack.stop_all()
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("model", ["empty is no model folder: config.json is missing", "save_pretrained"]),
+        ("template", ["chat template"]),
+        ("missing", ["missing.parquet"]),
+        ("column", ["no_answer.jsonl", "answer"]),
+        ("nothing", ["nothing.jsonl"]),
+        ("import", ["module tests.games has no game 'NoSuchGame'", "SlowBandit"]),
+        ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
+        ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
+    ],
+)
+async def test_a_mistake_fails_the_job_with_its_reason(
+    jobs: dict[str, Job], mistake: str, told: list[str]
+) -> None:
+    job = jobs[mistake]
+    record = await job.until("FAILED", deadline_s=240)
+    for part in told:
+        assert part in record.reason
+    assert "Traceback" not in record.reason or mistake == "raises"
+
+
+async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
+    jobs: dict[str, Job],
+) -> None:
+    await jobs["raises"].until("FAILED", deadline_s=240)
+    letters = await jobs["raises"].dead()
+    assert letters
+    for letter in letters:
+        assert letter.blame.boundary == "environment"
+        assert "no rule for" in letter.blame.message
+        assert letter.num_attempts >= 3
+    prompts = await jobs["prompt"].dead()
+    assert {letter.blame.boundary for letter in prompts} == {"task"}
+
+
+async def test_the_healthy_job_beside_them_is_unharmed(jobs: dict[str, Job]) -> None:
+    await jobs["healthy"].until("COMPLETED", deadline_s=240)
+    await assert_every_task_once(jobs["healthy"])
