@@ -50,7 +50,8 @@ def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> No
         assert figure["what"] in " ".join(done.stdout.split())
 
 
-def test_the_page_says_of_every_target_whether_it_was_met() -> None:
+def test_the_page_says_of_every_target_whether_it_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT)
     from benchmarks.page import page
 
     figures = [
