@@ -132,8 +132,8 @@ class Pool:
                 idempotent=True,
             )
         except NotFoundError as error:
-            if "nobody answers" not in error.message:
-                raise
+            if subject not in error.message:
+                raise  # the scheduler tells of somebody else who is not there
             raise BrokerError(
                 f"no scheduler is connected to the broker at {self.broker.url}",
                 hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
