@@ -53,8 +53,8 @@ class EvalRecord(Message):
     """The version to evaluate."""
     step: int = Field(ge=0)
     """Training step at which the result is reported."""
-    state: Literal["requested", "running", "done", "failed"] = "requested"
-    """Where it stands."""
+    state: Literal["requested", "running", "done", "failed", "reported", "given_up"] = "requested"
+    """Where it stands; the learner turns done into reported and failed into given_up."""
     values: dict[str, float] = Field(default_factory=dict[str, float])
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""

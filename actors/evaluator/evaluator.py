@@ -18,7 +18,7 @@ import structlog
 from ...broker.feed import publish_metric
 from ...broker.kv import Bucket
 from ...schemas.config import EvaluationConfig
-from ...schemas.errors import ConflictError, TinkermqError
+from ...schemas.errors import ConflictError, NotFoundError, TinkermqError
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
@@ -109,7 +109,7 @@ class Evaluator:
         """Write a result, unless another evaluator was first."""
         key = f"{self._context.scope.key}.{record.version}"
         entry = await self._bucket.get(key)
-        if entry is None or entry.value.state in ("done", "failed"):
+        if entry is None or entry.value.state not in ("requested", "running"):
             return
         try:
             await self._bucket.update(key, record, entry.revision)
@@ -119,6 +119,13 @@ class Evaluator:
     async def _load(self, version: int) -> None:
         manifest = await self._store.manifest(version)
         while manifest is None:
+            latest = await self._store.latest()
+            if latest is not None and latest.version > version:
+                raise NotFoundError(
+                    f"the weights of version {version} were removed, the newest is "
+                    f"{latest.version}",
+                    hint="ask for the newest version, or evaluate a checkpoint",
+                )
             with self._context.waiting(f"the weights of version {version}"):
                 await self._store.wait_newer(version - 1, timeout_s=_POLL_S)
             manifest = await self._store.manifest(version)

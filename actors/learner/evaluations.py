@@ -1,12 +1,13 @@
 """Asking the evaluator for evaluations, and taking in their results."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
 from ...broker.connection import Broker
 from ...broker.feed import publish_metric
-from ...broker.kv import Bucket
+from ...broker.kv import Bucket, Entry
 from ...schemas.errors import ConflictError
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.subjects import BUCKET_EVALS, JobScope
@@ -34,40 +35,33 @@ class Evaluations:
         self._broker = broker
         self._scope = scope
         self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
-        self._open: dict[int, int] = {}
-        self._reported: set[int] = set()
-        self.results: dict[int, dict[str, float]] = {}
-        """Results by version."""
+        self._waiting: set[int] = set()
+        self._known: set[int] = set()
+        self._collecting = asyncio.Lock()
 
     async def load(self) -> None:
-        """Take notice of what was asked for before a restart."""
-        for entry in await self._bucket.items(f"{self._scope.key}."):
-            record = entry.value
-            if record.state in ("requested", "running"):
-                self._open[record.version] = record.step
-            else:
-                self._reported.add(record.version)
-                self.results[record.version] = record.values
+        """Take notice of what was asked for before a restart, and report what came meanwhile."""
+        await self.collect()
 
     @property
     def open_versions(self) -> set[int]:
         """Versions whose weights an evaluator still needs."""
-        return set(self._open)
+        return set(self._waiting)
 
     async def request(self, version: int, *, always: bool = False) -> bool:
         """Ask for an evaluation; False when it is there already or too many are waiting."""
-        if not self._has_evaluator:
+        if not self._has_evaluator or version in self._known:
             return False
-        if version in self._open or version in self._reported:
-            return False
-        if len(self._open) >= _MAX_OPEN and not always:
+        if len(self._waiting) >= _MAX_OPEN and not always:
             return False
         record = EvalRecord(version=version, step=version)
-        try:
-            await self._bucket.create(f"{self._scope.key}.{version}", record)
-        except ConflictError:
-            return False
-        self._open[version] = version
+        async with self._collecting:
+            try:
+                await self._bucket.create(self._key(version), record)
+            except ConflictError:
+                return False
+            self._known.add(version)
+            self._waiting.add(version)
         return True
 
     async def follow(self) -> None:
@@ -77,23 +71,38 @@ class Evaluations:
             await asyncio.sleep(_POLL_S)
 
     async def collect(self) -> None:
-        """Report the results that have come."""
-        for version in sorted(self._open):
-            entry = await self._bucket.get(f"{self._scope.key}.{version}")
-            if entry is None or entry.value.state not in ("done", "failed"):
-                continue
-            step = self._open.pop(version, None)
-            if step is None:
-                continue  # `follow` and `wait_all` both collect: the other one was first
-            self._reported.add(version)
-            self.results[version] = entry.value.values
-            if entry.value.values:
-                metric = Metric(step=step, values=entry.value.values, time=time.time())
-                await publish_metric(self._broker, self._scope, metric)
-                await asyncio.to_thread(self._tell, step, entry.value.values)
+        """Report the results that have come; clients may have asked for versions, too."""
+        async with self._collecting:
+            entries = await self._bucket.items(f"{self._scope.key}.")
+            self._known = {entry.value.version for entry in entries}
+            for entry in entries:
+                if entry.value.state in ("done", "failed"):
+                    await self._report(entry)
+            self._waiting = {
+                entry.value.version
+                for entry in entries
+                if entry.value.state in ("requested", "running")
+            }
 
     async def wait_all(self) -> None:
         """Wait until every evaluation that was asked for is reported."""
-        while self._open:
-            await self.collect()
+        await self.collect()
+        while self._waiting:
             await asyncio.sleep(_POLL_S / 5)
+            await self.collect()
+
+    async def _report(self, entry: Entry[EvalRecord]) -> None:
+        """Publish a result, then mark it: after a crash in between it is published again."""
+        record = entry.value
+        if record.values:
+            metric = Metric(step=record.step, values=record.values, time=time.time())
+            await publish_metric(self._broker, self._scope, metric)
+            await asyncio.to_thread(self._tell, record.step, record.values)
+        reported = record.model_copy(
+            update={"state": "reported" if record.state == "done" else "given_up"}
+        )
+        with contextlib.suppress(ConflictError):  # asked for again meanwhile
+            await self._bucket.update(self._key(record.version), reported, entry.revision)
+
+    def _key(self, version: int) -> str:
+        return f"{self._scope.key}.{version}"

@@ -281,7 +281,7 @@ class Learner:
         last = step == self.total_steps
         due = training.test_freq > 0 and step % training.test_freq == 0 and step > 0
         first = step == 0 and training.validate_before_training
-        if self.config.env.num_val == 0 or not (last or due or first):
+        if not (last or due or first):
             return
         if await self.evaluations.request(step, always=last):
             self.publisher.pin(step)

@@ -123,9 +123,9 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
     deadline = time.monotonic() + EVALUATION_DEADLINE_S
     while time.monotonic() < deadline:
         entry = await bucket.get(key)
-        if entry is not None and entry.value.state == "done":
+        if entry is not None and entry.value.state in ("done", "reported"):
             return f"{record.name}@{version}", entry.value.values
-        if entry is not None and entry.value.state == "failed":
+        if entry is not None and entry.value.state in ("failed", "given_up"):
             raise JobFailedError(f"the evaluation of version {version} failed: {entry.value.blame}")
         await asyncio.sleep(POLL_S)
     raise DeadlineError(
