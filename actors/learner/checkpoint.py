@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
+from .report import Waste
 
 _STATE = "learner/state.json"
 _OPTIMIZER = "learner/optimizer.pt"
@@ -45,10 +46,8 @@ class LearnerState(BaseModel):
     """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
-    tokens_trained: int = 0
-    """Generated tokens trained so far."""
-    tokens_generated: int = 0
-    """Generated tokens received so far, dropped ones included."""
+    waste: Waste = Field(default_factory=Waste)
+    """What was generated and trained so far."""
 
 
 class CheckpointStore:

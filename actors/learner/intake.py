@@ -31,6 +31,8 @@ class Entry:
     """The group, or None when it cannot be trained."""
     task: Task | None
     """The task that it names, or None when it cannot be read."""
+    tokens_wasted: int
+    """Generated tokens of a task that was given up."""
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
@@ -120,6 +122,7 @@ class Intake:
             number=raw.number,
             group=group if usable else None,
             task=None if group is None else group.task,
+            tokens_wasted=0 if group is None or group.error is None else group.tokens_wasted,
             digest=hashlib.sha256(raw.payload).digest(),
             candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
             blame=None if error is not None or group is None else group.error,

@@ -265,6 +265,7 @@ class Learner:
                 self.ledger.drop(item.task, item.reason)
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=False)
+            self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
         self.intake.forget(item.seq for item in dropped)
         self._dropped += dropped

@@ -119,8 +119,7 @@ class Reporter:
 
     def write_to(self, state: LearnerState) -> None:
         """Put the counters into the state of a checkpoint."""
-        state.tokens_trained = self.waste.tokens_trained
-        state.tokens_generated = self.waste.tokens_generated
+        state.waste = self.waste.model_copy()
 
     def finish(self) -> None:
         """Close the trackers."""

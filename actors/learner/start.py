@@ -51,8 +51,7 @@ async def make_learner(context: JobContext) -> Learner:
         first_step=last_reported_step(context.run_dir),
     )
     state.total_steps = steps
-    reporter.waste.tokens_trained = state.tokens_trained
-    reporter.waste.tokens_generated = state.tokens_generated
+    reporter.waste = state.waste.model_copy()
     for tracker in reporter.trackers:
         tracker.log_config(config.model_dump(mode="json"))
     return Learner(

@@ -8,7 +8,7 @@ Shape letters: N generated tokens, S sequences.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -100,7 +100,7 @@ def _tensor(array: NDArray[Any]) -> Tensor:
 
 def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], Tensor]:
     """Return the chosen sequences, and the places of their tokens in the whole batch."""
-    chosen: list[bool] = keep_S.tolist()
+    chosen = cast(list[bool], keep_S.tolist())
     sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
     return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
 

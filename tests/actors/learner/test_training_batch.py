@@ -1,0 +1,87 @@
+"""A batch of groups becomes flat arrays; the table is computed by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tinkermq.actors.learner.training_batch import assemble, select
+
+from tests.groups import make_group, make_trajectory, random_group
+
+
+def _two_groups():
+    long = make_trajectory(
+        [1, 2, 3],
+        [([4, 5], [6, 7]), ([8], [])],
+        [0.5, 2.0],
+        logprobs=[-0.1, -0.2, -0.3],
+        versions=[4, 4, 5],
+    )
+    short = make_trajectory([1, 2, 3], [([9], [])], [1.0], logprobs=[-0.4], versions=5)
+    other = make_trajectory([1], [([2], [3]), ([4], [])], [0.0, -1.0], logprobs=[-0.5, -0.6])
+    greedy = make_trajectory([1], [([7], [])], [0.75], greedy=True)
+    return [make_group([long, short]), make_group([other, greedy], 1)]
+
+
+def test_every_generated_token_knows_its_episode_turn_reward_and_version() -> None:
+    batch = assemble(_two_groups())
+    assert batch.num_seqs == 3
+    assert batch.num_tokens == 6
+    assert batch.seq_N.tolist() == [0, 0, 0, 1, 2, 2]
+    assert batch.turn_N.tolist() == [0, 0, 1, 0, 0, 1]
+    assert batch.token_rewards_N.tolist() == [0.0, 0.5, 2.0, 1.0, 0.0, -1.0]
+    assert batch.behaviour_N.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])
+    assert batch.versions_N.tolist() == [4, 4, 5, 5, 0, 0]
+    assert batch.rewards_S.tolist() == [2.5, 1.0, -1.0]
+    assert batch.group_S.tolist() == [0, 0, 1]
+    assert batch.lengths_S.tolist() == [5, 1, 3]
+    assert [item.token_ids.tolist() for item in batch.sequences] == [
+        [1, 2, 3, 4, 5, 6, 7, 8],
+        [1, 2, 3, 9],
+        [1, 2, 3, 4],
+    ]
+
+
+def test_the_greedy_episode_is_a_baseline_only_if_every_group_has_one() -> None:
+    groups = _two_groups()
+    assert assemble(groups).baseline_S is None
+    baseline_S = assemble([groups[1], groups[1]]).baseline_S
+    assert baseline_S is not None
+    assert baseline_S.tolist() == [0.75, 0.75]
+
+
+def test_types_are_those_that_the_losses_expect() -> None:
+    batch = assemble(_two_groups())
+    for name in ("seq_N", "turn_N", "versions_N", "group_S", "lengths_S"):
+        assert getattr(batch, name).dtype == torch.int64, name
+    for name in ("token_rewards_N", "behaviour_N", "rewards_S"):
+        assert getattr(batch, name).dtype == torch.float32, name
+
+
+def test_a_selection_says_where_its_tokens_stand() -> None:
+    batch = assemble(_two_groups())
+    sequences, index_N = select(batch, torch.tensor([True, False, True]))
+    assert [len(item.mask) for item in sequences] == [8, 4]
+    assert index_N.tolist() == [0, 1, 2, 4, 5]
+    assert select(batch, torch.zeros(3, dtype=torch.bool))[0] == []
+
+
+@given(st.integers(0, 10_000), st.integers(1, 4), st.booleans())
+def test_it_is_what_a_loop_over_episodes_gives(seed: int, num: int, greedy: bool) -> None:
+    rng = np.random.default_rng(seed)
+    groups = [random_group(rng, n, size=3, turns=4, greedy=greedy) for n in range(num)]
+    batch = assemble(groups)
+    at = 0
+    for seq, item in enumerate(episode for group in groups for episode in group.sampled):
+        turn = 0
+        for place in np.flatnonzero(item.mask):
+            assert int(batch.seq_N[at]) == seq
+            assert int(batch.turn_N[at]) == turn
+            assert float(batch.behaviour_N[at]) == item.logprobs[place]
+            assert int(batch.versions_N[at]) == item.versions[place]
+            ends = place in item.turn_ends
+            assert float(batch.token_rewards_N[at]) == (item.rewards[turn] if ends else 0.0)
+            turn += bool(ends)
+            at += 1
+    assert at == batch.num_tokens
