@@ -1,10 +1,15 @@
 """Fixtures of the tests that run the whole stack; their conftest files import them."""
 
+import hashlib
+import inspect
 from collections.abc import AsyncIterator
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from tinkermq.actors import tiny_model
+from tinkermq.actors import warm_start as warm_start_module
 from tinkermq.actors.tiny_model import save_tiny_model
 from tinkermq.actors.warm_start import warm_start
 
@@ -20,8 +25,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def warm_model(game: str) -> Path:
-    """Return the warm-started model of a game, made by its recipe unless it is there."""
-    folder = WARM_MODELS / game
+    """Return the warm-started model of a game, made by its recipe unless it is there.
+
+    The folder's name holds a digest of the sources that decide what the model is.
+    """
+    sources = [import_module(f"tinkermq.envs.games.{game}"), warm_start_module, tiny_model]
+    text = "".join(inspect.getsource(module) for module in sources)
+    folder = WARM_MODELS / f"{game}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     if not (folder / "config.json").is_file():
         warm_start(game, folder)
     return folder

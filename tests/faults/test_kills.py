@@ -26,23 +26,18 @@ async def assert_nothing_lost(job: Job) -> None:
     await assert_replay_is_identical(job)
 
 
-async def test_a_generator_killed_in_the_middle_of_its_episodes(stack: Stack, model: Path) -> None:
-    job = await stack.submit(small_job(model, env=SLOW))
+async def test_a_generator_and_then_an_environment_host_killed_amid_episodes(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 16}))
     await job.until_step(4)
     killed = await job.kill("generator-0")
     assert await TaskQueue(stack.broker, job.scope).pending_numbers(), "it held no task"
-    await assert_nothing_lost(job)
+    await job.until_step(10)
     assert not alive(killed)
-    assert len(await job.events("generator_ready")) == 2
-
-
-async def test_an_environment_host_killed_while_it_holds_episodes(
-    stack: Stack, model: Path
-) -> None:
-    job = await stack.submit(small_job(model, env=SLOW))
-    await job.until_step(4)
     await job.kill("environment-0")
     await assert_nothing_lost(job)
+    assert len(await job.events("generator_ready")) == 2
     groups = [entry.group for entry in await job.entries() if entry.group is not None]
     failures = [blame for group in groups for one in group.sampled for blame in one.failures]
     assert {blame.code for blame in failures} == {"host_gone"}

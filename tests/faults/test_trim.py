@@ -87,6 +87,8 @@ async def _restore(stack: Stack, job: Job) -> None:
     """Put the backup in the place of the trimmed log."""
     whole = (await stream_info(stack.broker, BACKUP))["state"]["last_seq"]
     await delete_stream(stack.broker, job.scope.stream_rollout)
+    alone = {"name": BACKUP, "storage": "file", "subjects": [BACKUP], "allow_direct": True}
+    await stack.broker.api(f"STREAM.UPDATE.{BACKUP}", alone)  # a mirror of a mirror is a cycle
     await _mirror(stack, BACKUP, job.scope.stream_rollout)
 
     async def complete() -> bool:
