@@ -17,7 +17,7 @@ from typing import Any
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..write_data import verl_row, write_rows
 
-HABIT = 0.6
+HABIT = 0.65
 """Share of the demonstrations that guess."""
 CALL = re.compile(r"^=(\d{1,9})([*+-])(\d{1,9})$", re.ASCII)
 """A tool call: one operation on two numbers."""
