@@ -101,7 +101,7 @@ def main() -> None:
     quick = arguments.quick
     report = Report("asynchrony", "Asynchronous against synchronous training", quick=quick)
     measuring = measure(
-        num_steps=WARM + (2 if quick else 37),
+        num_steps=WARM + (2 if quick else 25),
         calibration=WARM + (1 if quick else 6),
         rounds=arguments.rounds or (1 if quick else 2),
     )

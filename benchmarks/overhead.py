@@ -94,7 +94,7 @@ def first_step_s(stack: Stack, config: dict[str, Any]) -> float:
 async def start_times(stack: Stack, *, quick: bool, report: Report) -> None:
     """Print the time from `train` to the first step."""
     times = list[float]()
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if quick else 2):
         config = addition_job(warm_model("addition", quick=quick), 2)
         times.append(await asyncio.to_thread(first_step_s, stack, config))
         await asyncio.to_thread(stack.processes["client"].wait, 60)
