@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, Field
+from safetensors import SafetensorError
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
@@ -21,6 +22,7 @@ from .report import Waste
 
 _STATE = "learner/state.json"
 _OPTIMIZER = "learner/optimizer.pt"
+_REPLACED = ".replaced_"
 
 
 class LearnerState(BaseModel):
@@ -69,7 +71,7 @@ class CheckpointStore:
 
         Raises StorageError with path and free space when it cannot be written.
         """
-        final = self.path(state.step)
+        final = self.folder / _name(state.step)
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
@@ -79,31 +81,46 @@ class CheckpointStore:
             torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
-            if final.exists():
-                shutil.rmtree(final)
-            temporary.rename(final)
+            self._put_in_place(temporary, final)
             self._point_latest(final)
             self._remove_old()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
+            failure = _storage_error(final, error)  # before room is made again
             shutil.rmtree(temporary, ignore_errors=True)
-            raise _storage_error(final, error) from error
+            if failure is None:
+                raise
+            raise failure from error
         return final
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step`."""
-        return self.folder / f"step_{step:06d}"
+        final = self.folder / _name(step)
+        replaced = self.folder / (_REPLACED + _name(step))
+        return final if final.exists() or not replaced.exists() else replaced
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
         if not self.folder.is_dir():
             return []
         names = [path.name for path in self.folder.iterdir() if (path / _STATE).is_file()]
-        return sorted(int(name.removeprefix("step_")) for name in names if name[:5] == "step_")
+        names = [name.removeprefix(_REPLACED) for name in names]
+        return sorted({int(name[5:]) for name in names if name.startswith("step_")})
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
+
+    def _put_in_place(self, temporary: Path, final: Path) -> None:
+        """Give a checkpoint its name; one of the same step counts until the new one is there."""
+        replaced = self.folder / (_REPLACED + final.name)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        _flush_folder(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
     def _point_latest(self, final: Path) -> None:
         link = self.folder.parent / "latest"
@@ -113,14 +130,19 @@ class CheckpointStore:
         temporary.replace(link)
 
     def _remove_old(self) -> None:
-        steps = self.steps()
-        for step in steps[: -self._keep_last]:
+        for step in self.steps()[: -self._keep_last]:
             if not (self._keep_every and step % self._keep_every == 0):
-                shutil.rmtree(self.path(step))
+                gone = self.folder / f".{_name(step)}.{os.getpid()}"
+                self.path(step).rename(gone)  # a folder is whole as long as it has its name
+                shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
 
 
 def load_state(folder: Path) -> LearnerState:
@@ -136,20 +158,37 @@ def load_state(folder: Path) -> LearnerState:
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     """Load the optimiser state of a checkpoint."""
-    optimizer.load_state_dict(torch.load(folder / _OPTIMIZER, weights_only=True))
+    state = torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu")
+    optimizer.load_state_dict(state)
 
 
 def _flush(folder: Path) -> None:
-    """Bring every file of a folder to the disk before it gets its final name."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb+") as handle:
+    """Bring a folder to the disk, with all that is in it, before it gets its final name."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            _flush_folder(path)
+        else:
+            with path.open("rb+") as handle:
                 os.fsync(handle.fileno())
 
 
-def _storage_error(final: Path, error: Exception) -> StorageError:
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _storage_error(final: Path, error: Exception) -> StorageError | None:
+    """Say why a checkpoint could not be written; None for an error that is not the disk's.
+
+    A full disk makes the libraries raise errors of many kinds.
+    """
     free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
     is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
+    if not is_full and not isinstance(error, OSError | RuntimeError | SafetensorError):
+        return None
     reason = "the disk is full" if is_full else str(error)
     return StorageError(
         f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
