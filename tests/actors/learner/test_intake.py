@@ -1,0 +1,196 @@
+"""The intake keeps what can be trained, and refuses everything else without harm."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinkermq.actors.learner.batching import form_batch
+from tinkermq.actors.learner.intake import Entry, Intake, batch_digest
+from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.rollouts import RolloutLog, read_entry
+from tinkermq.broker.stored import StoredMessage
+from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.task import Blame
+
+from tests.groups import make_group, make_trajectory, random_group
+
+SCOPE = JobScope("local", "intake")
+
+
+def _intake(broker: Broker | None = None, scope: JobScope = SCOPE, **options: Any) -> Intake:
+    settings: dict[str, Any] = {
+        "vocab_size": 264,
+        "max_tokens": 40,
+        "group_size": 2,
+        "greedy_baseline": False,
+        "was_issued": lambda number: number < 100,
+    }
+    intake = Intake(RolloutLog(broker, scope), **settings | options)  # type: ignore[arg-type]
+    intake.max_version = 3
+    return intake
+
+
+def _taken(group: Group | bytes, number: int = 0, **options: Any) -> Entry:
+    """Give the intake one message, as the log's reader does."""
+    payload = group if isinstance(group, bytes) else group.to_bytes()
+    intake = _intake(**options)
+    intake._take(read_entry(StoredMessage(SCOPE.rollout(number), 7, payload, {})))
+    return intake[7]
+
+
+def _good(**fields: Any) -> Group:
+    return make_group(
+        [
+            make_trajectory([1, 2], [([3, 4], [5]), ([6], [])], [0.5, 1.0], versions=[1, 2, 3]),
+            make_trajectory([1, 2], [([3], [])], [0.0], versions=3),
+        ],
+        **fields,
+    )
+
+
+def test_a_good_group_can_be_trained() -> None:
+    entry = _taken(_good())
+    assert entry.candidate.unusable is None
+    assert entry.candidate.rewards == (1.5, 0.0)
+    assert (entry.candidate.min_token_version, entry.candidate.max_token_version) == (1, 3)
+    assert entry.group is not None
+    assert entry.task == entry.group.task
+
+
+def test_a_task_that_was_given_up_has_failed() -> None:
+    blame = Blame(boundary="engine", code="oom", message="out of memory")
+    given_up = _good().model_copy(update={"trajectories": [], "error": blame, "tokens_wasted": 9})
+    entry = _taken(given_up)
+    assert entry.candidate.unusable == "failed"
+    assert entry.group is None
+    assert entry.tokens_wasted == 9
+    assert entry.task == given_up.task
+
+
+def _mask(place: int, value: int) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        group.trajectories[0].mask[place] = value
+
+    return change
+
+
+def _set(name: str, place: int, value: float) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        getattr(group.trajectories[0], name)[place] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_set("token_ids", 3, 264), id="token beyond the vocabulary"),
+        pytest.param(_set("token_ids", 0, -1), id="negative token"),
+        pytest.param(_mask(0, 1), id="the first token is generated"),
+        pytest.param(_mask(2, 2), id="mask of 2"),
+        pytest.param(_mask(5, 0), id="a turn ends on no generated token"),
+        pytest.param(_set("logprobs", 2, np.nan), id="log-prob is not a number"),
+        pytest.param(_set("logprobs", 2, -np.inf), id="log-prob of minus infinity"),
+        pytest.param(_set("logprobs", 2, 0.5), id="positive log-prob"),
+        pytest.param(_set("versions", 2, 4), id="version from the future"),
+        pytest.param(_set("versions", 2, -1), id="no version"),
+        pytest.param(_set("turn_ends", 0, 5), id="turns do not ascend"),
+        pytest.param(_set("turn_ends", 1, 6), id="a turn ends after the last token"),
+        pytest.param(_set("turn_ends", 0, -2), id="a turn ends before the first token"),
+        pytest.param(_set("rewards", 0, np.nan), id="reward is not a number"),
+        pytest.param(_set("rewards", 1, np.inf), id="infinite reward"),
+    ],
+)
+def test_a_malformed_group_is_refused(change: Callable[[Group], None]) -> None:
+    group = _good()
+    change(group)
+    entry = _taken(group)
+    assert entry.candidate.unusable == "malformed"
+    assert entry.group is None
+
+
+def test_returns_that_overflow_are_refused() -> None:
+    group = _good()
+    group.trajectories[0].rewards[:] = 3e38
+    with np.errstate(over="ignore"):
+        assert _taken(group).candidate.unusable == "malformed"
+
+
+def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
+    assert _taken(_good(), max_tokens=5).candidate.unusable == "malformed"
+    assert _taken(_good(), group_size=3).candidate.unusable == "malformed"
+    assert _taken(_good(), greedy_baseline=True).candidate.unusable == "malformed"
+    greedy = [*_good().trajectories, make_trajectory([1], [([2], [])], [0.0], greedy=True)]
+    assert _taken(make_group(greedy)).candidate.unusable == "malformed"
+    assert _taken(make_group(greedy), greedy_baseline=True).candidate.unusable is None
+    assert _taken(_good(), was_issued=lambda _: False).candidate.unusable == "malformed"
+
+
+def test_bytes_that_are_no_group_are_refused() -> None:
+    for payload in (b"", b"\xc1", b"hello", b"\x81\xa1v\x63", _good().to_bytes()[:-3]):
+        entry = _taken(payload)
+        assert entry.candidate.unusable == "malformed"
+        assert entry.number == 0
+        assert entry.task is None
+    assert _taken(_good(), number=5).candidate.unusable == "malformed"  # another task's group
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10_000), st.data())
+def test_what_is_not_refused_can_be_trained(seed: int, data: st.DataObject) -> None:
+    group = random_group(np.random.default_rng(seed), size=2, turns=2, version=3)
+    item = group.trajectories[data.draw(st.integers(0, 1))]
+    name = data.draw(st.sampled_from(["token_ids", "mask", "versions", "turn_ends", "rewards"]))
+    array = getattr(item, name)
+    limits = np.iinfo(array.dtype) if array.dtype.kind in "iu" else np.finfo(array.dtype)
+    extremes = st.sampled_from([0, 1, 2, 7, int(limits.max > 0), limits.max, limits.min])
+    array[data.draw(st.integers(0, len(array) - 1))] = data.draw(extremes)
+    with np.errstate(over="ignore"):
+        entry = _taken(group)
+        if entry.group is None:
+            assert entry.candidate.unusable == "malformed"
+            return
+        batch = assemble([entry.group])
+    assert batch.num_tokens == int((batch.turn_N >= 0).sum())
+    assert batch.num_seqs == int(batch.seq_N.max()) + 1
+
+
+async def test_malformed_entries_harm_nothing_in_a_live_log(
+    broker: Broker, scope: JobScope
+) -> None:
+    log, intake = RolloutLog(broker, scope), _intake(broker, scope)
+    future = _good(number=2)
+    future.trajectories[0].versions[2] = 9
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(intake.run(1))
+        assert await log.append(_good(number=0))
+        assert await log.append_payload(1, b"nonsense")
+        assert await log.append(future)
+        assert await log.append(_good(number=3))
+        async with asyncio.timeout(20):
+            while intake.last_seq < 4:
+                intake.changed.clear()
+                await intake.changed.wait()
+        reading.cancel()
+    assert [entry.number for entry in intake.arrived] == [0, 1, 2, 3]
+    decision = form_batch(
+        intake.candidates(), version=3, batch_size=2, max_staleness=2, policy="drop"
+    )
+    assert decision.train == [1, 4]
+    assert decision.dropped == [(2, "malformed"), (3, "malformed")]
+    intake.forget([1, 2, 3])
+    assert intake.first_undecided() == 4
+    intake.forget([4])
+    assert intake.first_undecided() == 5
+
+
+def test_the_digest_tells_groups_and_their_order_apart() -> None:
+    first, second = _taken(_good()), _taken(_good(number=1), number=1)
+    assert batch_digest([first, second]) == batch_digest([first, second])
+    assert batch_digest([first, second]) != batch_digest([second, first])

@@ -1,0 +1,150 @@
+"""Tasks are issued under the gate, to generators and to clients alike."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from tinkermq.actors.learner.checkpoint import LearnerState
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.issuing import Issuer
+from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
+from tinkermq.schemas.errors import StateError
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.task import Task
+
+from tests.groups import make_group, make_trajectory
+
+
+def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) -> Issuer:
+    config = JobConfig.model_validate(
+        {
+            "model": {"path": "none"},
+            "env": {"game": "none"},
+            "rollout": {"group_size": 2},
+            "training": {"batch_size": 3, "max_staleness": 1, "num_steps": 10} | training,
+        }
+    )
+    issuer = Issuer(
+        TaskQueue(broker, scope), RolloutLog(broker, scope), ledger, DataOrder(0, 50), config, 10
+    )
+    issuer.is_open = True
+    return issuer
+
+
+async def _queued(broker: Broker, scope: JobScope) -> list[Task]:
+    queue = TaskQueue(broker, scope)
+    leases = await queue.pull(100, timeout_s=0)
+    for lease in leases:
+        await lease.give_back()
+    await queue.close()
+    return sorted((lease.task for lease in leases), key=lambda task: task.task)
+
+
+async def test_as_many_tasks_are_issued_as_the_gate_lets_through(
+    broker: Broker, scope: JobScope
+) -> None:
+    issuer = _issuer(broker, scope, Ledger(LearnerState()))
+    assert await issuer.issue(0) == 6
+    assert await issuer.issue(0) == 0
+    assert await issuer.issue(1) == 3
+    tasks = await _queued(broker, scope)
+    assert [task.task for task in tasks] == list(range(9))
+    assert [task.index for task in tasks] == list(range(9))
+    assert [task.min_version for task in tasks] == [0, 0, 0, 0, 0, 0, 1, 1, 1]
+    order = DataOrder(0, 50)
+    assert [(task.sample, task.seed) for task in tasks] == [
+        (order.sample(index), order.task_seed(index)) for index in range(9)
+    ]
+
+
+async def test_no_task_is_issued_that_no_step_would_train(broker: Broker, scope: JobScope) -> None:
+    issuer = _issuer(broker, scope, Ledger(LearnerState(next_task=27, next_index=27)))
+    assert await issuer.issue(9) == 3
+
+
+async def test_a_dropped_task_is_issued_again_under_a_new_number(
+    broker: Broker, scope: JobScope
+) -> None:
+    ledger = Ledger(LearnerState())
+    issuer = _issuer(broker, scope, ledger)
+    await issuer.issue(0)
+    ledger.drop(4, "stale")
+    assert await issuer.issue(1) == 4
+    tasks = await _queued(broker, scope)
+    first, again = tasks[4], tasks[6]
+    assert (again.task, again.reissue_of) == (6, 4)
+    assert (again.index, again.sample, again.seed) == (first.index, first.sample, first.seed)
+
+
+async def test_what_is_issued_late_begins_with_weights_that_can_still_be_trained(
+    broker: Broker, scope: JobScope
+) -> None:
+    ledger = Ledger(LearnerState(step=5, next_task=2, trained=[(1, 2)], indices=[(1, 2)]))
+    ledger.find_missing()
+    issuer = _issuer(broker, scope, ledger)
+    await issuer.issue(5)
+    late = (await _queued(broker, scope))[0]
+    assert (late.task, late.index, late.min_version) == (0, 0, 4)
+
+
+async def test_clients_pass_the_same_gate_also_when_they_ask_at_once(
+    broker: Broker, scope: JobScope
+) -> None:
+    ledger = Ledger(LearnerState())
+    issuer = _issuer(broker, scope, ledger, tasks="external")
+    assert await issuer.issue(0) == 0
+    request = PublishTasksRequest(
+        tasks=[TaskSpec(sample=7, seed=3), TaskSpec(reset_kwargs={"level": 2}), *[TaskSpec()] * 3]
+    )
+    counts = await asyncio.gather(*(issuer.publish_for_client(request, 0) for _ in range(3)))
+    assert sum(counts) == 6
+    tasks = await _queued(broker, scope)
+    assert [task.task for task in tasks] == list(range(6))
+    assert (tasks[0].sample, tasks[0].seed, tasks[0].index) == (7, 3, None)
+    assert tasks[1].reset_kwargs == {"level": 2}
+    assert all(task.group_size == 2 for task in tasks)
+
+
+async def test_an_agent_is_told_when_the_bound_is_reached(broker: Broker, scope: JobScope) -> None:
+    issuer = _issuer(broker, scope, Ledger(LearnerState()))
+    assert issuer.reserve(ReserveRequest(count=4, source="me"), 0) == [0, 1, 2, 3]
+    assert issuer.reserve(ReserveRequest(count=4, source="me"), 0) == [4, 5]
+    with pytest.raises(StateError, match="the staleness bound is reached") as raised:
+        issuer.reserve(ReserveRequest(count=1, source="me"), 0)
+    assert raised.value.hint == "try again after the next training step"
+
+
+async def test_nobody_gets_a_number_while_the_learner_starts(
+    broker: Broker, scope: JobScope
+) -> None:
+    issuer = _issuer(broker, scope, Ledger(LearnerState()))
+    issuer.is_open = False
+    with pytest.raises(StateError, match="the learner is starting"):
+        issuer.reserve(ReserveRequest(count=1, source="me"), 0)
+    with pytest.raises(StateError, match="the learner is starting"):
+        await issuer.publish_for_client(PublishTasksRequest(tasks=[TaskSpec()]), 0)
+
+
+async def test_a_reservation_that_is_not_kept_is_closed(broker: Broker, scope: JobScope) -> None:
+    ledger, log = Ledger(LearnerState()), RolloutLog(broker, scope)
+    issuer = _issuer(broker, scope, ledger)
+    kept, lost = issuer.reserve(ReserveRequest(count=2, source="me", deadline_s=0.05), 0)
+    group = make_group([make_trajectory([1], [([2], [])], [0.0])] * 2, kept)
+    assert await log.append(group)
+    ledger.note_in_log(kept, group.task)
+    await issuer.expire_reservations()
+    assert not await log.contains(lost)
+    await asyncio.sleep(0.06)
+    await issuer.expire_reservations()
+    entry = await log.find(lost)
+    assert entry is not None
+    assert entry.group is not None
+    assert entry.group.error is not None
+    assert entry.group.error.code == "reservation_expired"
+    assert not await log.append(make_group(group.trajectories, lost))  # too late
+    assert (await log.find(kept)).group.error is None
