@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..envs.host import EnvironmentHost
-from .runtime import JobContext, run_job_actor
+from .runtime import JobContext, run_job_actor, settle_memory
 
 BEAT_S = 1.0
 
@@ -28,6 +28,7 @@ async def serve_games(context: JobContext) -> None:
 async def _tell(context: JobContext, host: EnvironmentHost) -> None:
     """Put what the host has done into the heartbeat."""
     await host.ready.wait()
+    settle_memory()
     context.set_state("running")
     while True:
         context.numbers.update({name: float(n) for name, n in vars(host.counts).items()})

@@ -48,7 +48,7 @@ class Recipe:
 
 RECIPES = {
     "addition": Recipe(steps=600),
-    "calculator": Recipe(steps=480),
+    "calculator": Recipe(steps=640),
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
 }

@@ -178,7 +178,10 @@ class AgentLoop:
                 if finish is None and not self._observe(transcript, reply):
                     finish = "length"
                 if finish is not None:
-                    return transcript.trajectory(plan, finish, host)
+                    trajectory = transcript.trajectory(plan, finish, host)
+                    if finish == "done":
+                        host = None  # the game has ended: its host frees it by itself
+                    return trajectory
         except TinkermqError as error:
             raise _failure(boundary, error, transcript) from error
         finally:

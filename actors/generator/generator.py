@@ -20,7 +20,7 @@ from ...schemas.config import JobConfig
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
 from ..model_folder import load_stop_token_ids, load_tokenizer
-from ..runtime import JobContext
+from ..runtime import JobContext, settle_memory
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine
@@ -112,6 +112,7 @@ class Generator:
             ]
             with context.waiting("the learner's first weights"):
                 await context.unless_stopping(self._follower.wait_for(0))
+            settle_memory()
             context.set_state("working", version=self._follower.version)
             await context.event("generator_ready", version=self._follower.version)
             async with asyncio.TaskGroup() as groups:

@@ -24,7 +24,7 @@ from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
 from ...schemas.errors import DeadlineError, MessageError, StorageError
 from ...schemas.task import Task
-from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
+from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
@@ -128,6 +128,7 @@ class Learner:
             await self._recover(records)
             await self._publish()
             await self._request_evaluation()
+            settle_memory()
             self.context.set_state("working", version=self.state.step)
             await self.context.event(
                 "training_started", step=self.state.step, total_steps=self.total_steps
