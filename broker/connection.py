@@ -15,20 +15,19 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import nats.errors
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.aio.subscription import Subscription
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
 from ..schemas.subjects import token
 from . import faults
 from .faults import ConnectionLost, NoResponders, shown_url
-from .replies import Replies
+from .listening import Callbacks, Listening
+from .replies import Replies, checked
 
 __all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
@@ -42,21 +41,6 @@ PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
 _log = structlog.get_logger()
-
-
-class Listening:
-    """A subscription; `stop` ends it."""
-
-    def __init__(self, client: Client, subscription: Subscription) -> None:
-        """Wrap a subscription of `Broker.listen`."""
-        self._client = client
-        self._subscription = subscription
-
-    async def stop(self) -> None:
-        """Unsubscribe; harmless on a connection that is closed."""
-        if not self._client.is_closed:
-            with contextlib.suppress(nats.errors.BadSubscriptionError):  # stopped already
-                await self._subscription.unsubscribe()
 
 
 class Broker:
@@ -77,9 +61,9 @@ class Broker:
         self._reconnected_at = float("-inf")
         self._replies = Replies("")
         self._was_open = False
-        self._on_reconnect: list[Callable[[], None]] = []
-        self._on_disconnect: list[Callable[[], None]] = []
-        self._on_error: list[Callable[[BrokerError], None]] = []
+        self._on_reconnect = Callbacks[Callable[[], None]]()
+        self._on_disconnect = Callbacks[Callable[[], None]]()
+        self._on_error = Callbacks[Callable[[BrokerError], None]]()
         self._refusal: asyncio.Future[BrokerError] | None = None
         self._last_error: Exception | None = None
 
@@ -100,15 +84,15 @@ class Broker:
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after each reconnect; returns a function that takes it off again."""
-        return _add(self._on_reconnect, callback)
+        return self._on_reconnect.add(callback)
 
     def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` at each loss of the connection; returns a function that takes it off."""
-        return _add(self._on_disconnect, callback)
+        return self._on_disconnect.add(callback)
 
     def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
-        return _add(self._on_error, callback)
+        return self._on_error.add(callback)
 
     async def close(self) -> None:
         """Send what is pending and close."""
@@ -170,10 +154,8 @@ class Broker:
         async def on_message(message: Msg) -> None:
             take(message)
 
-        subscription: Subscription = await cast("Any", self.nc).subscribe(
-            subject, queue=queue, cb=on_message
-        )
-        return Listening(self.nc, subscription)
+        subscribing = cast("Any", self.nc).subscribe(subject, queue=queue, cb=on_message)
+        return Listening(self.nc, await subscribing)
 
     async def request(
         self,
@@ -351,7 +333,7 @@ class Broker:
 
     def _report(self, event: str, error: BrokerError) -> None:
         _log.error(event, message=error.message, hint=error.hint)
-        for callback in list(self._on_error):
+        for callback in self._on_error:
             callback(error)
 
     async def _disconnected(self) -> None:
@@ -359,7 +341,7 @@ class Broker:
             _log.warning("broker_disconnected", url=shown_url(self.url))
         self._connected.clear()
         self._replies.fail(self._lost)
-        for callback in list(self._on_disconnect):
+        for callback in self._on_disconnect:
             callback()
 
     def _lost(self, subject: str) -> ConnectionLost:
@@ -373,7 +355,7 @@ class Broker:
         self._reconnected_at = time.monotonic()
         self._last_error = None
         self._connected.set()
-        for callback in list(self._on_reconnect):
+        for callback in self._on_reconnect:
             callback()
 
     async def _closed(self) -> None:
@@ -395,7 +377,7 @@ async def connect(
     has JetStream disabled.
     """
     token(user, what="user")
-    _check_url(url)
+    faults.check_url(url)
     broker = Broker(url, name, user)
     await broker.open(deadline_s, credentials)
     try:
@@ -411,35 +393,8 @@ async def connect(
     return broker
 
 
-def _check_url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in {"nats", "tls"} or not parts.hostname:
-        raise BrokerError(
-            f"{shown_url(url)!r} is not the URL of a NATS server",
-            hint="write nats://host:port, such as nats://127.0.0.1:4222",
-        )
-
-
-def checked(reply: Msg) -> dict[str, Any]:
-    """Return the JSON answer of JetStream, or raise its error as nats' APIError."""
-    answer = cast("dict[str, Any]", json.loads(reply.data))
-    if "error" in answer:
-        APIError.from_error(answer["error"])
-    return answer
-
-
 async def _end(task: asyncio.Task[None] | None) -> None:
     """Cancel a task until it ends: nats-py may lose a cancellation while it connects."""
     while task is not None and not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=RECONNECT_WAIT_S)
-
-
-def _add(callbacks: list[Any], callback: Any) -> Callable[[], None]:
-    callbacks.append(callback)
-
-    def remove() -> None:
-        if callback in callbacks:
-            callbacks.remove(callback)
-
-    return remove

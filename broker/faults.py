@@ -1,6 +1,7 @@
 """What can go wrong with a connection, in words that a user can act on."""
 
 import re
+from urllib.parse import urlsplit
 
 import nats.errors
 from nats.js.errors import NoStreamResponseError
@@ -30,6 +31,16 @@ class NoResponders(BrokerError):
 def shown_url(url: str) -> str:
     """Return the URL without user and password, for messages and logs."""
     return re.sub(r"//[^@/]*@", "//", url)
+
+
+def check_url(url: str) -> None:
+    """Raise BrokerError unless this is the URL of a NATS server."""
+    parts = urlsplit(url)
+    if parts.scheme not in {"nats", "tls"} or not parts.hostname:
+        raise BrokerError(
+            f"{shown_url(url)!r} is not the URL of a NATS server",
+            hint="write nats://host:port, such as nats://127.0.0.1:4222",
+        )
 
 
 def denied_subject(error: Exception) -> tuple[str, str] | None:

@@ -6,10 +6,12 @@ timeout, and one to a denied subject as well. Here both end at once.
 
 import asyncio
 import itertools
+import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from nats.aio.msg import Msg
+from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError
 from .faults import NoResponders
@@ -90,3 +92,11 @@ class Replies:
 def _expire(future: asyncio.Future[Msg]) -> None:
     if not future.done():
         future.set_exception(TimeoutError())
+
+
+def checked(reply: Msg) -> dict[str, Any]:
+    """Return the JSON answer of JetStream, or raise its error as nats' APIError."""
+    answer = cast("dict[str, Any]", json.loads(reply.data))
+    if "error" in answer:
+        APIError.from_error(answer["error"])
+    return answer
