@@ -310,6 +310,33 @@ def test_a_stale_task_is_issued_again_once_although_the_crash_forgot_the_drop() 
     issue = ledger.next_issue()
     assert (issue.index, issue.reissue_of) == (1, None)
     assert ledger.num_credits == 1
+    state = LearnerState()
+    ledger.write_to(state)
+    assert state.indices == []  # position 0 is still on its way, under number 1
+    ledger.train([1])
+    ledger.write_to(state)
+    assert state.indices == [(0, 1)]
+
+
+def test_what_is_owed_is_part_of_a_checkpoint() -> None:
+    ledger = Ledger(LearnerState())
+    first = ledger.next_issue()
+    ledger.note_task(_task(first.number, first.index))
+    ledger.drop(first.number, "stale")
+    state = LearnerState()
+    ledger.write_to(state)
+    again = Ledger(state)
+    again.find_missing()
+    issue = again.next_issue()
+    assert (issue.number, issue.index, issue.reissue_of) == (1, 0, 0)
+
+
+def test_what_was_trained_is_not_dropped_afterwards() -> None:
+    ledger = Ledger(LearnerState())
+    ledger.train([ledger.reserve()[0]])
+    ledger.drop(0, "malformed")
+    assert ledger.num_credits == 0
+    assert list(ledger.dropped) == []
 
 
 def test_a_drop_that_the_checkpoint_knows_is_not_counted_again() -> None:
