@@ -224,12 +224,14 @@ def run(seed: int, job: Job, *, kills: int, dawdle: float, failing: float) -> Wo
     """Run a job to its end through some kills; return the world."""
     rng = random.Random(seed)
     world = World(rng)
-    learner = None
+    learner, looks = None, 0
     for _ in range(40):
         world.kill_after = rng.randrange(60) if kills > 0 else 10**9
         try:
             learner = learner or Learner(world, job)
             while learner.state.step < job.steps:
+                looks += 1
+                assert looks < 5000, "the job waits for itself"
                 learner.step()
                 for _ in range(rng.randrange(3)):
                     world.generate(dawdle=dawdle, failing=failing)
