@@ -1,0 +1,83 @@
+"""The configuration: its order, and what the user is told about each mistake."""
+
+from pathlib import Path
+
+import pytest
+from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.load_config import all_keys, load_config
+
+LEAST = ["model.path=m", "env.game=bandit"]
+
+
+def test_defaults_then_file_then_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("model: {path: m}\nenv: {game: bandit}\nlearner: {lr: 1e-4, eps: 1e-6}\n")
+    config = load_config(file, ["learner.lr=1e-5"])
+    assert (config.learner.lr, config.learner.eps, config.learner.grad_clip) == (1e-5, 1e-6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("learner.lrr=1", "unknown configuration key learner.lrr", "did you mean learner.lr?"),
+        ("learnr.lr=1", "unknown configuration key learnr", "learner"),
+        ("clip_high=0.3", "unknown configuration key clip_high", "algorithm.clip_high"),
+        ("learner.lr", "has no '='", "learner.lr=1e-5"),
+    ],
+)
+def test_an_unknown_key_names_the_closest_known_one(override: str, message: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [*LEAST, override])
+    assert message in raised.value.message
+    assert hint in raised.value.hint
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm.loss=reinforce", "algorithm.clip_high=0.3"],
+            "clip_high has no effect while loss is 'reinforce'",
+        ),
+        (["algorithm.kl_in=reward"], "kl_estimator and kl_in have no effect while kl_coef is 0"),
+        (["weights.transport=file", "weights.chunk_bytes=65536"], "chunk_bytes has no effect"),
+        (["learner.min_lr_ratio=0.1"], "min_lr_ratio has no effect while schedule is 'constant'"),
+        (["learner.lr=-1"], "learner.lr=-1"),
+        (["learner.row_tokens=100"], "raise learner.row_tokens"),
+        (["training.tasks=external"], "needs training.num_steps"),
+    ],
+)
+def test_a_value_without_effect_or_sense_is_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [*LEAST, *overrides])
+    assert message in raised.value.message
+
+
+def test_a_missing_file_and_a_broken_one_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no configuration file"):
+        load_config(tmp_path / "none.yaml")
+    (tmp_path / "broken.yaml").write_text("model: {path")
+    with pytest.raises(ConfigError, match="not valid YAML"):
+        load_config(tmp_path / "broken.yaml")
+
+
+def test_every_key_has_a_text() -> None:
+    from pydantic import BaseModel
+    from tinkermq.schemas.config import JobConfig
+
+    def check(model: type[BaseModel]) -> None:
+        for name, field in model.model_fields.items():
+            inner = field.annotation
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                check(inner)
+            else:
+                assert field.description, f"{model.__name__}.{name}"
+
+    check(JobConfig)
+    assert len(all_keys()) > 80
+
+
+@pytest.mark.parametrize("example", ["addition", "bandit", "calculator", "guess"])
+def test_the_examples_are_valid(example: str) -> None:
+    folder = Path(__file__).parents[2] / "examples"
+    assert load_config(folder / f"{example}.yaml").env.game == example

@@ -1,0 +1,62 @@
+"""The base of messages: versions, unknown keys, errors, and the names of subjects."""
+
+import pytest
+from tinkermq.schemas.codec import pack
+from tinkermq.schemas.errors import (
+    BrokerError,
+    FencedError,
+    MessageError,
+    TinkermqError,
+    error_from_reply,
+)
+from tinkermq.schemas.subjects import JobScope, number_of, rpc, user_of_rpc
+from tinkermq.schemas.task import Task
+
+TASK = {"task": 3, "seed": 5, "group_size": 2}
+
+
+def test_an_unknown_key_is_ignored_and_an_unknown_version_refused() -> None:
+    assert Task.from_bytes(pack({"v": 1, "later": True, **TASK})).task == 3
+    with pytest.raises(MessageError, match="schema version 2, this actor speaks 1"):
+        Task.from_bytes(pack({"v": 2, **TASK}))
+    with pytest.raises(MessageError, match="schema version None"):
+        Task.from_bytes(pack(TASK))
+
+
+def test_a_malformed_field_is_named_with_its_value() -> None:
+    with pytest.raises(MessageError, match=r"group_size: .*\(got 0\)"):
+        Task.from_bytes(pack({"v": 1, **TASK, "group_size": 0}))
+    with pytest.raises(MessageError, match="a Task is a map, this is a list"):
+        Task.from_bytes(pack([1]))
+
+
+def test_a_deep_value_in_a_field_is_shown_short() -> None:
+    deep: list[object] = []
+    for _ in range(900):
+        deep = [deep]
+    with pytest.raises(MessageError) as raised:
+        Task.from_bytes(pack({"v": 1, **TASK, "seed": deep}))
+    assert len(raised.value.message) < 300
+
+
+def test_an_error_comes_back_as_the_class_that_was_raised() -> None:
+    error = error_from_reply("fenced", "another learner", "end this one")
+    assert isinstance(error, FencedError)
+    assert str(error) == "another learner\n  end this one"
+    assert type(error_from_reply("broker", "m", "")) is BrokerError
+    assert type(error_from_reply("from the future", "m", "")) is TinkermqError
+
+
+def test_subjects_are_built_from_whole_tokens() -> None:
+    scope = JobScope("ann", "j1")
+    assert scope.rollout(7) == "tmq.v1.job.ann.j1.rollout.7"
+    assert scope.env("h1", "step") == "tmq.v1.job.ann.j1.env.h1.step"
+    assert scope.stream_task == "tmq-ann-j1-task"
+    assert user_of_rpc(rpc("ann", "scheduler", "submit")) == "ann"
+    assert number_of(scope.task(12)) == 12
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "A", "*", ">", "a b", "x" * 65, "-a", "ä"])
+def test_a_name_that_cannot_be_a_token_is_refused(name: str) -> None:
+    with pytest.raises(MessageError, match="cannot be part of a subject"):
+        JobScope(name, "j1")
