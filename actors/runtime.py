@@ -31,7 +31,7 @@ from ..broker.rpc import Service
 from ..broker.streams import create_shared
 from ..schemas.config import JobConfig
 from ..schemas.control import ControlReply, ControlRequest
-from ..schemas.errors import NotFoundError, TinkermqError
+from ..schemas.errors import NotFoundError, StateError, TinkermqError
 from ..schemas.job import JobRecord
 from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
@@ -116,6 +116,8 @@ class JobContext(ActorContext):
     scope: JobScope = field(default_factory=lambda: JobScope("local", "none"))
     record: JobRecord = field(kw_only=True)
     config: JobConfig = field(kw_only=True)
+    _control_handler: ControlHandler | None = None
+    _serves_control: bool = False
 
     @property
     def run_dir(self) -> Path:
@@ -129,20 +131,30 @@ class JobContext(ActorContext):
         await publish_event(self.broker, self.scope, event)
 
     async def serve_control(self, handler: ControlHandler | None = None) -> None:
-        """Answer control requests: `stop` drains, everything else is the actor's `handler`."""
+        """Answer control requests: `stop` drains, everything else is the actor's `handler`.
 
-        async def control(request: ControlRequest) -> ControlReply:
-            detail: dict[str, Any] = {}
-            if handler is not None:
-                detail = await handler(request)
-            elif request.verb == "stop":
-                self.stop_asked = True
-                self.stopping.set()
-            return ControlReply(actor=self.name, step=self.step, detail=detail)
+        It may be called again with the handler of an actor that has finished starting.
+        """
+        first = not self._serves_control
+        self._control_handler, self._serves_control = handler, True
+        if first:
+            await self.service.endpoint(
+                "control", self.scope.control(self.name), ControlRequest, self._control
+            )
 
-        await self.service.endpoint(
-            "control", self.scope.control(self.name), ControlRequest, control
-        )
+    async def _control(self, request: ControlRequest) -> ControlReply:
+        detail: dict[str, Any] = {}
+        if self._control_handler is not None:
+            detail = await self._control_handler(request)
+        elif request.verb == "stop":
+            self.stop_asked = True
+            self.stopping.set()
+        elif request.verb != "status":
+            raise StateError(
+                f"{self.name} cannot {request.verb}: it is {self.presence.state}",
+                hint="the learner can, once it has started",
+            )
+        return ControlReply(actor=self.name, step=self.step, detail=detail)
 
 
 def settle_memory() -> None:

@@ -10,7 +10,7 @@ from ...broker.tracking import Tracker, make_trackers
 from ...schemas.config import JobConfig
 from ..generator.environments import Environments
 from ..model_folder import load_tokenizer
-from ..runtime import JobContext
+from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_optimizer, load_state
 from .data_order import DataOrder, total_steps
 from .learner import Learner
@@ -21,7 +21,10 @@ from .step import Trainer
 
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
-    learner = await make_learner(context)
+    await context.serve_control()
+    learner = await context.unless_stopping(make_learner(context))
+    if learner is None:
+        return EXIT_DONE if context.stop_asked else EXIT_DRAINED
     return await learner.run()
 
 
