@@ -8,6 +8,7 @@ the same for the same seed.
 """
 
 import argparse
+import os
 import random
 import shutil
 import sys
@@ -65,7 +66,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
             f"there is no warm start for game {game!r}", hint=f"there is one for {list(RECIPES)}"
         )
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
-    temporary = folder.with_name(f".{folder.name}.making")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     save_tiny_model(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
