@@ -1,6 +1,7 @@
 """The model that learns: loading it, and the log-probs of generated tokens.
 
-Shape letters: B rows, T columns of a row, N generated tokens, D hidden size, V vocabulary.
+Shape letters: B rows, T columns of a row, N generated tokens, U columns that predict some
+of them, D hidden size, V vocabulary.
 """
 
 # torch and transformers leave some of their methods untyped.
@@ -133,56 +134,56 @@ class Scorer:
     def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
         packed = packed.to(self.device)
-        packed = packed.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            states_ND = self._states_ND(packed)
+            states_UD, place_N = self._states_UD(packed)
         chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
-        starts = range(0, len(packed.target_N), chunk)
-        recompute = len(starts) > 1 and torch.is_grad_enabled()
-        logprobs: list[Tensor] = []
-        entropies: list[Tensor] = []
-        for start in starts:
-            inputs = (
-                states_ND[start : start + chunk],
-                packed.target_N[start : start + chunk],
-                entropy_gradient,
+        if len(states_UD) <= chunk:
+            return TokenScores(*self._read(states_UD, place_N, packed.target_N, entropy_gradient))
+        logprobs_N, entropy_N = (torch.empty(len(place_N), device=self.device) for _ in range(2))
+        for start in range(0, len(states_UD), chunk):
+            inside_N = torch.nonzero((place_N >= start) & (place_N < start + chunk)).flatten()
+            # The logits of a chunk are computed again in the backward pass, not kept.
+            read = cast(
+                "tuple[Tensor, Tensor]",
+                checkpoint.checkpoint(
+                    self._read,
+                    states_UD[start : start + chunk],
+                    place_N[inside_N] - start,
+                    packed.target_N[inside_N],
+                    entropy_gradient,
+                    use_reentrant=False,
+                ),
             )
-            # More than one chunk: its logits are computed again in the backward pass, not kept.
-            logprobs_N, entropy_N = (
-                cast(
-                    "tuple[Tensor, Tensor]",
-                    checkpoint.checkpoint(self._read, *inputs, use_reentrant=False),
-                )
-                if recompute
-                else self._read(*inputs)
-            )
-            logprobs.append(logprobs_N)
-            entropies.append(entropy_N)
-        return TokenScores(torch.cat(logprobs), torch.cat(entropies))
+            logprobs_N = logprobs_N.index_copy(0, inside_N, read[0])
+            entropy_N = entropy_N.index_copy(0, inside_N, read[1])
+        return TokenScores(logprobs_N, entropy_N)
 
     def _read(
-        self, states_ND: Tensor, targets_N: Tensor, entropy_gradient: bool
+        self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """Turn hidden states into the log-probs of the targets, and entropies."""
-        logits_NV = self._logits(states_ND).float()
+        logits_UV = self._logits(states_UD).float()
         if self._temperature != 1.0:
-            logits_NV = logits_NV / self._temperature
-        log_softmax_NV = logits_NV.log_softmax(-1)
-        logprobs_N = log_softmax_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+            logits_UV = logits_UV / self._temperature
+        log_softmax_UV = logits_UV.log_softmax(-1)
+        logprobs_N = log_softmax_UV[place_N, targets_N]
         if entropy_gradient:
-            return logprobs_N, entropy_from_logits(logits_NV)
+            return logprobs_N, entropy_from_logits(logits_UV)[place_N]
         with torch.no_grad():
             # Products of -inf (a masked token) and 0 do not count.
-            terms_NV = torch.nan_to_num(log_softmax_NV.exp() * log_softmax_NV, nan=0.0)
-            return logprobs_N, -terms_NV.sum(-1)
+            terms_UV = torch.nan_to_num(log_softmax_UV.exp() * log_softmax_UV, nan=0.0)
+            return logprobs_N, -terms_UV.sum(-1)[place_N]
 
-    def _states_ND(self, packed: Packed) -> Tensor:
-        """Hidden states (or, with `full_logits`, logits) at the columns that predict."""
+    def _states_UD(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Hidden states (or, with `full_logits`, logits) at the columns that predict.
+
+        Several tokens may be predicted at one column: each column is there once, and the second
+        tensor says which of them predicts each of the N tokens.
+        """
         ids_BT, positions_BT = packed.input_ids_BT, packed.position_ids_BT
-        row_N, col_N = packed.row_N, packed.source_col_N
         masks: Tensor | dict[str, Tensor] | None = None
+        column_N = packed.row_N * ids_BT.shape[1] + packed.source_col_N
         if self.flat_rows:
-            col_N, row_N = row_N * ids_BT.shape[1] + col_N, torch.zeros_like(row_N)
             ids_BT, positions_BT = ids_BT.reshape(1, -1), positions_BT.reshape(1, -1)
         else:
             masks = self._masks(packed)
@@ -191,7 +192,8 @@ class Scorer:
             input_ids=ids_BT, attention_mask=masks, position_ids=positions_BT, use_cache=False
         )
         states_BTD: Tensor = output.logits if self.full_logits else output.last_hidden_state
-        return states_BTD[row_N, col_N]
+        column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
+        return states_BTD.flatten(0, 1)[column_U], place_N
 
     def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
@@ -205,11 +207,11 @@ class Scorer:
             return sliding
         return {"full_attention": full, "sliding_attention": sliding}
 
-    def _logits(self, states_ND: Tensor) -> Tensor:
+    def _logits(self, states_UD: Tensor) -> Tensor:
         if self.full_logits:
-            return states_ND
-        with torch.autocast(states_ND.device.type, torch.bfloat16, enabled=self._autocast):
-            return self._head(states_ND)
+            return states_UD
+        with torch.autocast(states_UD.device.type, torch.bfloat16, enabled=self._autocast):
+            return self._head(states_UD)
 
     def _vocab(self) -> int:
         return int(cast(Tensor, self._head.weight).shape[0])

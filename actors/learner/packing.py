@@ -4,6 +4,7 @@ Shapes: S sequences, N generated tokens, B rows, T columns. Rows are filled firs
 to a token budget; 98 % of the columns then hold tokens. Sequences that begin with the same prompt
 may share one copy of it (`share_prompts`): each response is a segment of its own that sees the
 prompt and itself, and its positions go on where the prompt ends, so that the result is the same.
+Equal responses, frequent where answers are short, share one segment.
 
 The model never reads the last generated token of a sequence, nor what follows it: nothing that is
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
@@ -82,7 +83,8 @@ class _Unit:
     """What goes into a row as a whole: a shared prompt and its responses, or one sequence."""
 
     prompt: NDArray[Any]
-    seqs: tuple[int, ...]
+    copies: tuple[tuple[int, ...], ...]
+    """Sequences, those together whose columns are the same."""
     length: int
 
 
@@ -208,11 +210,25 @@ def _make_units(
     for members in families.values():
         length = prompts[members[0]]
         prompt = sequences[members[0]].token_ids[:length]
-        responses = [totals[index] - length for index in members]
+        copies = _same_columns(members, sequences, layout)
+        responses = [totals[same[0]] - length for same in copies]
         for part in _split_to_budget(responses, row_tokens - length):
             total = length + sum(responses[item] for item in part)
-            units.append(_Unit(prompt, tuple(members[item] for item in part), total))
+            units.append(_Unit(prompt, tuple(copies[item] for item in part), total))
     return units
+
+
+def _same_columns(
+    members: Sequence[int], sequences: Sequence[TokenSequence], layout: _Layout
+) -> list[tuple[int, ...]]:
+    """Put together the sequences of one prompt that are equal but for their last token."""
+    if len(members) == 1:
+        return [(members[0],)]
+    found: dict[bytes, list[int]] = defaultdict(list)
+    for index in members:
+        response = sequences[index].token_ids[layout.prompts[index] : layout.totals[index]]
+        found[np.ascontiguousarray(response, dtype=np.int64).tobytes()].append(index)
+    return [tuple(same) for same in found.values()]
 
 
 def _ranges(starts: IntArray, counts: IntArray) -> IntArray:
@@ -250,20 +266,23 @@ class _RowWriter:
         self, unit: _Unit, sequences: Sequence[TokenSequence], layout: _Layout
     ) -> tuple[IntArray, IntArray]:
         """Write a unit; return the indices of its generated tokens and their predicting columns."""
-        seqs = np.array(unit.seqs, dtype=np.int64)
+        seqs = np.concatenate(unit.copies)
         counts = layout.counts_S[seqs]
         index = _ranges(layout.first_S[seqs], counts)
-        shared = len(unit.prompt) if len(seqs) > 1 else 0
+        shared = len(unit.prompt) if len(unit.copies) > 1 else 0
         parent = 0
         if shared:
             self._append([unit.prompt], 0, np.array([shared]), 0)
             parent = self.num_segments
-        ids = [sequences[seq].token_ids[shared : layout.totals[seq]] for seq in unit.seqs]
+        ids = [
+            sequences[same[0]].token_ids[shared : layout.totals[same[0]]] for same in unit.copies
+        ]
         lengths = np.array([len(part) for part in ids], dtype=np.int64)
         starts = self._append(ids, shared, lengths, parent)
+        starts = np.repeat(starts, [len(same) for same in unit.copies])
         columns = np.repeat(starts, counts) + layout.place_N[index] - shared - 1
         if shared:
-            columns[np.cumsum(counts) - counts] = starts[0] - 1  # the end of the prompt
+            columns[np.cumsum(counts) - counts] = starts[0] - 1  # the prompt's end
         return index, columns
 
 
@@ -281,7 +300,7 @@ def _build(
     order_N = np.argsort(index_N)
     index_N = index_N[order_N]
     row_N = np.repeat([row for row, *_ in found], [len(index) for _, index, _ in found])
-    seq_S = np.sort([seq for row in rows for unit in row for seq in unit.seqs])
+    seq_S = np.sort(np.concatenate([same for row in rows for unit in row for same in unit.copies]))
 
     def tensor(array: Any) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(array, dtype=np.int64))

@@ -227,10 +227,24 @@ def test_first_fit_decreasing_places_each_length_into_the_first_bin_with_room():
 
 
 def test_a_group_too_long_for_one_row_repeats_its_prompt():
-    episodes = [sequence([1, 2, 3], [4] * 6, [1] * 6) for _ in range(4)]
+    episodes = [sequence([1, 2, 3], [4 + seq] * 6, [1] * 6) for seq in range(4)]
     packs = pack(episodes, row_tokens=13, microbatch_tokens=13, share_prompts=True)
     assert [packed.input_ids_BT.tolist()[0][:3] for packed in packs] == [[1, 2, 3], [1, 2, 3]]
     assert sorted(seq for packed in packs for seq in packed.seq_S.tolist()) == [0, 1, 2, 3]
+
+
+def test_responses_that_differ_in_their_last_token_only_take_the_same_columns():
+    ends = ([5, 6, 7], [5, 6, 8], [9, 6, 7], [5, 6, 7])
+    episodes = [sequence([1, 2], end, [1, 1, 1]) for end in ends]
+    [packed] = pack(episodes, row_tokens=32, microbatch_tokens=32, share_prompts=True)
+    assert packed.input_ids_BT.tolist() == [[1, 2, 5, 6, 9, 6]]
+    assert packed.source_col_N.tolist() == [1, 2, 3, 1, 2, 3, 1, 4, 5, 1, 2, 3]
+    assert packed.target_N.tolist() == [token for end in ends for token in end]
+    assert packed.seq_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    [one] = pack(episodes[:2], row_tokens=32, microbatch_tokens=32, share_prompts=True)
+    assert one.input_ids_BT.tolist() == [[1, 2, 5, 6]]
+    assert one.parent_ids_BT.tolist() == [[0, 0, 0, 0]]
+    assert one.source_col_N.tolist() == [1, 2, 3, 1, 2, 3]
 
 
 def test_heavy_tailed_lengths_fill_nearly_all_columns():

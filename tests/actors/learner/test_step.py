@@ -65,9 +65,13 @@ def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
 
 
 def _groups(seed: int = 0, num: int = 4, **options: Any) -> list[Group]:
-    """Groups of which the third has equal rewards."""
+    """Groups of which the third has equal rewards; two episodes of the first differ in a token."""
     rng = np.random.default_rng(seed)
     groups = [random_group(rng, number, version=VERSION, **options) for number in range(num)]
+    first, second = (item.model_copy(deep=True) for item in [groups[0].trajectories[0]] * 2)
+    second.token_ids[-1] = 9
+    second.rewards[:] = 3.0
+    groups[0].trajectories[:2] = [first, second]
     groups[2] = random_group(rng, 2, version=VERSION, turns=1, **options)
     for item in groups[2].trajectories:
         item.rewards[:] = 1.0
