@@ -78,7 +78,7 @@ def make_model() -> None:
     if (MODEL / "config.json").exists():
         console.print(f"model      {_short(MODEL)} (made before)")
         return
-    console.print("model      making it on this machine, about half a minute, once")
+    console.print("model      making it on this machine, a minute or two, once")
     MODEL.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tinkermq.actors.warm_start", "calculator", str(MODEL)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -360,6 +360,11 @@ class JobConfig(Section):
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
             )
+        if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) is over "
+                f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
+            )
         if self.learner.row_tokens > self.learner.microbatch_tokens:
             raise ValueError(
                 f"learner.row_tokens ({self.learner.row_tokens}) is over "
