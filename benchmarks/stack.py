@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tinkermq.actors.node.command import die_with
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.presence import list_presences
+from tinkermq.broker.process import die_with
 from tinkermq.broker.server import NatsServer
 from tinkermq.clients.follow import follow_run
 from tinkermq.clients.pool import Pool

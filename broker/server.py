@@ -8,7 +8,6 @@ TLS and accounts, which the deployed configuration sets up.
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -17,18 +16,17 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, cast
 
 from ..schemas.errors import BrokerError
+from .process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
 _MAX_STORE_BYTES = 2**40  # streams reserve their bounds: the sum of bounds may exceed the disk
 _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 10.0
 _POLL_S = 0.005
-_PR_SET_PDEATHSIG = 1
 
 
 class NatsServer:
@@ -105,7 +103,7 @@ class NatsServer:
                 stderr=log,
                 pass_fds=[lock.fileno()],
                 start_new_session=True,
-                preexec_fn=_die_with_parent() if self._die_with_parent else None,
+                preexec_fn=die_with(os.getpid()) if self._die_with_parent else None,
             )
             lock.seek(0)
             lock.truncate()
@@ -250,18 +248,3 @@ def _read_ports(path: Path) -> dict[str, Any] | None:
 
 def _port_of(url: str) -> int:
     return int(url.rsplit(":", 1)[1])
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """Return what the child does before exec so that the kernel kills it with its parent."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded before the fork: nothing may be imported after it
-    parent = os.getpid()
-
-    def ask_kernel() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return ask_kernel

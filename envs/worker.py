@@ -5,28 +5,25 @@ length of four bytes and a body. The host's frames are pickled, since it may be 
 are msgpack, since the code that makes them is the game's.
 """
 
-import ctypes
-import os
 import pickle
-import signal
 import socket
 import struct
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from ..broker.process import die_with
 from ..schemas.codec import pack
 from ..schemas.errors import TinkermqError
 from .episodes import Episodes
 from .registry import load_game
 
 LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     """Serve the socket whose number is the first argument until its other end closes."""
-    _die_with_parent(int(sys.argv[2]))
+    die_with(int(sys.argv[2]))()
     with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as incoming:
         episodes: Episodes | None = None
         while head := incoming.read(LENGTH.size):
@@ -41,14 +38,6 @@ def main() -> None:
             if verb == "start" and error is None:
                 episodes, outcome = outcome
             _send(sock, _answer(number, outcome, error))
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask the kernel to end this process with the host, even while a game hangs."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
 
 
 def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, str]:

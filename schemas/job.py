@@ -69,7 +69,7 @@ class JobRecord(Message):
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
     fork_dir: str = ""
-    """Folder of that checkpoint."""
+    """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
     stop: Literal["no", "drain", "now"] = "no"
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False

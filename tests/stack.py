@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from tinkermq.actors.node.command import die_with
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.feed import follow, read_dead, read_events, read_metrics
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import list_presences
+from tinkermq.broker.process import die_with
 from tinkermq.broker.rollouts import LogEntry, RolloutLog
 from tinkermq.broker.rpc import call
 from tinkermq.broker.server import NatsServer
@@ -43,6 +43,8 @@ from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.subjects import JobScope, rpc
 from tinkermq.schemas.task import DeadLetter
+
+from tests.processes import alive
 
 REPOSITORY = Path(__file__).parents[1]
 DEADLINE_S = 120.0
@@ -387,15 +389,6 @@ class Job:
 def tail(file: Path) -> list[str]:
     """Return the last lines of a log."""
     return file.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 async def eventually(

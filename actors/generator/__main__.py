@@ -1,6 +1,7 @@
 """Start a generator: `python -m tinkermq.actors.generator --job JOB --name generator-0`."""
 
 import sys
+from collections.abc import Sequence
 
 from ..runtime import JobContext, run_job_actor
 
@@ -11,5 +12,10 @@ async def _main(context: JobContext) -> None:
     await run_generator(context)
 
 
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a generator until it is done or told to stop; return the exit code."""
+    return run_job_actor("generator", _main, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(run_job_actor("generator", _main))
+    sys.exit(main())

@@ -29,7 +29,7 @@ from ...schemas.metric import LogLines
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
-from .command import Command, actor_command
+from .children import ActorStarter, StartChild
 from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
@@ -48,14 +48,15 @@ class Node:
         name: str,
         slots: int,
         *,
-        command: Command = actor_command,
+        start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
-        """Run nothing yet; `command` says how an actor is started."""
+        """Run nothing yet; `start` starts an actor in another way than the usual one."""
         self.name = name
         self._broker = broker
         self._slots = slots
-        self._command = command
+        self._starter = ActorStarter()
+        self._start_child = start or self._starter.start
         self._stop_deadline_s = stop_deadline_s
         self._actors: dict[ActorKey, ActorProcess] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -120,7 +121,7 @@ class Node:
 
         actor = ActorProcess(
             wanted,
-            command=self._command,
+            start=self._start_child,
             nats_url=self._broker.url,
             send=send,
             stop_deadline_s=self._stop_deadline_s,
@@ -142,6 +143,7 @@ class Node:
             )
             await stopping.wait()
             await self._drain()
+            await self._starter.close()
             record.cancel()
         await self._leave()
 

@@ -20,7 +20,8 @@ import structlog
 from ...schemas.node import ActorStatus, WantedActor
 from ..runtime import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
-from .command import Command, actor_environment, die_with
+from .children import Child, StartChild
+from .command import actor_environment
 from .output import ActorOutput, LogFile, SendLines
 
 STOP_DEADLINE_S = 20.0
@@ -35,7 +36,7 @@ class ActorProcess:
         self,
         wanted: WantedActor,
         *,
-        command: Command,
+        start: StartChild,
         nats_url: str,
         send: SendLines,
         stop_deadline_s: float = STOP_DEADLINE_S,
@@ -43,7 +44,7 @@ class ActorProcess:
         self.wanted = wanted
         self.stopping = False
         self.ended = False
-        self._command = command(wanted)
+        self._start_child = start
         self._environment = actor_environment(wanted, nats_url)
         self._stop_deadline_s = stop_deadline_s
         self._backoff = Backoff(wanted.max_restarts)
@@ -55,7 +56,7 @@ class ActorProcess:
         self._num_starts = 0
         self._exit_code: int | None = None
         self._error = ""
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Child | None = None
         self._stop = asyncio.Event()
         self._kill = asyncio.Event()
 
@@ -131,15 +132,19 @@ class ActorProcess:
         return delay_s
 
     async def _run_once(self) -> int:
-        """Run one process from start to end and return its exit code."""
+        """Run one process from start to end and return its exit code.
+
+        Its output goes to a pipe of ours, so that waiting for its end does not wait for
+        grandchildren that hold the pipe, too.
+        """
         self._output.errors.forget()
         self._num_starts += 1
         reading, writing = os.pipe()
         try:
-            process = await self._start(writing)
+            process = await self._start_child(self.wanted, self._environment, writing)
         except OSError as error:
             os.close(reading)
-            self._output.take([f"cannot start {self._command[0]}: {error}"])
+            self._output.take([f"cannot start {self.wanted.name}: {error}"])
             return 1
         finally:
             os.close(writing)
@@ -154,21 +159,7 @@ class ActorProcess:
             with contextlib.suppress(TimeoutError):  # a grandchild may still hold the pipe
                 await asyncio.wait_for(reader, _PIPE_DEADLINE_S)
 
-    async def _start(self, output: int) -> asyncio.subprocess.Process:
-        """Start the process; its output goes to a pipe of ours, so that waiting for its end does
-        not wait for grandchildren that hold the pipe too.
-        """
-        return await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=self._environment,
-            start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
-        )
-
-    async def _watch(self, process: asyncio.subprocess.Process) -> int:
+    async def _watch(self, process: Child) -> int:
         """Wait for the process's end, ending it when a stop was asked for."""
         ended = asyncio.create_task(process.wait())
         stop = asyncio.create_task(self._stop.wait())
@@ -182,10 +173,11 @@ class ActorProcess:
                 _kill_group(process.pid)
             stop.cancel()
 
-    async def _end(self, process: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+    async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():
             with contextlib.suppress(ProcessLookupError):
-                process.terminate()  # only itself: it drains with its own children's help
+                # only itself: it drains with its own children's help
+                os.kill(process.pid, signal.SIGTERM)
             kill = asyncio.create_task(self._kill.wait())
             await asyncio.wait(
                 {ended, kill},

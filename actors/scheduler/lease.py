@@ -17,19 +17,19 @@ from ...broker.kv import Bucket
 from ...schemas.errors import ConflictError, FencedError
 from ...schemas.node import SchedulerLease
 from ...schemas.subjects import BUCKET_LEASES
+from .timing import Timing
 
 KEY = "scheduler"
-RENEW_S = 1.0
-STALE_S = 3.0
 _POLL_S = 0.25
 
 
 class Lease:
     """The right to schedule; `acquire` it, then keep it by `hold`."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, timing: Timing) -> None:
         """Take no lease yet."""
         self._bucket = Bucket(broker, BUCKET_LEASES, SchedulerLease)
+        self._timing = timing
         self._revision = 0
         self._renewed = float("-inf")
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
@@ -38,7 +38,7 @@ class Lease:
     @property
     def is_fresh(self) -> bool:
         """Whether nobody else can have taken the lease yet."""
-        return time.monotonic() - self._renewed < STALE_S
+        return time.monotonic() - self._renewed < self._timing.stale_s
 
     async def acquire(self, stopping: asyncio.Event) -> bool:
         """Wait until the lease is ours; False if `stopping` was set before."""
@@ -48,7 +48,7 @@ class Lease:
             entry = await self._bucket.get(KEY)
             if entry is not None and entry.revision != seen:
                 seen, since = entry.revision, asked
-            elif entry is None or asked - since >= STALE_S:
+            elif entry is None or asked - since >= self._timing.stale_s:
                 before = 0 if entry is None else entry.value.epoch
                 if await self._take(seen if entry else None, before, asked):
                     return True
@@ -72,7 +72,7 @@ class Lease:
         """Renew the lease for ever; raises FencedError once somebody else has it."""
         beat = 0
         while True:
-            await asyncio.sleep(RENEW_S)
+            await asyncio.sleep(self._timing.renew_s)
             beat += 1
             asked = time.monotonic()
             value = SchedulerLease(holder=self.holder, epoch=self.epoch, beat=beat)

@@ -19,8 +19,8 @@ from ...schemas.errors import TinkermqError
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync
 from ...schemas.subjects import BUCKET_NODES
 from ...schemas.subjects import node as node_subject
+from .timing import Timing
 
-SILENT_S = 10.0
 _SYNC_TIMEOUT_S = 2.0
 _LONGEST_STEP_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -36,12 +36,12 @@ class _Member:
 class Pool:
     """The nodes, as of the last `refresh` and `sync`."""
 
-    def __init__(self, broker: Broker, silent_s: float = SILENT_S) -> None:
+    def __init__(self, broker: Broker, timing: Timing) -> None:
         """Know no node yet."""
         self._broker = broker
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
         self._members: dict[str, _Member] = {}
-        self._silent_s = silent_s
+        self._silent_s = timing.silent_s
         self._looked = time.monotonic()
 
     def nodes(self) -> list[NodeStatus]:

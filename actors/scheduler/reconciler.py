@@ -33,8 +33,8 @@ from .placement import Assignment, NodeSlots, PlacementRequest, place, why_waiti
 from .pool import Pool
 from .roster import main_actor, slots_of, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
+from .timing import Timing
 
-TURN_S = 0.5
 WHO = "scheduler"
 _LIST_S = 10.0
 _VERSION_S = 2.0
@@ -44,12 +44,15 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Reconciler:
     """Keeps jobs and nodes in step for as long as its lease lasts."""
 
-    def __init__(self, broker: Broker, jobs: JobStore, pool: Pool, lease: Lease) -> None:
+    def __init__(
+        self, broker: Broker, jobs: JobStore, pool: Pool, lease: Lease, timing: Timing
+    ) -> None:
         """Know no job yet; the first turn reads them all."""
         self._broker = broker
         self._jobs = jobs
         self._pool = pool
         self._lease = lease
+        self._timing = timing
         self._live: dict[str, JobRecord] = {}
         self._listed = self._versions_read = float("-inf")
         self._configs: dict[tuple[str, int], JobConfig] = {}
@@ -77,7 +80,7 @@ class Reconciler:
                     _log.warning("turn_failed", error=error.message)
                 hurry = asyncio.create_task(self._hurry.wait())
                 await asyncio.wait(
-                    {stop, hurry}, timeout=TURN_S, return_when=asyncio.FIRST_COMPLETED
+                    {stop, hurry}, timeout=self._timing.turn_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 hurry.cancel()
                 self._hurry.clear()

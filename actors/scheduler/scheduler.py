@@ -14,12 +14,15 @@ from .desk import Desk
 from .lease import Lease
 from .pool import Pool
 from .reconciler import Reconciler
+from .timing import Timing
+
+DEFAULT_TIMING = Timing()
 
 
-async def run(context: ActorContext) -> None:
+async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
     """Schedule until `context.stopping` is set."""
     while not context.stopping.is_set():
-        lease = Lease(context.broker)
+        lease = Lease(context.broker, timing)
         context.set_state("waiting")
         with context.waiting("the lease of another scheduler"):
             if not await lease.acquire(context.stopping):
@@ -27,18 +30,18 @@ async def run(context: ActorContext) -> None:
         context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
         context.set_state("working")
         try:
-            await _lead(context, lease)
+            await _lead(context, lease, timing)
         except* FencedError as group:
             context.log.warning("lease_lost", error=str(group.exceptions[0]))
         else:
             await _release(context, lease)
 
 
-async def _lead(context: ActorContext, lease: Lease) -> None:
+async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
-    jobs, pool = JobStore(broker), Pool(broker)
-    reconciler = Reconciler(broker, jobs, pool, lease)
+    jobs, pool = JobStore(broker), Pool(broker, timing)
+    reconciler = Reconciler(broker, jobs, pool, lease, timing)
     async with (
         await Service.start(
             broker,

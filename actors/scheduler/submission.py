@@ -16,14 +16,8 @@ from ulid import ULID
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore
 from ...broker.streams import create_job_streams
-from ...schemas.config import JobConfig, LimitsConfig
-from ...schemas.errors import (
-    ConfigError,
-    MessageError,
-    NotFoundError,
-    StateError,
-    StorageError,
-)
+from ...schemas.config import LimitsConfig
+from ...schemas.errors import ConfigError, MessageError, NotFoundError, StateError
 from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import JobScope, token
@@ -31,6 +25,7 @@ from .naming import run_name
 from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
 from .roster import KINDS, actors_for, slots_of
+from .run_folder import make_run_dir, pin_checkpoint
 
 
 class Submission:
@@ -117,13 +112,17 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
         refuse_impossible(slots_of(actors), self._reconciler.slots())
-        run_dir = await asyncio.to_thread(_make_run_dir, config)
+        run_dir = await asyncio.to_thread(make_run_dir, config)
+        fork_dir = record.fork_dir
+        if fork_dir:
+            fork_dir = str(await asyncio.to_thread(pin_checkpoint, Path(fork_dir), run_dir))
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
             "reason": "waits for a node",
             "actors": actors,
-            "run_dir": run_dir,
+            "run_dir": str(run_dir),
+            "fork_dir": fork_dir,
         }
         return record.model_copy(update=fields)
 
@@ -198,22 +197,3 @@ def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:
             hint="submit a new job, or fork this one",
         )
     return record
-
-
-def _make_run_dir(config: JobConfig) -> str:
-    """Make the folder of a run; one that holds something is another run's."""
-    folder = Path(config.output_dir).expanduser().resolve() / str(config.name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        occupied = next(folder.iterdir(), None) is not None
-    except OSError as error:
-        raise StorageError(
-            f"cannot make the run folder {folder}: {error.strerror}",
-            hint="set output_dir to a folder that the pool can write to",
-        ) from error
-    if occupied:
-        raise StateError(
-            f"the run folder {folder} holds another run",
-            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
-        )
-    return str(folder)

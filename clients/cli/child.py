@@ -1,35 +1,19 @@
 """One child process of the supervisor: a scheduler or a node that is started again when it dies."""
 
-import ctypes
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
+from ...broker.process import die_with
 from ...schemas.errors import TinkermqError, error_from_reply
 
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 10.0
 HEALTHY_S = 30.0
-_PR_SET_PDEATHSIG = 1
-_LIBC: ctypes.CDLL | None = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def die_with(parent: int, number: signal.Signals) -> Callable[[], None]:
-    """Return what a child runs before its program: the kernel signals it when `parent` dies."""
-
-    def before_exec() -> None:
-        if _LIBC is not None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-            if os.getppid() != parent:  # it died before the line above
-                os._exit(1)
-
-    return before_exec
 
 
 class Child:
@@ -68,7 +52,7 @@ class Child:
                 stderr=log,
                 env=self._environment,
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid(), signal.SIGKILL),
+                preexec_fn=die_with(os.getpid()),
             )
         self._started = time.monotonic()
 

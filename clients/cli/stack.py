@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ...broker.process import die_with
 from ...schemas.errors import ConfigError, DeadlineError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
-from .child import die_with
 from .output import duration, note, print_json, say
 
 if TYPE_CHECKING:

@@ -13,6 +13,8 @@ from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared, stream_info
 from tinkermq.schemas.errors import BrokerError
 
+from tests.processes import alive
+
 
 def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) -> None:
     url, monitor = own_server.url, own_server.monitor_url
@@ -94,8 +96,7 @@ def test_a_server_may_outlive_the_process_that_started_it(tmp_path: Path) -> Non
 
 def _ends(pid: int) -> bool:
     for _ in range(200):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or ") Z " in state.read_text():
+        if not alive(pid):
             return True
         time.sleep(0.01)
     return False

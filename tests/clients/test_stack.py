@@ -14,6 +14,7 @@ from tinkermq.clients.home import Home, StackState, find_url
 from tinkermq.schemas.errors import BrokerError, StateError
 
 from tests.clients.conftest import Cli
+from tests.processes import alive
 
 
 @pytest.fixture
@@ -23,13 +24,6 @@ def home(tmp_path: Path, cli: Cli) -> Iterator[Home]:
     yield found
     assert cli("down").code == 0
     assert not found.held()
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:

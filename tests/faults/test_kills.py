@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.tasks import TaskQueue
 
+from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Job, Stack, alive, small_job
+from tests.stack import Job, Stack, small_job
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
 

@@ -15,8 +15,9 @@ from tinkermq.broker.rollouts import read_entry
 from tinkermq.broker.stored import get_seq
 from tinkermq.broker.streams import delete_stream, stream_info
 
+from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Job, Stack, alive, small_job
+from tests.stack import Job, Stack, small_job
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
 

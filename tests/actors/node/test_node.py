@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.machine import default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
 from tinkermq.broker.connection import Broker
@@ -78,7 +79,7 @@ def all_run(status: NodeStatus) -> bool:
 async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Client]:
     """A running node `box` and the scheduler's side of it."""
     side = Client(broker, scope, tmp_path)
-    box = Node(broker, "box", 4, command=side.command, stop_deadline_s=5.0)
+    box = Node(broker, "box", 4, start=programs(side.command), stop_deadline_s=5.0)
     service = await Service.start(broker, name="tinkermq-node", description="a node")
     run = asyncio.create_task(box.run(service, side.stopping))
     bucket = Bucket(broker, BUCKET_NODES, NodeStatus)

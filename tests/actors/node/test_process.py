@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
+
+from tests.processes import alive
 
 
 def wanted(run_dir: Path, **changes: object) -> WantedActor:
@@ -37,7 +40,7 @@ class Sink:
 def process(run_dir: Path, text: str, sink: Sink | None = None, **changes: object) -> ActorProcess:
     return ActorProcess(
         wanted(run_dir, **changes),
-        command=script(text),
+        start=programs(script(text)),
         nats_url="nats://127.0.0.1:1",
         send=sink or Sink(),
         stop_deadline_s=0.5,
@@ -49,13 +52,6 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         while not condition():
             await asyncio.sleep(0.01)
     assert condition(), what
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 async def test_exit_zero_is_done_and_its_output_is_kept_and_sent(tmp_path: Path) -> None:
@@ -187,13 +183,14 @@ async def test_grandchildren_end_with_their_actor(tmp_path: Path) -> None:
 async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Path) -> None:
     actor = ActorProcess(
         wanted(tmp_path, max_restarts=0),
-        command=lambda _: ["/nonexistent/python"],
+        start=programs(lambda _: ["/nonexistent/python"]),
         nats_url="",
         send=Sink(),
     )
     await asyncio.wait_for(actor.run(), 10)
     assert actor.status.state == "failed"
-    assert "cannot start /nonexistent/python" in actor.status.error
+    assert "cannot start learner" in actor.status.error
+    assert "/nonexistent/python" in actor.status.error
 
 
 async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: Path) -> None:
@@ -208,6 +205,7 @@ async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: P
 
 NODE = """
 import asyncio, sys
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.node import WantedActor
 
@@ -216,7 +214,7 @@ async def send(_): pass
 async def main():
     wanted = WantedActor(user="u", job="j", name="a", role="learner", run_dir=sys.argv[1])
     command = lambda _: [sys.executable, "-c", "import time; time.sleep(60)"]
-    actor = ActorProcess(wanted, command=command, nats_url="", send=send)
+    actor = ActorProcess(wanted, start=programs(command), nats_url="", send=send)
     run = asyncio.create_task(actor.run())
     while actor.status.pid is None:
         await asyncio.sleep(0.01)

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 import structlog
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
-from tinkermq.actors.scheduler import lease, reconciler, scheduler
+from tinkermq.actors.scheduler import scheduler
+from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rpc import Service, call
@@ -41,6 +43,7 @@ from tinkermq.schemas.subjects import JobScope, rpc
 from .toy_node import toy_command
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
+FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=1.0)
 
 
 class Inside:
@@ -94,14 +97,19 @@ class Stack:
         self._processes: list[asyncio.subprocess.Process] = []
         self._services: list[Service] = []
 
-    async def scheduler(self) -> Inside:
-        actor = await Inside.start(self.broker.url, "scheduler", scheduler.run)
+    async def scheduler(self, timing: Timing = FAST) -> Inside:
+        async def main(context: ActorContext) -> None:
+            await scheduler.run(context, timing)
+
+        actor = await Inside.start(self.broker.url, "scheduler", main)
         self._inside.append(actor)
         return actor
 
     async def node(self, name: str = "n1", slots: int = 2) -> Inside:
         async def main(context: ActorContext) -> None:
-            node = Node(context.broker, name, slots, command=toy_command, stop_deadline_s=10.0)
+            node = Node(
+                context.broker, name, slots, start=programs(toy_command), stop_deadline_s=10.0
+            )
             await node.run(context.service, context.stopping)
 
         actor = await Inside.start(self.broker.url, f"node-{name}", main)
@@ -277,13 +285,8 @@ async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 
 
 
 @pytest.fixture
-async def stack(
-    own_server: NatsServer, own_broker: Broker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Stack]:
+async def stack(own_server: NatsServer, own_broker: Broker, tmp_path: Path) -> AsyncIterator[Stack]:
     """An empty pool whose clocks run faster; tests start what they need."""
-    monkeypatch.setattr(reconciler, "TURN_S", 0.1)
-    monkeypatch.setattr(lease, "STALE_S", 1.0)
-    monkeypatch.setattr(lease, "RENEW_S", 0.3)
     pool = Stack(own_broker, tmp_path)
     yield pool
     await pool.close()

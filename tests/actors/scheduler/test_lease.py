@@ -5,26 +5,19 @@ import contextlib
 import time
 
 import pytest
-from tinkermq.actors.scheduler import lease
 from tinkermq.actors.scheduler.lease import Lease
 from tinkermq.broker.connection import Broker
 from tinkermq.schemas.errors import FencedError
 from tinkermq.schemas.job import JobRequest
 
-from .conftest import Stack
-
-
-@pytest.fixture(autouse=True)
-def _faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "STALE_S", 1.0)
-    monkeypatch.setattr(lease, "RENEW_S", 0.3)
+from .conftest import FAST, Stack
 
 
 async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
     own_broker: Broker,
 ) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker), Lease(own_broker)
+    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
     assert await first.acquire(never)
     waiting = asyncio.create_task(second.acquire(never))
     await asyncio.sleep(0.4)
@@ -38,7 +31,7 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
     own_broker: Broker,
 ) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker), Lease(own_broker)
+    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
     assert await first.acquire(never)
     started = time.monotonic()
     assert await second.acquire(never)
@@ -52,7 +45,7 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
 
 async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker), Lease(own_broker)
+    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
     assert await first.acquire(never)
     holding = asyncio.create_task(first.hold())
     with pytest.raises(TimeoutError):
@@ -64,8 +57,8 @@ async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
 
 async def test_a_waiting_scheduler_can_be_stopped(own_broker: Broker) -> None:
     stopping = asyncio.Event()
-    assert await Lease(own_broker).acquire(stopping)
-    waiting = asyncio.create_task(Lease(own_broker).acquire(stopping))
+    assert await Lease(own_broker, FAST).acquire(stopping)
+    waiting = asyncio.create_task(Lease(own_broker, FAST).acquire(stopping))
     stopping.set()
     assert await asyncio.wait_for(waiting, 2) is False
 

@@ -3,6 +3,7 @@
 import sys
 from pathlib import Path
 
+from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.machine import lock_name
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext, run_service_actor, service_parser
@@ -23,7 +24,9 @@ def main() -> int:
 
     async def run(context: ActorContext) -> None:
         with lock_name(arguments.name, arguments.nats):
-            node = Node(context.broker, arguments.name, arguments.slots, command=toy_command)
+            node = Node(
+                context.broker, arguments.name, arguments.slots, start=programs(toy_command)
+            )
             await node.run(context.service, context.stopping)
 
     return run_service_actor("node", arguments.name, arguments.nats, run)

@@ -1,0 +1,222 @@
+"""Where a node's child processes come from: a program of its own, or the fork server.
+
+Actors that need torch are forked from a process that has imported it, which takes a fiftieth of
+the time and shares the memory of what was imported. All others are started as programs.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Protocol
+
+import structlog
+
+from ...broker.process import die_with
+from ...schemas.node import WantedActor
+from .command import ENVIRONMENT, actor_argv, actor_module
+from .fork_server import PACKET_BYTES, ForkRequest
+
+IDLE_S = 300.0
+_START_DEADLINE_S = 120.0
+_FORKED_ROLES = frozenset({"learner", "generator", "evaluator"})
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Child(Protocol):
+    """A running child; it leads a process group of its own."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit code, -n for signal n."""
+        ...
+
+
+StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
+"""`await start(wanted, environment, output)`: start an actor whose output goes to a descriptor.
+
+Raises OSError when it cannot be started.
+"""
+
+
+async def spawn(command: list[str], environment: Mapping[str, str], output: int) -> Child:
+    """Start a program; it dies with this process."""
+    return await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        env={**os.environ, **environment},
+        start_new_session=True,
+        preexec_fn=die_with(os.getpid()),
+    )
+
+
+def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
+    """Return what starts every actor as the program that `command` names."""
+
+    def start(wanted: WantedActor, environment: Mapping[str, str], output: int) -> Awaitable[Child]:
+        return spawn(command(wanted), environment, output)
+
+    return start
+
+
+class ActorStarter:
+    """Starts the actors of a node, each in the cheapest way."""
+
+    def __init__(self) -> None:
+        """Start nothing yet: the fork server comes with the first actor that needs it."""
+        self._server = ForkServer()
+
+    async def start(
+        self, wanted: WantedActor, environment: Mapping[str, str], output: int
+    ) -> Child:
+        """Start one actor."""
+        if sys.platform == "linux" and wanted.role in _FORKED_ROLES:
+            return await self._server.fork(wanted, environment, output)
+        command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]
+        return await spawn(command, environment, output)
+
+    async def close(self) -> None:
+        """End the fork server."""
+        await self._server.close()
+
+
+class ForkedChild:
+    """An actor that the fork server made."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> int:
+        """Wait for its end and return its exit code."""
+        return await asyncio.shield(self.ended)
+
+
+class ForkServer:
+    """The node's side of the fork server; one that has had nothing to do for a while is ended."""
+
+    def __init__(self, idle_s: float = IDLE_S) -> None:
+        self._idle_s = idle_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._channel: socket.socket | None = None
+        self._numbers = itertools.count()
+        self._asked: dict[int, asyncio.Future[ForkedChild]] = {}
+        self._children: dict[int, ForkedChild] = {}
+        self._idle: asyncio.TimerHandle | None = None
+        self._starting = asyncio.Lock()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while it may be asked for actors."""
+        return self._process.pid if self._process and self._channel else None
+
+    async def fork(self, wanted: WantedActor, environment: Mapping[str, str], output: int) -> Child:
+        """Fork into an actor; OSError when the server cannot."""
+        loop = asyncio.get_running_loop()
+        if self._idle is not None:
+            self._idle.cancel()
+        request = ForkRequest(
+            next(self._numbers),
+            f"{actor_module(wanted)}.__main__",
+            actor_argv(wanted),
+            dict(environment),
+        )
+        asked = self._asked[request.number] = loop.create_future()
+        try:
+            async with asyncio.timeout(_START_DEADLINE_S):
+                async with self._starting:
+                    channel = self._channel or await self._start()
+                    await _send(channel, request, output)
+                return await asked
+        finally:
+            del self._asked[request.number]
+
+    async def close(self) -> None:
+        """End the server; its actors have ended before."""
+        process, self._process = self._process, None
+        if self._channel is not None:
+            self._hang_up(self._channel)
+        if process is not None:
+            await process.wait()
+
+    async def _start(self) -> socket.socket:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "tinkermq.actors.node.fork_server",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                env={**os.environ, **ENVIRONMENT},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),
+            )
+        ours.setblocking(False)
+        asyncio.get_running_loop().add_reader(ours, self._take, ours)
+        self._channel = ours
+        _log.info("fork_server_started", pid=self._process.pid)
+        return ours
+
+    def _take(self, channel: socket.socket) -> None:
+        """Take one answer of the server."""
+        try:
+            packet = channel.recv(PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if not packet:
+            self._lost(channel)
+            return
+        told: dict[str, int] = json.loads(packet)
+        if "exit_code" in told:
+            self._children.pop(told["pid"]).ended.set_result(told["exit_code"])
+            if not self._children and not self._asked:
+                loop = asyncio.get_running_loop()
+                self._idle = loop.call_later(self._idle_s, self._hang_up, channel)
+            return
+        child = self._children[told["pid"]] = ForkedChild(told["pid"])
+        asked = self._asked.get(told["number"])
+        if asked is None or asked.done():  # nobody waits for it any more
+            os.kill(child.pid, signal.SIGKILL)
+        else:
+            asked.set_result(child)
+
+    def _lost(self, channel: socket.socket) -> None:
+        """The server has died, and its actors with it: the next fork starts another."""
+        self._hang_up(channel)
+        for child in self._children.values():
+            child.ended.set_result(-9)
+        self._children.clear()
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(OSError("the fork server has died; see the node's log"))
+
+    def _hang_up(self, channel: socket.socket) -> None:
+        """Close our end, at which the server ends."""
+        if self._channel is channel:
+            self._channel = None
+            asyncio.get_running_loop().remove_reader(channel)
+            channel.close()
+
+
+async def _send(channel: socket.socket, request: ForkRequest, output: int) -> None:
+    while True:
+        try:
+            socket.send_fds(channel, [request.to_bytes()], [output])
+        except BlockingIOError:  # it is still importing, and many wait for it
+            await asyncio.sleep(0.05)
+        else:
+            return

@@ -1,0 +1,150 @@
+"""A process that has imported torch and transformers once, and forks into actors.
+
+A node starts it as `python -m tinkermq.actors.node.fork_server <fd>` and asks over that socket, one
+packet a request, with the file descriptor that takes the actor's output. It answers with the
+actor's pid, and once more when the actor has ended. It has one thread, so a fork is safe, and no
+accelerator is touched before it. It ends with its node, and its actors with it.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...broker.process import die_with
+
+PACKET_BYTES = 256 * 1024
+_HEAVY = (
+    "setproctitle",
+    "tinkermq.actors.learner.start",
+    "tinkermq.actors.generator.generator",
+    "tinkermq.actors.evaluator.evaluator",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.generation",
+)
+
+
+@dataclass(frozen=True)
+class ForkRequest:
+    """An actor to become."""
+
+    number: int
+    """The node's number of the request."""
+    module: str
+    """Module whose `main(argv)` is the actor."""
+    argv: list[str]
+    """Its arguments."""
+    environment: dict[str, str]
+    """What is laid over the environment."""
+
+    def to_bytes(self) -> bytes:
+        """Return the packet."""
+        return json.dumps(asdict(self)).encode()
+
+
+class _ForkServer:
+    """The loop of the server's one thread."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._wake, self._woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def serve(self) -> ForkRequest | None:
+        """Fork until the node has gone; returns the request in an actor, None in the server."""
+        signal.signal(signal.SIGCHLD, _noted)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        while True:
+            ready, _, _ = select.select([self._channel, self._wake], [], [])
+            if self._wake in ready:
+                self._reap()
+            if self._channel in ready:
+                packet, outputs, _, _ = socket.recv_fds(self._channel, PACKET_BYTES, 1)
+                if not packet:
+                    return None
+                request = ForkRequest(**json.loads(packet))
+                if self._fork(request, outputs[0]):
+                    return request
+
+    def _fork(self, request: ForkRequest, output: int) -> bool:
+        """Fork; True in the child, whose output goes to `output`."""
+        server = os.getpid()
+        pid = os.fork()
+        if pid:
+            os.close(output)
+            self._tell(number=request.number, pid=pid)
+            return False
+        die_with(server)()
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._channel.detach(), self._wake, self._woken):
+            os.close(end)
+        os.setsid()
+        for standard in (1, 2):
+            os.dup2(output, standard)
+        os.close(output)
+        return True
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 512):
+                pass
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                self._tell(pid=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
+
+    def _tell(self, **fields: int) -> None:
+        self._channel.send(json.dumps(fields).encode())
+
+
+def _noted(*_: object) -> None:
+    """A signal needs a handler in Python to reach the wake-up descriptor."""
+
+
+def _import_heavy() -> None:
+    """Import what takes long; what is missing here is missed, and told, by the actor itself."""
+    for module in _HEAVY:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    if num_threads > 1:
+        raise RuntimeError(f"{num_threads} threads run after the imports: a fork would lose them")
+    gc.collect()
+    gc.freeze()  # keeps the collector from writing to pages that all actors share
+
+
+def _become(request: ForkRequest) -> int:
+    """Be the actor, as `python -m <module> <argv>` is; return the exit code."""
+    os.environ.update(request.environment)
+    if "setproctitle" in sys.modules:
+        import setproctitle
+
+        shown = [request.module.removesuffix(".__main__"), *request.argv]
+        setproctitle.setproctitle(" ".join(shown))
+    if "torch" in sys.modules:  # it read these variables when it was imported
+        import torch
+
+        torch.set_num_threads(int(request.environment["OMP_NUM_THREADS"]))
+    module: Any = importlib.import_module(request.module)
+    return module.main(request.argv)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Serve until the node has gone, or be one of its actors."""
+    channel = socket.socket(fileno=int(argv[0]))
+    _import_heavy()
+    request = _ForkServer(channel).serve()
+    return 0 if request is None else _become(request)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,66 @@
+"""The folder of a run, made when the run is accepted."""
+
+import errno
+import os
+import shutil
+from pathlib import Path
+
+from ...schemas.config import JobConfig
+from ...schemas.errors import NotFoundError, StateError, StorageError
+
+_FORK = "fork"
+
+
+def make_run_dir(config: JobConfig) -> Path:
+    """Make the folder of a run; one that holds something is another run's.
+
+    Raises StateError, or StorageError for a folder that cannot be made.
+    """
+    folder = Path(config.output_dir).expanduser().resolve() / str(config.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.name != _FORK for path in folder.iterdir())
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {folder}: {error.strerror}",
+            hint="set output_dir to a folder that the pool can write to",
+        ) from error
+    if occupied:
+        raise StateError(
+            f"the run folder {folder} holds another run",
+            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
+        )
+    return folder
+
+
+def pin_checkpoint(checkpoint: Path, run_dir: Path) -> Path:
+    """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
+
+    The other run may remove its own meanwhile. Files are linked, or copied to another disk.
+    Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
+    """
+    pinned = run_dir / _FORK
+    shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
+    try:
+        shutil.copytree(checkpoint, pinned, copy_function=_link)
+    except (shutil.Error, OSError) as error:
+        shutil.rmtree(pinned, ignore_errors=True)
+        if not checkpoint.is_dir():
+            raise NotFoundError(
+                f"the checkpoint {checkpoint} has been removed meanwhile",
+                hint="fork from a newer one, or set training.keep_every in the run that makes them",
+            ) from error
+        raise StorageError(
+            f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
+        ) from error
+    return pinned
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        shutil.copy2(source, target)
+    return target

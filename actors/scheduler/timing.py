@@ -1,0 +1,17 @@
+"""How long a scheduler waits for what."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A scheduler's clocks, in seconds; tests run them faster."""
+
+    turn_s: float = 0.5
+    """Between two looks at all jobs, when nothing calls for one at once."""
+    renew_s: float = 1.0
+    """Between two renewals of the lease."""
+    stale_s: float = 3.0
+    """A lease that stood still for this long may be taken over."""
+    silent_s: float = 10.0
+    """A node that was not heard of for this long has left."""

@@ -1,0 +1,106 @@
+"""Actors that are forked from a process with torch in it."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.node.children import Child, ForkServer
+from tinkermq.actors.node.command import actor_environment
+from tinkermq.schemas.node import WantedActor
+
+from tests.processes import alive
+
+NOBODY = "nats://127.0.0.1:1"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ForkServer]:
+    """A fork server of the test's own."""
+    made = ForkServer(idle_s=0.2)
+    yield made
+    await made.close()
+
+
+class Actor:
+    """A learner that looks for a broker which is not there."""
+
+    def __init__(self, child: Child, output: asyncio.StreamReader) -> None:
+        self.child = child
+        self.output = output
+
+    @classmethod
+    async def start(cls, server: ForkServer, url: str = NOBODY) -> "Actor":
+        wanted = WantedActor(
+            user="u", job="j", name="learner-7", role="learner", threads=3, run_dir="/"
+        )
+        reading, writing = os.pipe()
+        stream = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(reading, "rb", 0)
+        )
+        try:
+            return cls(await server.fork(wanted, actor_environment(wanted, url), writing), stream)
+        finally:
+            os.close(writing)
+
+    def read(self, name: str) -> str:
+        return Path(f"/proc/{self.child.pid}/{name}").read_text()
+
+    async def until(self, line: str) -> None:
+        """Wait for a line of its output."""
+        async with asyncio.timeout(30):
+            while line not in (await self.output.readline()).decode():
+                assert not self.output.at_eof(), f"it ended without {line!r}"
+
+
+async def test_a_forked_actor_is_one_like_any_other(server: ForkServer) -> None:
+    actor = await Actor.start(server)
+    other = await Actor.start(server)
+    async with asyncio.timeout(10):
+        while "tinkermq.actors.learner --user u" not in actor.read("cmdline"):
+            await asyncio.sleep(0.01)
+    assert os.getpgid(actor.child.pid) == os.getsid(actor.child.pid) == actor.child.pid
+    assert "libtorch" in actor.read("maps")
+    os.kill(other.child.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(other.child.wait(), 5) == -signal.SIGKILL
+    os.kill(actor.child.pid, signal.SIGTERM)
+    await actor.until("actor_draining")
+    os.kill(actor.child.pid, signal.SIGTERM)
+    assert await asyncio.wait_for(actor.child.wait(), 5) == 1
+
+
+async def test_what_an_actor_says_and_how_it_ends_comes_back(server: ForkServer) -> None:
+    actor = await Actor.start(server, url="no url at all")
+    await actor.until("actor_failed")
+    assert await asyncio.wait_for(actor.child.wait(), 5) == 1
+
+
+async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
+    server: ForkServer,
+) -> None:
+    actor = await Actor.start(server)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    assert await asyncio.wait_for(actor.child.wait(), 5) == -signal.SIGKILL
+    async with asyncio.timeout(5):
+        while alive(actor.child.pid):
+            await asyncio.sleep(0.01)
+    again = await Actor.start(server)
+    os.kill(again.child.pid, signal.SIGKILL)
+    await asyncio.wait_for(again.child.wait(), 5)
+
+
+async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) -> None:
+    actor = await Actor.start(server)
+    pid = server.pid
+    assert pid is not None
+    await asyncio.sleep(0.5)
+    assert alive(pid), "an actor of it runs"
+    os.kill(actor.child.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while alive(pid):
+            await asyncio.sleep(0.02)
+    assert server.pid is None
