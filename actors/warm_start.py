@@ -14,7 +14,6 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,12 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..schemas.errors import ConfigError, TinkermqError
+from ..schemas.errors import TinkermqError
 from .generator.chat import ChatTokenizer
 from .learner.model import Scorer
 from .learner.packing import TokenSequence, pack
 from .model_folder import load_causal_lm, load_tokenizer
+from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
 from .tiny_model import save_tiny_model
 
 ChatMessage = dict[str, Any]
@@ -36,40 +36,24 @@ _ROW_TOKENS = 128
 _BATCH_TOKENS = 1 << 16
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How long and how fast a game's warm start is."""
+def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
+    """Write a warm-started tiny model to `folder` and return the last training loss.
 
-    steps: int
-    lr: float = 2e-3
-    batch: int = 64
-    width: int = 128
-    layers: int = 2
-
-
-RECIPES = {
-    "addition": Recipe(steps=600),
-    "calculator": Recipe(steps=640),
-    "guess": Recipe(steps=150),
-    "bandit": Recipe(steps=60, width=64),
-}
-
-
-def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float:
-    """Write a warm-started tiny model to `folder`; return the last training loss.
-
-    Raises ConfigError for a game without a recipe.
+    Does nothing and returns None if the same model is there already. Raises ConfigError for a game
+    without a recipe.
     """
-    recipe = RECIPES.get(game)
-    if recipe is None:
-        raise ConfigError(
-            f"there is no warm start for game {game!r}", hint=f"there is one for {list(RECIPES)}"
-        )
+    recipe = find_recipe(game)
+    if is_made(folder, game, seed=seed, steps=steps):
+        return None
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     save_tiny_model(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
+    mark_made(temporary, game, seed=seed, steps=steps)
+    if is_made(folder, game, seed=seed, steps=steps):  # somebody else was faster
+        shutil.rmtree(temporary)
+        return loss
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
     return loss
@@ -138,8 +122,9 @@ def main(argv: list[str] | None = None) -> int:
     except TinkermqError as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    took = time.perf_counter() - started
-    console.print(f"warm start: {arguments.folder} in {took:.0f} s, loss {loss:.3f}", markup=False)
+    took = f"made in {time.perf_counter() - started:.0f} s, loss {loss or 0:.3f}"
+    told = "is there already" if loss is None else took
+    console.print(f"warm start: {arguments.folder} {told}", markup=False)
     return 0
 
 

@@ -25,10 +25,8 @@ Row = dict[str, Any]
 
 def warm_model(game: str, *, quick: bool = False) -> Path:
     """Return the folder of a game's warm-started model; `quick`: of one that was hardly trained."""
-    folder = CACHE / (f"{game}-quick" if quick else game)
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        warm_start(game, folder, steps=20 if quick else None)
+    folder = CACHE / f"{game}-quick" if quick else REPOSITORY / "outputs" / "models" / game
+    warm_start(game, folder, steps=20 if quick else None)
     return folder
 
 

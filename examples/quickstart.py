@@ -21,6 +21,7 @@ from types import FrameType
 
 from rich.console import Console
 from rich.markup import escape
+from tinkermq.actors.recipes import is_made
 from tinkermq.broker.connection import connect
 from tinkermq.clients.cli.live import announce
 from tinkermq.clients.cli.stack import start_detached, stop_detached
@@ -74,8 +75,8 @@ def main() -> int:
 
 
 def make_model() -> None:
-    """Warm-start the model, unless an earlier quickstart did."""
-    if (MODEL / "config.json").exists():
+    """Warm-start the model, unless it is there."""
+    if is_made(MODEL, "calculator"):
         console.print(f"model      {_short(MODEL)} (made before)")
         return
     console.print("model      making it on this machine, a minute or two, once")

@@ -1,21 +1,17 @@
 """Fixtures of the tests that run the whole stack; their conftest files import them."""
 
-import hashlib
-import inspect
 from collections.abc import AsyncIterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors import tiny_model
-from tinkermq.actors import warm_start as warm_start_module
 from tinkermq.actors.tiny_model import save_tiny_model
 from tinkermq.actors.warm_start import warm_start
 
 from tests.stack import REPOSITORY, Stack
 
-WARM_MODELS = REPOSITORY / "outputs" / "test-models"
+WARM_MODELS = REPOSITORY / "outputs" / "models"
+"""Where the examples expect them; made once, by whoever comes first."""
 
 
 @pytest.fixture(scope="session")
@@ -25,16 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def warm_model(game: str) -> Path:
-    """Return the warm-started model of a game, made by its recipe unless it is there.
-
-    The folder's name holds a digest of the sources that decide what the model is.
-    """
-    sources = [import_module(f"tinkermq.envs.games.{game}"), warm_start_module, tiny_model]
-    text = "".join(inspect.getsource(module) for module in sources)
-    folder = WARM_MODELS / f"{game}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    if not (folder / "config.json").is_file():
-        warm_start(game, folder)
-    return folder
+    """Return the warm-started model of a game, made by its recipe unless it is there."""
+    warm_start(game, WARM_MODELS / game)
+    return WARM_MODELS / game
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -1,12 +1,15 @@
 """The quickstart does what it says, and leaves no process behind, however it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
+
+import pytest
 
 from tests.stack import REPOSITORY
 
@@ -45,14 +48,20 @@ def assert_nothing_left(mark: str) -> None:
         time.sleep(0.1)
 
 
-def test_the_quickstart_ends_with_the_reward_a_plot_and_what_to_try_next(tmp_path: Path) -> None:
+@pytest.mark.learns
+@pytest.mark.timeout(600)
+def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
+    tmp_path: Path,
+) -> None:
     mark = uuid.uuid4().hex
-    process = start(mark, f"output_dir={tmp_path}", "training.num_steps=3", "env.num_val=16")
-    out, _ = process.communicate(timeout=170)
+    process = start(mark, f"output_dir={tmp_path}")
+    out, _ = process.communicate(timeout=590)
     assert process.returncode == 0, out
-    assert "step 3/3" in out
-    assert "reward 0." in out
-    assert " → " in out
+    assert "step 80/80" in out
+    told = re.search(r"^reward (0\.\d\d) → (0\.\d\d|1\.00) ", out, re.MULTILINE)
+    assert told, out
+    assert float(told[1]) <= 0.5
+    assert float(told[2]) >= 0.75
     assert "│" in out
     assert "try next" in out
     assert out.count("tinkermq ") >= 3

@@ -1,0 +1,63 @@
+"""How the tiny models of the examples are warm-started, and whether a folder holds such a one.
+
+Nothing here needs torch, so that whoever only asks need not wait for it.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..schemas.errors import ConfigError
+
+_STAMP = "warm_start.txt"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast a game's warm start is."""
+
+    steps: int
+    lr: float = 2e-3
+    batch: int = 64
+    width: int = 128
+    layers: int = 2
+
+
+RECIPES = {
+    "addition": Recipe(steps=600),
+    "calculator": Recipe(steps=640),
+    "guess": Recipe(steps=150),
+    "bandit": Recipe(steps=60, width=64),
+}
+
+
+def find_recipe(game: str) -> Recipe:
+    """Return the recipe of a game; ConfigError for a game without one."""
+    if game not in RECIPES:
+        raise ConfigError(
+            f"there is no warm start for game {game!r}", hint=f"there is one for {list(RECIPES)}"
+        )
+    return RECIPES[game]
+
+
+def is_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> bool:
+    """Whether `folder` holds the model that the recipe makes, as recipe and game are now."""
+    stamp = folder / _STAMP
+    return stamp.is_file() and stamp.read_text() == _digest(game, seed, steps)
+
+
+def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = None) -> None:
+    """Note in `folder` by which recipe its model was made."""
+    (folder / _STAMP).write_text(_digest(game, seed, steps))
+
+
+def _digest(game: str, seed: int, steps: int | None) -> str:
+    """Digest all sources that decide what the model is."""
+    rooms = f"envs.games.{game}", "actors.recipes", "actors.warm_start", "actors.tiny_model"
+    specs = [find_spec(f"tinkermq.{room}") for room in rooms]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
+    digest = hashlib.sha256(f"{game} {seed} {steps}".encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
