@@ -12,6 +12,19 @@ from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
 
 _numbers = itertools.count(1)
+_LONGEST = ("test_learning", "test_quickstart", "test_house", "test_kills", "test_membership")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest modules first, so that several workers end at about the same time."""
+
+    def rank(item: pytest.Item) -> int:
+        if item.path.stem in _LONGEST:
+            return _LONGEST.index(item.path.stem)
+        whole_stack = item.path.parent.name in ("system", "faults")
+        return len(_LONGEST) + int(not whole_stack)
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from typing import TypeVar
@@ -23,7 +24,9 @@ from ...schemas.subjects import JobScope
 
 _MARGIN_S = 5.0
 _RETRY_S = 0.25
-_STEP_ASKS = 4
+_STEP_PATIENCE = 4
+_ASK_AGAIN_S = 2.0
+_SLOW_RESETS = 4
 _DESCRIBE_S = 5.0
 _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
@@ -52,6 +55,8 @@ class Environments:
         self._config = config
         self._waiting = waiting
         self._closing: set[asyncio.Task[None]] = set()
+        self._slow_reset_s: float | None = None
+        """How long the slowest of the last hundred resets or so took."""
 
     async def describe(self) -> DescribeReply:
         """Ask any host what it serves; waits for the first host."""
@@ -68,17 +73,19 @@ class Environments:
         """Give the game one action.
 
         A step may queue behind others at its host, whose own limit counts from when the game
-        plays: a late answer is asked for again, which repeats nothing. Raises HostGone when the
-        host has vanished or stays silent, GameError when the game failed.
+        plays. It is asked for again every two seconds, which repeats nothing but finds out when
+        the host has died. Raises HostGone when the host has vanished or stays silent, GameError
+        when the game failed.
         """
         request = StepRequest(episode=episode, turn=turn, action=action)
-        for _ in range(_STEP_ASKS - 1):
-            with contextlib.suppress(DeadlineError):
+        patience_s = _STEP_PATIENCE * (self._config.step_timeout_s + _MARGIN_S)
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
                 return await self._step(host, request)
-        try:
-            return await self._step(host, request)
-        except DeadlineError as error:
-            raise _gone(host, error) from error
+            except DeadlineError as error:
+                if time.monotonic() > deadline:
+                    raise _gone(host, error) from error
 
     def close(self, host: str, episode: str) -> None:
         """Free an episode, without waiting; a lost message is made up for by the lease."""
@@ -104,7 +111,7 @@ class Environments:
                 self._scope.env(host, "step"),
                 request,
                 StepReply,
-                timeout_s=self._config.step_timeout_s + _MARGIN_S,
+                timeout_s=_ASK_AGAIN_S,
                 waiting_for=f"environment host {host} to step",
                 idempotent=True,
             )
@@ -112,15 +119,32 @@ class Environments:
             raise _gone(host, error) from error
 
     async def _reset(self, request: ResetRequest) -> ResetReply:
-        return await call(
+        """Ask any host, and soon another one when a reset takes much longer than they do here.
+
+        The host that was asked may have died. If it has not, what it opened runs out by its lease.
+        """
+        patience_s = self._config.reset_timeout_s + _MARGIN_S
+        if self._slow_reset_s is not None:
+            soon_s = max(_ASK_AGAIN_S, _SLOW_RESETS * self._slow_reset_s)
+            if soon_s < patience_s / 2:
+                with contextlib.suppress(DeadlineError):
+                    return await self._ask_reset(request, soon_s)
+        return await self._ask_reset(request, patience_s)
+
+    async def _ask_reset(self, request: ResetRequest, timeout_s: float) -> ResetReply:
+        started = time.monotonic()
+        reply = await call(
             self._broker,
             self._scope.env_reset,
             request,
             ResetReply,
-            timeout_s=self._config.reset_timeout_s + _MARGIN_S,
+            timeout_s=timeout_s,
             waiting_for="an environment host to reset",
             idempotent=True,
         )
+        took_s = time.monotonic() - started
+        self._slow_reset_s = max(took_s, 0.99 * (self._slow_reset_s or 0.0))
+        return reply
 
     async def _close(self, host: str, episode: str) -> None:
         await self._broker.publish(
