@@ -376,7 +376,7 @@ class Learner:
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
         self._notice_arrivals()
-        await self._saver.save_at_the_end()
+        self.control.checkpoint_done(await self._saver.save_at_the_end())
         await self.publisher.wait()
         if self.state.step < self.total_steps:
             await self.context.event("training_stopped", step=self.state.step)

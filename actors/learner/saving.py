@@ -84,14 +84,15 @@ class Saver:
             self._intake.bytes_held = 0
         return str(folder)
 
-    async def save_at_the_end(self) -> None:
-        """Write the last checkpoint, waiting for room on the disk for a while.
+    async def save_at_the_end(self) -> str:
+        """Write the last checkpoint, waiting for room on the disk for a while; return its folder.
 
         Raises StorageError when there is none.
         """
         for left in reversed(range(_FINAL_TRIES)):
-            if await self.save() is not None:
-                return
+            folder = await self.save()
+            if folder is not None:
+                return folder
             if left:
                 with self._context.waiting("room on the disk for the last checkpoint"):
                     await asyncio.sleep(_FINAL_PAUSE_S)
