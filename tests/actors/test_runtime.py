@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ async def test_the_debug_mode_reports_a_blocked_event_loop(broker: Broker, tmp_p
     process = start(broker, tmp_path, body, TINKERMQ_DEBUG="1")
     _, text = process.communicate(timeout=30)
     assert "sleep" in text
-    assert "took 0.12" in text
+    assert re.search(r"took 0\.[1-9]", text)
 
 
 async def test_without_the_debug_mode_a_blocked_event_loop_is_silent(
