@@ -27,7 +27,7 @@ from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.env import StepReply, StepRequest
+from tinkermq.schemas.env import Action, Observed
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
@@ -35,7 +35,7 @@ from tinkermq.schemas.task import Task
 from benchmarks.report import Report, parser
 
 SCOPE = JobScope("local", "bench")
-REQUEST = StepRequest(episode="e" * 32, turn=3, action="move left")
+REQUEST = Action(episode="e" * 32, turn=3, action="move left")
 NUM_CALLERS = 32
 Work = Callable[[int], Awaitable[object]]
 
@@ -59,15 +59,15 @@ def make_group(number: int, episodes: int = 8, num_tokens: int = 256) -> Group:
 async def serving(broker: Broker) -> AsyncIterator[None]:
     """Answer typed calls, and raw ones with their own payload."""
 
-    async def step(request: StepRequest) -> StepReply:
-        return StepReply(observation=request.action, reward=0.0, done=False)
+    async def step(request: Action) -> Observed:
+        return Observed(observation=request.action, reward=0.0, done=False)
 
     async def echo(message: Msg) -> None:
         await broker.nc.publish(message.reply, message.data)
 
     await broker.nc.subscribe("bench.raw", cb=echo)
     async with await Service.start(broker, name="bench", description="Benchmark") as service:
-        await service.endpoint("step", "bench.step", StepRequest, step)
+        await service.endpoint("step", "bench.step", Action, step)
         yield
 
 
@@ -125,7 +125,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
             async def typed(_: int) -> None:
                 await call(
-                    caller, "bench.step", REQUEST, StepReply, timeout_s=9, waiting_for="bench"
+                    caller, "bench.step", REQUEST, Observed, timeout_s=9, waiting_for="bench"
                 )
 
             async def raw(_: int) -> None:

@@ -24,21 +24,10 @@ from typing import Any
 
 import uvloop
 from tinkermq.broker.connection import connect
-from tinkermq.broker.rpc import call
 from tinkermq.broker.server import NatsServer
 from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.remote import Environments, Start
 from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.env import (
-    CloseRequest,
-    DescribeReply,
-    DescribeRequest,
-    ResetReply,
-    ResetRequest,
-    StepReply,
-    StepRequest,
-)
-from tinkermq.schemas.errors import NotFoundError
-from tinkermq.schemas.message import Empty
 from tinkermq.schemas.subjects import JobScope
 
 from benchmarks.report import Report, parser
@@ -94,25 +83,18 @@ def serve_http(port: int) -> None:
 async def measure_nats(url: str, num_episodes: int, seconds: float) -> float:
     """Return steps per second through NATS."""
     async with await connect(url, name="client") as broker:
-
-        async def ask(subject: str, request: Any, reply: Any) -> Any:
-            return await call(broker, subject, request, reply, timeout_s=30, waiting_for="the host")
+        config = EnvConfig(game="benchmark")
+        hosts = Environments(broker, SCOPE, config, lambda _: contextlib.nullcontext())
+        start = Start("train", None, 1)
 
         async def play(episode: str) -> int:
-            request = ResetRequest(episode=episode, split="train", sample=None, seed=1)
-            host = (await ask(SCOPE.env_reset, request, ResetReply)).host
-            step, close = SCOPE.env(host, "step"), SCOPE.env(host, "close")
+            host = (await hosts.reset(episode, start)).host
             for turn in range(TURNS):
-                await ask(step, StepRequest(episode=episode, turn=turn, action=ACTION), StepReply)
-            await ask(close, CloseRequest(episode=episode), Empty)
+                await hosts.step(host, episode, turn, ACTION)
+            hosts.close(host, episode)
             return TURNS
 
-        async with asyncio.timeout(30):
-            while True:
-                with contextlib.suppress(NotFoundError):
-                    await ask(SCOPE.env_describe, DescribeRequest(), DescribeReply)
-                    break
-                await asyncio.sleep(0.05)
+        await hosts.describe()
         return await _steps_per_second(play, num_episodes, seconds)
 
 

@@ -26,7 +26,6 @@ from ..schemas.errors import (
     DeadlineError,
     NotFoundError,
     TinkermqError,
-    error_from_reply,
 )
 from ..schemas.message import Message
 from ..schemas.reply import ErrorReply
@@ -194,13 +193,8 @@ class _Endpoint:
 
 def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
     line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
-    body = ErrorReply(code=code, message=_clean(message), hint=_clean(hint)).to_bytes()
+    body = ErrorReply.of(code, message, hint).to_bytes()
     return body, {_ERROR_CODE: code, _ERROR_TEXT: line or code}
-
-
-def _clean(text: str) -> str:
-    """Replace what has no UTF-8 form: text of games and models may hold anything."""
-    return text.encode(errors="replace").decode()
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
@@ -282,4 +276,4 @@ def _error_of(reply: Msg) -> TinkermqError:
     except ValueError:  # a service of other make: only the headers are common
         text = headers.get(_ERROR_TEXT, "")
         return BrokerError(f"the request was refused: {headers[_ERROR_CODE]} {text}".strip())
-    return error_from_reply(error.code, error.message, error.hint)
+    return error.to_error()

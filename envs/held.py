@@ -4,16 +4,15 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
-from ..schemas.env import ResetReply
 from ..schemas.errors import StateError
-from .game import StepResult
+from .game import ChatMessage, StepResult
 
 
 @dataclass
 class Held:
     """One episode; an episode that has ended is kept so that its last answer can be repeated."""
 
-    opening: "asyncio.Future[ResetReply]"
+    opening: "asyncio.Future[list[ChatMessage]]"
     """The first prompt, for those who ask again with the same id."""
     turn: int = 0
     """Number of the next turn."""

@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 import structlog
@@ -20,6 +21,7 @@ from ..broker.connection import Broker
 from ..broker.rpc import Service
 from ..schemas.config import EnvConfig
 from ..schemas.env import (
+    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -31,8 +33,9 @@ from ..schemas.env import (
 from ..schemas.errors import NotFoundError, StateError, TinkermqError
 from ..schemas.message import Empty
 from ..schemas.subjects import JobScope
+from .answers import ResetAnswer, StepAnswer, wait_for_some
 from .episodes import Opening
-from .game import AbstractGame, StepResult
+from .game import AbstractGame, ChatMessage, StepResult
 from .held import Held
 from .host_data import HostData
 from .runner import make_runner
@@ -120,9 +123,12 @@ class EnvironmentHost:
 
     async def _serve(self, stopping: asyncio.Event) -> None:
         async with await self._service("episodes") as episodes:
-            step, close = (self._scope.env(self.name, verb) for verb in ("step", "close"))
-            await episodes.endpoint("step", step, StepRequest, self._step)
-            await episodes.endpoint("close", close, CloseRequest, self._close)
+            for verb, request, handler in (
+                ("reset", ResetRequest, self._reset),
+                ("step", StepRequest, self._step),
+                ("close", CloseRequest, self._close),
+            ):
+                await episodes.endpoint(verb, self._scope.env(self.name, verb), request, handler)
             async with await self._service("resets") as resets:
                 await resets.endpoint(
                     "describe", self._scope.env_describe, DescribeRequest, self._describe
@@ -184,26 +190,40 @@ class EnvironmentHost:
         )
 
     async def _reset(self, request: ResetRequest) -> ResetReply:
-        held = self._held.get(request.episode)
+        """Start what is not held yet; tell what is ready, and what went wrong."""
+        held = [self._hold(episode, request) for episode in request.episodes]
+        await wait_for_some([episode.opening for episode in held], request.wait_s)
+        answer = ResetAnswer()
+        for episode in held:
+            answer.add(episode.opening)
+        return ResetReply(
+            host=self.name,
+            episodes=answer.episodes,
+            prompts=answer.prompts,
+            lease_s=self._config.lease_s,
+        )
+
+    def _hold(self, episode: str, request: ResetRequest) -> Held:
+        held = self._held.get(episode)
         if held is None:
             self._make_room()
-            held = Held(asyncio.ensure_future(self._open(request)))
-            self._held[request.episode] = held
+            held = Held(asyncio.ensure_future(self._open(episode, request)))
+            held.opening.add_done_callback(_seen)
+            self._held[episode] = held
         held.touch()
-        return await held.opening
+        return held
 
-    async def _open(self, request: ResetRequest) -> ResetReply:
+    async def _open(self, episode: str, request: ResetRequest) -> list[ChatMessage]:
         self.counts.resets += 1
         try:
             record = self._data.record(request.split, request.sample)
-            opening = Opening(request.episode, request.seed, record, request.kwargs)
-            messages = await self._runner.reset(opening)
+            opening = Opening(episode, request.seed, record, request.kwargs)
+            return await self._runner.reset(opening)
         except BaseException:
             self.counts.failures += 1
-            self._held.pop(request.episode, None)
+            self._held.pop(episode, None)
             self._changed.set()
             raise
-        return ResetReply(host=self.name, messages=messages, lease_s=self._config.lease_s)
 
     def _make_room(self) -> None:
         if len(self._held) < self._max_episodes:
@@ -217,28 +237,36 @@ class EnvironmentHost:
             )
 
     async def _step(self, request: StepRequest) -> StepReply:
-        held = self._held.get(request.episode)
+        """Play the actions; tell what is ready, and what went wrong."""
+        answers = [self._play(action) for action in request.actions]
+        await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
+        reply = StepAnswer()
+        for answer in answers:
+            reply.add(answer)
+        return StepReply(actions=reply.actions)
+
+    def _play(self, action: Action) -> "asyncio.Future[StepResult] | TinkermqError":
+        held = self._held.get(action.episode)
         if held is None:
-            raise NotFoundError(
-                f"host {self.name} holds no episode {request.episode!r}",
+            return NotFoundError(
+                f"host {self.name} holds no episode {action.episode!r}",
                 hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
             )
-        if not held.is_repeat(request.turn):
-            held.turn += 1
-            self.counts.steps += 1
-            answer = self._runner.step(request.episode, request.action)
-            held.answer = asyncio.ensure_future(answer)
+        held.touch()
+        try:
+            if not held.is_repeat(action.turn):
+                held.turn += 1
+                self.counts.steps += 1
+                answer = self._runner.step(action.episode, action.action)
+                held.answer = asyncio.ensure_future(self._settled(held, answer))
+                held.answer.add_done_callback(_seen)
+        except TinkermqError as error:
+            return error
         assert held.answer is not None
-        result = await self._settled(held, held.answer)
-        return StepReply(
-            observation=result.observation,
-            reward=result.reward,
-            done=result.done,
-            info=result.info,
-        )
+        return held.answer
 
     async def _settled(self, held: Held, answer: Awaitable[StepResult]) -> StepResult:
-        """Wait for the game's answer; an episode whose game failed has ended."""
+        """Pass the game's answer on; an episode whose game failed has ended."""
         try:
             result = await answer
         except TinkermqError:
@@ -254,3 +282,9 @@ class EnvironmentHost:
     async def _close(self, request: CloseRequest) -> Empty:
         self._free(request.episode)
         return Empty()
+
+
+def _seen(future: "asyncio.Future[Any]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -1,12 +1,14 @@
 """What generators and environment hosts say to each other."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from .message import Message
+from .reply import ErrorReply
 
 Split = Literal["train", "val"]
+EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
 
 
 class DescribeRequest(Message):
@@ -27,35 +29,52 @@ class DescribeReply(Message):
 
 
 class ResetRequest(Message):
-    """Start an episode, on `env.reset` (one of the hosts takes it)."""
+    """Start episodes of one task, on `env.reset` (one of the hosts takes it).
 
-    episode: str = Field(min_length=1, max_length=128)
-    """Id of the episode, made by the generator; asking again with it is harmless."""
+    Sent again to `env.<host>.reset` it asks after those that were not ready; asking again with an
+    episode's id is harmless.
+    """
+
+    episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
+    """Ids of the episodes, made by the generator."""
     split: Split
     """Which data the sample is a row of."""
     sample: int | None
     """Row of the data, or None for a game that generates its states."""
     seed: int = Field(ge=0)
-    """Seed of the episode's own random generator."""
+    """Seed of the episodes' own random generators."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments for the game's `reset`."""
+    wait_s: float = Field(default=1.0, ge=0, le=10)
+    """How long the host may hold its answer back for episodes that are not ready."""
+
+
+class Opened(Message):
+    """What became of the start of one episode; neither field is set while it lasts."""
+
+    prompt: int | None = None
+    """Which of the reply's prompts is the episode's."""
+    error: ErrorReply | None = None
+    """Why it could not be started."""
 
 
 class ResetReply(Message):
-    """The first prompt of an episode, and where it lives."""
+    """The first prompts of episodes, and where they live."""
 
     host: str
-    """The host that holds the episode: steps and close go to it."""
-    messages: list[dict[str, Any]]
-    """Chat messages of the first prompt."""
+    """The host that holds the episodes: steps and close go to it."""
+    prompts: list[list[dict[str, Any]]]
+    """Chat messages of the first prompts, each different one once."""
+    episodes: list[Opened]
+    """What became of each episode, in the order of the request."""
     lease_s: float
-    """The episode is freed when it is neither stepped nor closed for this long."""
+    """An episode is freed when it is neither stepped nor closed for this long."""
 
 
-class StepRequest(Message):
-    """One action of the policy, on `env.<host>.step`."""
+class Action(Message):
+    """One action of the policy."""
 
-    episode: str = Field(min_length=1, max_length=128)
+    episode: EpisodeId
     """Id of the episode."""
     turn: int = Field(ge=0)
     """Number of the turn; asking again with the same number returns the same answer."""
@@ -63,7 +82,16 @@ class StepRequest(Message):
     """The generated text of the turn."""
 
 
-class StepReply(Message):
+class StepRequest(Message):
+    """Actions for episodes that one host holds, on `env.<host>.step`."""
+
+    actions: list[Action] = Field(min_length=1, max_length=4096)
+    """One for each episode; to ask after one that was not ready, send it again."""
+    wait_s: float = Field(default=1.0, ge=0, le=10)
+    """How long the host may hold its answer back for games that are not ready."""
+
+
+class Observed(Message):
     """The game's answer to one action."""
 
     observation: str
@@ -76,8 +104,24 @@ class StepReply(Message):
     """Whatever else the game tells."""
 
 
+class Stepped(Message):
+    """What became of one action; neither field is set while the game is at it."""
+
+    result: Observed | None = None
+    """The game's answer."""
+    error: ErrorReply | None = None
+    """Why there is none; the episode has ended."""
+
+
+class StepReply(Message):
+    """What became of the actions of a request."""
+
+    actions: list[Stepped]
+    """In the order of the request."""
+
+
 class CloseRequest(Message):
     """Free an episode, on `env.<host>.close`."""
 
-    episode: str = Field(min_length=1, max_length=128)
+    episode: EpisodeId
     """Id of the episode; an unknown one is fine."""

@@ -1,5 +1,8 @@
 """The reply to a request that failed."""
 
+from typing import Self
+
+from .errors import TinkermqError, error_from_reply
 from .message import Message
 
 
@@ -16,3 +19,16 @@ class ErrorReply(Message):
     """What happened, with which value."""
     hint: str = ""
     """What to do next."""
+
+    @classmethod
+    def of(cls, code: str, message: str, hint: str = "") -> Self:
+        """Make a reply of any text, also of what has no UTF-8 form (games and models say it)."""
+        return cls(code=code, message=_clean(message), hint=_clean(hint))
+
+    def to_error(self) -> TinkermqError:
+        """Return the error that the peer raised, as the same class."""
+        return error_from_reply(self.code, self.message, self.hint)
+
+
+def _clean(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -130,6 +130,12 @@ TOPICS: tuple[Topic, ...] = (
     ),
     _job(_SCOPE.env_reset, ResetRequest, ResetReply, "generator, evaluator → any environment host"),
     _job(
+        _SCOPE.env("<host>", "reset"),
+        ResetRequest,
+        ResetReply,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(
         _SCOPE.env("<host>", "step"),
         StepRequest,
         StepReply,

@@ -17,6 +17,7 @@ import structlog
 
 from ...broker.feed import publish_metric
 from ...broker.kv import Bucket
+from ...envs.remote import Environments, Start
 from ...schemas.config import EvaluationConfig
 from ...schemas.errors import ConflictError, NotFoundError, TinkermqError
 from ...schemas.metric import EvalRecord, Metric
@@ -24,7 +25,6 @@ from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
 from ..generator.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.engine import Engine
-from ..generator.environments import Environments
 from ..generator.generator import make_chat, start_engine
 from ..job_weights import as_sources, open_weights
 from ..runtime import JobContext
@@ -155,7 +155,7 @@ class Evaluator:
         entropy = [self._context.config.seed, 1, task]
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
-        return EpisodePlan(episode=episode, split="val", sample=task, seed=seed)
+        return EpisodePlan(episode, Start("val", task, seed))
 
     async def _episode(self, plan: EpisodePlan, free: asyncio.Semaphore) -> Trajectory | None:
         """Run one episode, trying again; None when every try failed."""

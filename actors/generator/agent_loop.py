@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.env import ResetRequest, Split, StepReply
+from ...schemas.env import Observed
 from ...schemas.errors import EngineError, TinkermqError
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
 from .engine import Engine, Generation, Sampling
-from .environments import Environments, HostGone
 
 Boundary = Literal["engine", "environment", "sandbox", "task", "broker"]
 
@@ -40,11 +40,8 @@ class EpisodePlan:
 
     episode: str
     """Id, unique in the job."""
-    split: Split
-    sample: int | None
-    seed: int
+    start: Start
     greedy: bool = False
-    reset_kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True)
@@ -105,7 +102,7 @@ class _Transcript:
         self.versions += [-1] * len(ids)
         self.messages.append({"role": "user", "content": text})
 
-    def add_reply(self, reply: StepReply) -> None:
+    def add_reply(self, reply: Observed) -> None:
         self.rewards.append(reply.reward)
         self.info = reply.info
 
@@ -121,7 +118,7 @@ class _Transcript:
             rewards=np.array(self.rewards, np.float32),
             finish=finish,
             greedy=plan.greedy,
-            seed=plan.seed,
+            seed=plan.start.seed,
             messages=self.messages,
             info=self.info,
             host=host,
@@ -162,7 +159,7 @@ class AgentLoop:
         boundary: Boundary = "environment"
         try:
             started = time.perf_counter()
-            reset = await self._environments.reset(_reset_request(plan))
+            reset = await self._environments.reset(plan.episode, plan.start)
             host = reset.host
             boundary = "task"
             prompt = self._chat.first_prompt(reset.messages).tolist()
@@ -217,7 +214,7 @@ class AgentLoop:
 
     async def _interact(
         self, plan: EpisodePlan, host: str, transcript: _Transcript, text: str
-    ) -> StepReply:
+    ) -> Observed:
         """INTERACTING: the game's answer to the turn."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
@@ -227,7 +224,7 @@ class AgentLoop:
         return reply
 
     def _finish(
-        self, transcript: _Transcript, reply: StepReply
+        self, transcript: _Transcript, reply: Observed
     ) -> Literal["done", "turns", "length"] | None:
         """Say why the episode is over, or None."""
         if reply.done:
@@ -236,7 +233,7 @@ class AgentLoop:
             return "turns"
         return None
 
-    def _observe(self, transcript: _Transcript, reply: StepReply) -> bool:
+    def _observe(self, transcript: _Transcript, reply: Observed) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
         message = {"role": "user", "content": reply.observation}
@@ -259,16 +256,6 @@ class PromptTooLong(TinkermqError, ValueError):
     """A first prompt over the limit: a mistake in the task, so it is not tried again."""
 
     code = "prompt_too_long"
-
-
-def _reset_request(plan: EpisodePlan) -> ResetRequest:
-    return ResetRequest(
-        episode=plan.episode,
-        split=plan.split,
-        sample=plan.sample,
-        seed=plan.seed,
-        kwargs=plan.reset_kwargs,
-    )
 
 
 def _failure(boundary: Boundary, error: TinkermqError, transcript: _Transcript) -> EpisodeFailed:

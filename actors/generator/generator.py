@@ -16,6 +16,7 @@ import structlog
 from ...broker.feed import publish_dead
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
+from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
@@ -24,7 +25,6 @@ from ..runtime import JobContext, settle_memory
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine
-from .environments import Environments
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner
 from .transformers_engine import TransformersEngine

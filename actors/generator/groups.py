@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from ...envs.remote import Start
 from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
@@ -74,14 +75,12 @@ class GroupRunner:
 
     def _plans(self, task: Task, attempt: str) -> list[EpisodePlan]:
         """All episodes of a group start from the same state: the prompt is what they share."""
+        start = Start("train", task.sample, task.seed, task.reset_kwargs)
         return [
             EpisodePlan(
                 episode=f"{attempt}-{task.task}-{number}",
-                split="train",
-                sample=task.sample,
-                seed=task.seed,
+                start=start,
                 greedy=number >= task.group_size,
-                reset_kwargs=task.reset_kwargs,
             )
             for number in range(task.group_size + int(task.greedy_baseline))
         ]

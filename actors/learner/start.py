@@ -7,8 +7,8 @@ from typing import Any, cast
 import torch
 
 from ...broker.tracking import Tracker, make_trackers
+from ...envs.remote import Environments
 from ...schemas.config import JobConfig
-from ..generator.environments import Environments
 from ..model_folder import load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_optimizer, load_state

@@ -1,6 +1,7 @@
 """Games of the user's own are hosted in the user's process."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,9 @@ from tinkermq.clients import GameEnvironment, MathGameEnvironment, create_game_e
 from tinkermq.clients.address import JobAddress
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.addition import AdditionGame, make_data
-from tinkermq.schemas.env import (
-    DescribeReply,
-    DescribeRequest,
-    ResetReply,
-    ResetRequest,
-    StepReply,
-    StepRequest,
-)
+from tinkermq.envs.remote import Environments, Start
+from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.errors import ConfigError, DataError, GameError
 from tinkermq.schemas.subjects import JobScope
 
@@ -59,22 +55,10 @@ def url(broker: Broker, scope: JobScope) -> str:
 
 async def play(broker: Broker, scope: JobScope, action: str, sample: int | None = None) -> float:
     """Reset and step once, as a generator does."""
-    opened = await call(
-        broker,
-        scope.env_reset,
-        ResetRequest(episode=f"e-{action}", split="train", sample=sample, seed=1),
-        ResetReply,
-        timeout_s=10,
-        waiting_for="the game",
-    )
-    stepped = await call(
-        broker,
-        scope.env(opened.host, "step"),
-        StepRequest(episode=f"e-{action}", turn=0, action=action),
-        StepReply,
-        timeout_s=10,
-        waiting_for="the game",
-    )
+    hosts = Environments(broker, scope, EnvConfig(game="echo"), lambda _: nullcontext())
+    episode = f"e-{action}"
+    started = await hosts.reset(episode, Start("train", sample, 1))
+    stepped = await hosts.step(started.host, episode, 0, action)
     return stepped.reward
 
 

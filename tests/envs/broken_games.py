@@ -102,6 +102,20 @@ class GoldIsWrong(CountingGame):
         return "0"
 
 
+class SlowWhenTold(CountingGame):
+    def step(self, action: str) -> StepResult:
+        if action == "raise":
+            raise ValueError("as told")
+        time.sleep({"slow": 0.3, "very slow": 6.0}.get(action, 0.0))
+        return StepResult(action, 0.0, False)
+
+
+class SlowToReset(CountingGame):
+    def reset(self, start: int = 0, trouble: str = "", **_: Any) -> str:
+        time.sleep(1.3)
+        return super().reset(start, trouble)
+
+
 class NotAGame:
     pass
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 from tinkermq.broker.rpc import call
@@ -13,6 +14,7 @@ from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.thread_runner import MAX_GIVEN_UP
 from tinkermq.schemas.config import EnvConfig
 from tinkermq.schemas.env import (
+    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -50,14 +52,24 @@ class Client:
 
     async def reset(self, episode, sample=None, seed=0, split="train", **kwargs):
         request = ResetRequest(
-            episode=episode, split=split, sample=sample, seed=seed, kwargs=kwargs
+            episodes=[episode], split=split, sample=sample, seed=seed, kwargs=kwargs, wait_s=9
         )
-        return await self._call(self.scope.env_reset, request, ResetReply)
+        reply = await self._call(self.scope.env_reset, request, ResetReply)
+        (opened,) = reply.episodes
+        if opened.error is not None:
+            raise opened.error.to_error()
+        return SimpleNamespace(
+            host=reply.host, lease_s=reply.lease_s, messages=reply.prompts[opened.prompt]
+        )
 
     async def step(self, episode, turn, action="go", host=None):
         subject = self.scope.env(host or self.host.name, "step")
-        request = StepRequest(episode=episode, turn=turn, action=action)
-        return await self._call(subject, request, StepReply)
+        request = StepRequest(actions=[Action(episode=episode, turn=turn, action=action)], wait_s=9)
+        (stepped,) = (await self._call(subject, request, StepReply)).actions
+        if stepped.error is not None:
+            raise stepped.error.to_error()
+        assert stepped.result is not None, "not ready"
+        return stepped.result
 
     async def close(self, episode):
         subject = self.scope.env(self.host.name, "close")

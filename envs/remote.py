@@ -1,0 +1,275 @@
+"""A job's environment hosts as their callers see them: reset, step and close over the broker.
+
+What a caller asks for within one turn of its event loop travels in one message: the resets of a
+task's episodes, the steps of all episodes at one host. A host answers within moments what is ready
+and names what is not, so that a slow game holds up nobody else; what was not ready is asked after,
+which repeats nothing, until the game's own limit is over. A host that has died is found out by the
+next such question.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..broker.connection import Broker, ConnectionLost
+from ..broker.rpc import call
+from ..broker.together import Together
+from ..schemas.codec import pack
+from ..schemas.config import EnvConfig
+from ..schemas.env import (
+    Action,
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    Observed,
+    Opened,
+    ResetReply,
+    ResetRequest,
+    Split,
+    Stepped,
+    StepReply,
+    StepRequest,
+)
+from ..schemas.errors import DeadlineError, GameError, NotFoundError, TinkermqError
+from ..schemas.subjects import JobScope
+
+_ANSWER_S = 4.0
+_HOLD_S = 1.0
+_HOLD_MANY_S = 0.02
+_PART_CHARS = 2**20
+_RETRY_S = 0.25
+_MARGIN_S = 5.0
+_STEP_PATIENCE = 4
+_NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
+
+T = TypeVar("T")
+Waiting = Callable[[str], AbstractContextManager[None]]
+
+
+class HostGone(GameError):
+    """The host that held the episode no longer answers: the episode starts again elsewhere."""
+
+    code = "host_gone"
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode starts from; alike for all episodes of a task."""
+
+    split: Split
+    sample: int | None
+    seed: int
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
+        """Return the message that starts these episodes."""
+        return ResetRequest(
+            episodes=episodes,
+            split=self.split,
+            sample=self.sample,
+            seed=self.seed,
+            kwargs=self.kwargs,
+            wait_s=wait_s,
+        )
+
+
+@dataclass(frozen=True)
+class Started:
+    """An episode that has started."""
+
+    host: str
+    """The host that holds it."""
+    messages: list[dict[str, Any]]
+    """Chat messages of its first prompt."""
+
+
+class Environments:
+    """Calls to the environment hosts of one job.
+
+    While a job has no host at all, `reset` and `describe` wait: `waiting` names the wait in the
+    actor's heartbeat, and the wait ends when a host comes back.
+    """
+
+    def __init__(
+        self, broker: Broker, scope: JobScope, config: EnvConfig, waiting: Waiting
+    ) -> None:
+        self._broker = broker
+        self._scope = scope
+        self._config = config
+        self._waiting = waiting
+        self._resets = Together[bytes, tuple[str, Start], Started | str](self._send_resets)
+        self._steps = Together[str, Action, Observed | None](self._send_steps)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def describe(self) -> DescribeReply:
+        """Ask any host what it serves; waits for the first host."""
+        return await self._patiently(self._describe)
+
+    async def reset(self, episode: str, start: Start) -> Started:
+        """Start an episode on some host; waits while there is none.
+
+        Raises GameError with the game's own words when the game failed, HostGone when the host
+        vanished meanwhile.
+        """
+        key = pack([start.split, start.sample, start.seed, start.kwargs])
+        answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
+        deadline = time.monotonic() + self._config.reset_timeout_s + _MARGIN_S
+        while isinstance(answer, str):
+            answer = await self._ask_after_reset(answer, episode, start, deadline)
+        return answer
+
+    async def step(self, host: str, episode: str, turn: int, action: str) -> Observed:
+        """Give the game one action.
+
+        A step may queue behind others at its host, whose own limit counts from when the game
+        plays. Raises HostGone when the host has vanished or stays silent, GameError when the game
+        failed.
+        """
+        asked = Action(episode=episode, turn=turn, action=action)
+        patience_s = _STEP_PATIENCE * (self._config.step_timeout_s + _MARGIN_S)
+        deadline = time.monotonic() + patience_s
+        try:
+            answer = await self._steps.ask(host, asked)
+            while answer is None:
+                _check(deadline, host, "step")
+                (answer,) = await self._ask_steps(host, [asked], _HOLD_S)
+                if isinstance(answer, TinkermqError):
+                    raise answer
+        except _NOBODY as error:
+            raise _gone(host, error) from error
+        return answer
+
+    def close(self, host: str, episode: str) -> None:
+        """Free an episode, without waiting; a lost message is made up for by the lease."""
+        task = asyncio.create_task(self._close(host, episode), name="close episode")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _describe(self) -> DescribeReply:
+        request = DescribeRequest()
+        return await self._call(self._scope.env_describe, request, DescribeReply, "any host")
+
+    # -- resets --------------------------------------------------------------------------------
+
+    async def _send_resets(
+        self, _: bytes, asked: list[tuple[str, Start]]
+    ) -> list[Started | str | TinkermqError]:
+        """Start episodes of one task, spread over as many hosts as the job has of its own."""
+        episodes, start = [episode for episode, _ in asked], asked[0][1]
+        share = -(-len(episodes) // max(1, self._config.hosts))
+        shares = [episodes[at : at + share] for at in range(0, len(episodes), share)]
+        answers = await asyncio.gather(*(self._open(start, some) for some in shares))
+        return [answer for some in answers for answer in some]
+
+    async def _open(self, start: Start, episodes: list[str]) -> list[Started | str | TinkermqError]:
+        hold_s = _HOLD_S if len(episodes) == 1 else _HOLD_MANY_S
+        request = start.request(episodes, hold_s)
+        try:
+            reply = await self._call(self._scope.env_reset, request, ResetReply, "any host")
+        except TinkermqError as error:
+            return [error] * len(episodes)
+        return [_started(opened, reply) for opened in reply.episodes]
+
+    async def _ask_after_reset(
+        self, host: str, episode: str, start: Start, deadline: float
+    ) -> Started | str:
+        """Ask the host that holds an episode whether it is ready; returns the host if not."""
+        _check(deadline, host, "reset")
+        request = start.request([episode], _HOLD_S)
+        try:
+            reply = await self._call(self._scope.env(host, "reset"), request, ResetReply, host)
+        except _NOBODY as error:
+            raise _gone(host, error) from error
+        answer = _started(reply.episodes[0], reply)
+        if isinstance(answer, TinkermqError):
+            raise answer
+        return answer
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    async def _send_steps(
+        self, host: str, actions: list[Action]
+    ) -> Sequence[Observed | TinkermqError | None]:
+        hold_s = _HOLD_S if len(actions) == 1 else _HOLD_MANY_S
+        parts = [self._ask_steps(host, part, hold_s) for part in _parts(actions)]
+        return [answer for some in await asyncio.gather(*parts) for answer in some]
+
+    async def _ask_steps(
+        self, host: str, actions: list[Action], hold_s: float
+    ) -> Sequence[Observed | TinkermqError | None]:
+        request = StepRequest(actions=actions, wait_s=hold_s)
+        reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
+        return [_result(stepped) for stepped in reply.actions]
+
+    # -- both ----------------------------------------------------------------------------------
+
+    async def _call(self, subject: str, request: Any, reply_model: Any, whom: str) -> Any:
+        return await call(
+            self._broker,
+            subject,
+            request,
+            reply_model,
+            timeout_s=_ANSWER_S,
+            waiting_for=f"environment host {whom}",
+            idempotent=True,
+        )
+
+    async def _close(self, host: str, episode: str) -> None:
+        await self._broker.publish(
+            self._scope.env(host, "close"), CloseRequest(episode=episode).to_bytes()
+        )
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try until a host answers; only its answer, good or bad, ends the wait."""
+        try:
+            return await attempt()
+        except _NOBODY:
+            pass
+        with self._waiting("an environment host (none answers)"):
+            while True:
+                await asyncio.sleep(_RETRY_S)
+                with contextlib.suppress(*_NOBODY):
+                    return await attempt()
+
+
+def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError:
+    """Return an episode that has started, the host that is still at it, or an error."""
+    if opened.error is not None:
+        return opened.error.to_error()
+    return (
+        reply.host if opened.prompt is None else Started(reply.host, reply.prompts[opened.prompt])
+    )
+
+
+def _parts(actions: list[Action]) -> list[list[Action]]:
+    """Cut actions into parts of about a megabyte of text, so that each fits into a message."""
+    parts: list[list[Action]] = [[]]
+    num_chars = 0
+    for action in actions:
+        num_chars += len(action.action)
+        if num_chars > _PART_CHARS and parts[-1]:
+            parts.append([])
+            num_chars = len(action.action)
+        parts[-1].append(action)
+    return parts
+
+
+def _result(stepped: Stepped) -> Observed | TinkermqError | None:
+    return stepped.result if stepped.error is None else stepped.error.to_error()
+
+
+def _check(deadline: float, host: str, what: str) -> None:
+    if time.monotonic() > deadline:
+        late = DeadlineError(f"it did not finish a {what} in time", hint="see the host's log")
+        raise _gone(host, late)
+
+
+def _gone(host: str, error: TinkermqError) -> HostGone:
+    return HostGone(
+        f"environment host {host} does not answer: {error.message}",
+        hint="the episode starts again on another host",
+    )
