@@ -91,7 +91,6 @@ async def measure_nats(url: str, num_episodes: int, seconds: float) -> float:
             host = (await hosts.reset(episode, start)).host
             for turn in range(TURNS):
                 await hosts.step(host, episode, turn, ACTION)
-            hosts.close(host, episode)
             return TURNS
 
         await hosts.describe()

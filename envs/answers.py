@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..schemas.codec import pack
-from ..schemas.env import Observed, Opened, Stepped
+from ..schemas.env import FailedStep, Opened, StepReply
 from ..schemas.errors import TinkermqError
 from ..schemas.reply import ErrorReply
 from .game import ChatMessage, StepResult
@@ -56,35 +56,58 @@ class StepAnswer:
     """Collects what became of actions."""
 
     def __init__(self) -> None:
-        self.actions: list[Stepped] = []
+        self._observations: list[str | None] = []
+        self._rewards: list[float] = []
+        self._done: list[bool] = []
+        self._infos: list[dict[str, Any]] = []
+        self._failed: list[FailedStep] = []
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
         """Add the next action: the game's answer, or why it was not asked."""
-        self.actions.append(self._stepped(answer))
+        result = self._result(answer)
+        if result is None:
+            self._observations.append(None)
+            self._rewards.append(0.0)
+            self._done.append(False)
+            self._infos.append({})
+        else:
+            self._observations.append(result.observation)
+            self._rewards.append(result.reward)
+            self._done.append(result.done)
+            self._infos.append(result.info)
 
-    def _stepped(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> Stepped:
+    def reply(self) -> StepReply:
+        """Return the message."""
+        return StepReply(
+            observations=self._observations,
+            rewards=self._rewards,
+            done=self._done,
+            infos=self._infos,
+            failed=self._failed,
+        )
+
+    def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
+        """Return what can be told of one action now; an error goes to the failed ones."""
         if isinstance(answer, TinkermqError):
-            return Stepped(error=_told(answer))
+            self._fail(answer)
+            return None
         if not answer.done():
-            return Stepped()
+            return None
         if error := answer.exception():
-            return Stepped(error=_told(error))
+            self._fail(error)
+            return None
         result = answer.result()
         try:
             info_bytes = len(pack(result.info)) if result.info else 0
         except TinkermqError as error:  # the game's `info` cannot travel
-            return Stepped(error=_told(error))
+            self._fail(error)
+            return None
         self._num_bytes += len(result.observation) + info_bytes
-        if self._num_bytes > MAX_BYTES and self.actions:
-            return Stepped()
-        observed = Observed(
-            observation=result.observation,
-            reward=result.reward,
-            done=result.done,
-            info=result.info,
-        )
-        return Stepped(result=observed)
+        return None if self._num_bytes > MAX_BYTES and self._observations else result
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
 
 
 def _told(error: BaseException) -> ErrorReply:

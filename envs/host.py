@@ -10,8 +10,8 @@ inside a client's process.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -21,7 +21,6 @@ from ..broker.connection import Broker
 from ..broker.rpc import Service
 from ..schemas.config import EnvConfig
 from ..schemas.env import (
-    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -238,46 +237,46 @@ class EnvironmentHost:
 
     async def _step(self, request: StepRequest) -> StepReply:
         """Play the actions; tell what is ready, and what went wrong."""
-        answers = [self._play(action) for action in request.actions]
+        columns = zip(request.episodes, request.turns, request.actions, strict=True)
+        answers = [self._play(*action) for action in columns]
         await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
-        reply = StepAnswer()
+        collected = StepAnswer()
         for answer in answers:
-            reply.add(answer)
-        return StepReply(actions=reply.actions)
+            collected.add(answer)
+        return collected.reply()
 
-    def _play(self, action: Action) -> "asyncio.Future[StepResult] | TinkermqError":
-        held = self._held.get(action.episode)
+    def _play(
+        self, episode: str, turn: int, action: str
+    ) -> "asyncio.Future[StepResult] | TinkermqError":
+        held = self._held.get(episode)
         if held is None:
             return NotFoundError(
-                f"host {self.name} holds no episode {action.episode!r}",
+                f"host {self.name} holds no episode {episode!r}",
                 hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
             )
         held.touch()
         try:
-            if not held.is_repeat(action.turn):
+            if not held.is_repeat(turn):
                 held.turn += 1
                 self.counts.steps += 1
-                answer = self._runner.step(action.episode, action.action)
-                held.answer = asyncio.ensure_future(self._settled(held, answer))
-                held.answer.add_done_callback(_seen)
+                held.answer = asyncio.ensure_future(self._runner.step(episode, action))
+                held.answer.add_done_callback(partial(self._settle, held))
         except TinkermqError as error:
             return error
         assert held.answer is not None
         return held.answer
 
-    async def _settled(self, held: Held, answer: Awaitable[StepResult]) -> StepResult:
-        """Pass the game's answer on; an episode whose game failed has ended."""
-        try:
-            result = await answer
-        except TinkermqError:
+    def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
+        """Take notice of the game's answer; an episode whose game failed has ended."""
+        if answer.cancelled():
+            return
+        if answer.exception() is not None:
             self.counts.failures += not held.ended
             held.ended = True
-            self._changed.set()
-            raise
-        held.ended = held.ended or result.done
-        held.touch()
+        else:
+            held.ended = held.ended or answer.result().done
+            held.touch()
         self._changed.set()
-        return result
 
     async def _close(self, request: CloseRequest) -> Empty:
         self._free(request.episode)

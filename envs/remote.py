@@ -21,21 +21,19 @@ from ..broker.together import Together
 from ..schemas.codec import pack
 from ..schemas.config import EnvConfig
 from ..schemas.env import (
-    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
-    Observed,
     Opened,
     ResetReply,
     ResetRequest,
     Split,
-    Stepped,
     StepReply,
     StepRequest,
 )
 from ..schemas.errors import DeadlineError, GameError, NotFoundError, TinkermqError
 from ..schemas.subjects import JobScope
+from .game import StepResult
 
 _ANSWER_S = 4.0
 _HOLD_S = 1.0
@@ -47,6 +45,8 @@ _STEP_PATIENCE = 4
 _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
 T = TypeVar("T")
+Action = tuple[str, int, str]
+"""Episode, turn, text."""
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 
@@ -102,7 +102,7 @@ class Environments:
         self._config = config
         self._waiting = waiting
         self._resets = Together[bytes, tuple[str, Start], Started | str](self._send_resets)
-        self._steps = Together[str, Action, Observed | None](self._send_steps)
+        self._steps = Together[str, Action, StepResult | None](self._send_steps)
         self._closing: set[asyncio.Task[None]] = set()
 
     async def describe(self) -> DescribeReply:
@@ -122,14 +122,14 @@ class Environments:
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
 
-    async def step(self, host: str, episode: str, turn: int, action: str) -> Observed:
+    async def step(self, host: str, episode: str, turn: int, action: str) -> StepResult:
         """Give the game one action.
 
         A step may queue behind others at its host, whose own limit counts from when the game
         plays. Raises HostGone when the host has vanished or stays silent, GameError when the game
         failed.
         """
-        asked = Action(episode=episode, turn=turn, action=action)
+        asked = (episode, turn, action)
         patience_s = _STEP_PATIENCE * (self._config.step_timeout_s + _MARGIN_S)
         deadline = time.monotonic() + patience_s
         try:
@@ -193,17 +193,20 @@ class Environments:
 
     async def _send_steps(
         self, host: str, actions: list[Action]
-    ) -> Sequence[Observed | TinkermqError | None]:
+    ) -> Sequence[StepResult | TinkermqError | None]:
         hold_s = _HOLD_S if len(actions) == 1 else _HOLD_MANY_S
         parts = [self._ask_steps(host, part, hold_s) for part in _parts(actions)]
         return [answer for some in await asyncio.gather(*parts) for answer in some]
 
     async def _ask_steps(
         self, host: str, actions: list[Action], hold_s: float
-    ) -> Sequence[Observed | TinkermqError | None]:
-        request = StepRequest(actions=actions, wait_s=hold_s)
+    ) -> Sequence[StepResult | TinkermqError | None]:
+        episodes, turns, texts = zip(*actions, strict=True)
+        request = StepRequest(
+            episodes=list(episodes), turns=list(turns), actions=list(texts), wait_s=hold_s
+        )
         reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
-        return [_result(stepped) for stepped in reply.actions]
+        return _results(reply)
 
     # -- both ----------------------------------------------------------------------------------
 
@@ -250,16 +253,24 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
     parts: list[list[Action]] = [[]]
     num_chars = 0
     for action in actions:
-        num_chars += len(action.action)
+        num_chars += len(action[2])
         if num_chars > _PART_CHARS and parts[-1]:
             parts.append([])
-            num_chars = len(action.action)
+            num_chars = len(action[2])
         parts[-1].append(action)
     return parts
 
 
-def _result(stepped: Stepped) -> Observed | TinkermqError | None:
-    return stepped.result if stepped.error is None else stepped.error.to_error()
+def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
+    """Return for each action the game's answer, an error, or None where it is not ready."""
+    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, strict=True)
+    results: list[StepResult | TinkermqError | None] = [
+        None if observation is None else StepResult(observation, reward, done, info)
+        for observation, reward, done, info in columns
+    ]
+    for failed in reply.failed:
+        results[failed.index] = failed.error.to_error()
+    return results
 
 
 def _check(deadline: float, host: str, what: str) -> None:

@@ -1,7 +1,8 @@
 """Run games in threads of the host's own process: the fastest way, for games that behave.
 
-A worker thread takes work from one queue and puts finished work on another; the event loop is
-woken once for all that finished meanwhile, so that many short steps share the cost of a wake-up.
+Worker threads take work from one queue and put finished work on another. They are woken once for
+all that was asked within one turn of the event loop, and the loop once for all that finished
+meanwhile, so that many short steps share the cost of a wake-up.
 A thread cannot be killed: one that hangs past its limit is given up and replaced, a bounded
 number of times. The limit counts from when a thread takes the work, not from when it was asked.
 """
@@ -24,7 +25,7 @@ MAX_GIVEN_UP = 16
 """Threads hung at the same time that are replaced; past it the host says it cannot go on."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Work:
     """One call into a game, and where its outcome goes."""
 
@@ -79,7 +80,10 @@ class ThreadRunner:
         self._num_workers = num_workers
         self._reset_timeout_s = reset_timeout_s
         self._step_timeout_s = step_timeout_s
-        self._queue: SimpleQueue[_Work | None] = SimpleQueue()
+        self._queue: deque[_Work] = deque()
+        self._num_new = 0
+        self._wakes: SimpleQueue[bool] = SimpleQueue()
+        """A worker takes one and plays until the queue is empty; False ends a worker."""
         self._finished: deque[_Work] = deque()
         self._waking = threading.Lock()
         self._workers: list[_Worker] = []
@@ -126,14 +130,22 @@ class ThreadRunner:
     async def stop(self) -> None:
         """Let the threads end; one that hangs ends with the process."""
         for _ in self._workers:
-            self._queue.put(None)
+            self._wakes.put(False)
 
     def _submit(
         self, verb: str, episode: str, limit_s: float, call: Callable[[], Any]
     ) -> "asyncio.Future[Any]":
         work = _Work(verb, episode, limit_s, call, self._loop.create_future())
-        self._queue.put(work)
+        self._queue.append(work)
+        if not self._num_new:
+            self._loop.call_soon(self._wake_workers)
+        self._num_new += 1
         return work.future
+
+    def _wake_workers(self) -> None:
+        for _ in range(min(self._num_new, self._num_workers)):
+            self._wakes.put(True)
+        self._num_new = 0
 
     def _add_worker(self) -> None:
         worker = _Worker()
@@ -145,18 +157,21 @@ class ThreadRunner:
 
     def _serve(self, worker: _Worker) -> None:
         """Play what is in the queue until told to stop, or until given up."""
-        while not worker.given_up:
-            work = self._queue.get()
-            if work is None:
-                return
-            worker.work = work
-            work.run()
-            worker.work = None
-            self._finished.append(work)
-            self._wake_loop()
-            if worker.given_up:
-                self._episodes.drop(work.episode)
-                self._on_loop(self._return_thread)
+        while self._wakes.get():
+            while True:
+                try:
+                    work = self._queue.popleft()
+                except IndexError:
+                    break
+                worker.work = work
+                work.run()
+                worker.work = None
+                self._finished.append(work)
+                self._wake_loop()
+                if worker.given_up:
+                    self._episodes.drop(work.episode)
+                    self._on_loop(self._return_thread)
+                    return
 
     def _wake_loop(self) -> None:
         """Wake the event loop unless it has been woken already and not yet looked."""
@@ -178,6 +193,7 @@ class ThreadRunner:
         self._num_given_up += 1
         if self._num_given_up <= MAX_GIVEN_UP:
             self._add_worker()
+            self._wakes.put(True)  # for what it may have left in the queue
         work.error = hung(self._name, work.verb, work.limit_s)
         work.finish()
 
@@ -186,16 +202,16 @@ class ThreadRunner:
         self._num_given_up -= 1
         if len(self._workers) < self._num_workers:
             self._add_worker()
+            self._wakes.put(True)
 
     def _refuse_queued(self) -> None:
-        while not self._queue.empty():
-            work = self._queue.get()
-            if work is not None:
-                work.error = GameError(
-                    f"{self._num_given_up} calls of {self._name} have hung, no thread is left",
-                    hint="set env.isolation=process: a hung game is killed there",
-                )
-                work.finish()
+        while self._queue:
+            work = self._queue.popleft()
+            work.error = GameError(
+                f"{self._num_given_up} calls of {self._name} have hung, no thread is left",
+                hint="set env.isolation=process: a hung game is killed there",
+            )
+            work.finish()
 
 
 def hung(game: str, verb: str, limit_s: float) -> GameError:

@@ -1,8 +1,8 @@
 """What generators and environment hosts say to each other."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .message import Message
 from .reply import ErrorReply
@@ -71,53 +71,58 @@ class ResetReply(Message):
     """An episode is freed when it is neither stepped nor closed for this long."""
 
 
-class Action(Message):
-    """One action of the policy."""
-
-    episode: EpisodeId
-    """Id of the episode."""
-    turn: int = Field(ge=0)
-    """Number of the turn; asking again with the same number returns the same answer."""
-    action: str
-    """The generated text of the turn."""
-
-
 class StepRequest(Message):
-    """Actions for episodes that one host holds, on `env.<host>.step`."""
+    """One action each for episodes that one host holds, on `env.<host>.step`, column by column.
 
-    actions: list[Action] = Field(min_length=1, max_length=4096)
-    """One for each episode; to ask after one that was not ready, send it again."""
+    To ask after those that were not ready, send them again.
+    """
+
+    episodes: list[EpisodeId] = Field(min_length=1, max_length=4096)
+    """Ids of the episodes."""
+    turns: list[Annotated[int, Field(ge=0)]]
+    """Numbers of their turns; asking again with the same number returns the same answer."""
+    actions: list[str]
+    """The generated texts of the turns."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
     """How long the host may hold its answer back for games that are not ready."""
 
-
-class Observed(Message):
-    """The game's answer to one action."""
-
-    observation: str
-    """What the policy sees next."""
-    reward: float
-    """Reward of the turn."""
-    done: bool
-    """The episode has ended."""
-    info: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Whatever else the game tells."""
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        if not len(self.episodes) == len(self.turns) == len(self.actions):
+            raise ValueError("episodes, turns and actions are of different lengths")
+        return self
 
 
-class Stepped(Message):
-    """What became of one action; neither field is set while the game is at it."""
+class FailedStep(Message):
+    """An action that the game did not survive, or that could not be played."""
 
-    result: Observed | None = None
-    """The game's answer."""
-    error: ErrorReply | None = None
-    """Why there is none; the episode has ended."""
+    index: int
+    """Which of the request's actions."""
+    error: ErrorReply
+    """What happened."""
 
 
 class StepReply(Message):
-    """What became of the actions of a request."""
+    """What became of the actions of a request, in its order, column by column."""
 
-    actions: list[Stepped]
-    """In the order of the request."""
+    observations: list[str | None]
+    """What the policy sees next; None for an action that failed or is not ready yet."""
+    rewards: list[float]
+    """Rewards of the turns."""
+    done: list[bool]
+    """Whether the episodes have ended."""
+    infos: list[dict[str, Any]]
+    """Whatever else the games tell."""
+    failed: list[FailedStep] = Field(default_factory=list[FailedStep])
+    """The actions that failed; their episodes have ended."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> Self:
+        if not len(self.observations) == len(self.rewards) == len(self.done) == len(self.infos):
+            raise ValueError("observations, rewards, done and infos are of different lengths")
+        if any(not 0 <= one.index < len(self.observations) for one in self.failed):
+            raise ValueError("failed names an action that was not asked for")
+        return self
 
 
 class CloseRequest(Message):

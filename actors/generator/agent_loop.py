@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.env import Observed
 from ...schemas.errors import EngineError, TinkermqError
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
@@ -102,7 +102,7 @@ class _Transcript:
         self.versions += [-1] * len(ids)
         self.messages.append({"role": "user", "content": text})
 
-    def add_reply(self, reply: Observed) -> None:
+    def add_reply(self, reply: StepResult) -> None:
         self.rewards.append(reply.reward)
         self.info = reply.info
 
@@ -214,7 +214,7 @@ class AgentLoop:
 
     async def _interact(
         self, plan: EpisodePlan, host: str, transcript: _Transcript, text: str
-    ) -> Observed:
+    ) -> StepResult:
         """INTERACTING: the game's answer to the turn."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
@@ -224,7 +224,7 @@ class AgentLoop:
         return reply
 
     def _finish(
-        self, transcript: _Transcript, reply: Observed
+        self, transcript: _Transcript, reply: StepResult
     ) -> Literal["done", "turns", "length"] | None:
         """Say why the episode is over, or None."""
         if reply.done:
@@ -233,7 +233,7 @@ class AgentLoop:
             return "turns"
         return None
 
-    def _observe(self, transcript: _Transcript, reply: Observed) -> bool:
+    def _observe(self, transcript: _Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
         message = {"role": "user", "content": reply.observation}

@@ -12,7 +12,6 @@ from tinkermq.broker.connection import Broker
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import call
 from tinkermq.schemas.env import (
-    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -76,7 +75,7 @@ async def test_the_actor_hosts_its_jobs_game_and_finishes_episodes_before_it_end
         host = (await ask(broker, scope.env_reset, request, ResetReply)).host
         process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.3)
-        step = StepRequest(actions=[Action(episode="a", turn=0, action="3")])
+        step = StepRequest(episodes=["a"], turns=[0], actions=["3"])
         await ask(broker, scope.env(host, "step"), step, StepReply)
         await ask(broker, scope.env(host, "close"), CloseRequest(episode="a"), Empty)
         events = [line["event"] for line in await log_of(process)]

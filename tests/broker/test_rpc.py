@@ -13,7 +13,6 @@ from tinkermq.broker.connection import Broker, ConnectionLost, connect
 from tinkermq.broker.rpc import RequestContext, Service, call
 from tinkermq.broker.server import NatsServer
 from tinkermq.schemas import control, env, job
-from tinkermq.schemas.env import Action, Observed
 from tinkermq.schemas.errors import (
     BrokerError,
     DeadlineError,
@@ -28,7 +27,24 @@ from tinkermq.schemas.reply import ErrorReply
 
 from tests.strategies import hostile_payloads
 
-QUESTION = Action(episode="e", turn=0, action="left")
+
+class Question(Message):
+    """A request of the size of most."""
+
+    episode: str
+    turn: int
+    action: str
+
+
+class Answer(Message):
+    """A reply of the size of most."""
+
+    observation: str
+    reward: float
+    done: bool
+
+
+QUESTION = Question(episode="e", turn=0, action="left")
 
 
 class Echo:
@@ -39,19 +55,19 @@ class Echo:
         self.most = 0
         self.release = asyncio.Event()
 
-    async def step(self, request: Action) -> Observed:
+    async def step(self, request: Question) -> Answer:
         if request.action == "missing":
             raise NotFoundError("there is no episode 'e'", hint="reset it first")
         if request.action == "crash":
             raise RuntimeError("the password is swordfish")
         if request.action == "huge":
-            return Observed(observation="x" * (9 << 20), reward=0, done=False)
+            return Answer(observation="x" * (9 << 20), reward=0, done=False)
         if request.action == "wait":
             self.running += 1
             self.most = max(self.most, self.running)
             await self.release.wait()
             self.running -= 1
-        return Observed(observation=request.action, reward=1.0, done=False)
+        return Answer(observation=request.action, reward=1.0, done=False)
 
 
 @pytest.fixture
@@ -65,14 +81,14 @@ async def service(broker: Broker) -> AsyncIterator[Service]:
 @pytest.fixture
 async def echo(service: Service) -> Echo:
     handlers = Echo()
-    await service.endpoint("step", "test.step", Action, handlers.step)
+    await service.endpoint("step", "test.step", Question, handlers.step)
     return handlers
 
 
-async def _step(broker: Broker, action: str = "left", timeout_s: float = 5.0) -> Observed:
-    request = Action(episode="e", turn=0, action=action)
+async def _step(broker: Broker, action: str = "left", timeout_s: float = 5.0) -> Answer:
+    request = Question(episode="e", turn=0, action=action)
     return await call(
-        broker, "test.step", request, Observed, timeout_s=timeout_s, waiting_for="host h"
+        broker, "test.step", request, Answer, timeout_s=timeout_s, waiting_for="host h"
     )
 
 
@@ -135,23 +151,21 @@ async def test_requests_of_one_endpoint_run_beside_each_other(broker: Broker, ec
 async def test_a_service_that_calls_itself_does_not_deadlock(
     broker: Broker, service: Service
 ) -> None:
-    async def down(request: Action) -> Observed:
+    async def down(request: Question) -> Answer:
         if request.turn == 0:
-            return Observed(observation="bottom", reward=0, done=True)
+            return Answer(observation="bottom", reward=0, done=True)
         return await call(
             broker,
             "test.down",
             request.model_copy(update={"turn": request.turn - 1}),
-            Observed,
+            Answer,
             timeout_s=5,
             waiting_for="myself",
         )
 
-    await service.endpoint("down", "test.down", Action, down)
-    request = Action(episode="e", turn=5, action="")
-    reply = await call(
-        broker, "test.down", request, Observed, timeout_s=5, waiting_for="the service"
-    )
+    await service.endpoint("down", "test.down", Question, down)
+    request = Question(episode="e", turn=5, action="")
+    reply = await call(broker, "test.down", request, Answer, timeout_s=5, waiting_for="the service")
     assert reply.observation == "bottom"
 
 
@@ -222,17 +236,17 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
 ) -> None:
     echo = Echo()
     service = await Service.start(own_broker, name="test-service", description="d")
-    await service.endpoint("step", "test.step", Action, echo.step)
-    request = Action(episode="e", turn=0, action="wait")
+    await service.endpoint("step", "test.step", Question, echo.step)
+    request = Question(episode="e", turn=0, action="wait")
     async with await connect(own_server.url, name="caller") as caller:
 
-        def ask(idempotent: bool) -> "asyncio.Task[Observed]":
+        def ask(idempotent: bool) -> "asyncio.Task[Answer]":
             return asyncio.create_task(
                 call(
                     caller,
                     "test.step",
                     request,
-                    Observed,
+                    Answer,
                     timeout_s=20,
                     waiting_for="host h",
                     idempotent=idempotent,
@@ -257,7 +271,7 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
 async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
     echo = Echo()
     service = await Service.start(broker, name="stopping", description="d")
-    await service.endpoint("step", "test.step", Action, echo.step)
+    await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait"))
     async with asyncio.timeout(5):
         while not echo.running:

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from tinkermq.broker.rpc import call
+from tinkermq.envs import StepResult
 from tinkermq.envs.games import addition
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.thread_runner import MAX_GIVEN_UP
 from tinkermq.schemas.config import EnvConfig
 from tinkermq.schemas.env import (
-    Action,
     CloseRequest,
     DescribeReply,
     DescribeRequest,
@@ -64,12 +64,13 @@ class Client:
 
     async def step(self, episode, turn, action="go", host=None):
         subject = self.scope.env(host or self.host.name, "step")
-        request = StepRequest(actions=[Action(episode=episode, turn=turn, action=action)], wait_s=9)
-        (stepped,) = (await self._call(subject, request, StepReply)).actions
-        if stepped.error is not None:
-            raise stepped.error.to_error()
-        assert stepped.result is not None, "not ready"
-        return stepped.result
+        request = StepRequest(episodes=[episode], turns=[turn], actions=[action], wait_s=9)
+        reply = await self._call(subject, request, StepReply)
+        for failed in reply.failed:
+            raise failed.error.to_error()
+        (observation,) = reply.observations
+        assert observation is not None, "not ready"
+        return StepResult(observation, reply.rewards[0], reply.done[0], reply.infos[0])
 
     async def close(self, episode):
         subject = self.scope.env(self.host.name, "close")
