@@ -19,6 +19,14 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
+HANGS = {
+    "game": "tests.games:SlowBandit",
+    "kwargs": {"delay_s": 600},
+    "isolation": "process",
+    "step_timeout_s": 0.5,
+    "num_val": 0,
+}
+
 
 def with_template(model: Path, folder: Path, template: str) -> Path:
     """Copy a model and give it another chat template."""
@@ -55,6 +63,7 @@ async def jobs(
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
         "import": small_job(model, env={"game": "tests.games:NoSuchGame"}, generator=alone),
         "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
+        "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
         "healthy": small_job(model),
     }
@@ -72,6 +81,7 @@ async def jobs(
         ("nothing", ["nothing.jsonl"]),
         ("import", ["module tests.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
+        ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
     ],
 )

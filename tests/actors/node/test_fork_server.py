@@ -7,19 +7,22 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from tinkermq.actors.node.children import Child, ForkServer
 from tinkermq.actors.node.command import actor_environment
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 NOBODY = "nats://127.0.0.1:1"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[ForkServer]:
-    """A fork server of the test's own."""
-    made = ForkServer(idle_s=0.2)
+    """One fork server for the module: to import torch takes seconds."""
+    made = ForkServer()
     yield made
     await made.close()
 
@@ -93,7 +96,8 @@ async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
     await asyncio.wait_for(again.child.wait(), 5)
 
 
-async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) -> None:
+async def test_a_server_without_actors_ends_after_a_while() -> None:
+    server = ForkServer(idle_s=0.2)
     actor = await Actor.start(server)
     pid = server.pid
     assert pid is not None
@@ -104,3 +108,4 @@ async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) ->
         while alive(pid):
             await asyncio.sleep(0.02)
     assert server.pid is None
+    await server.close()
