@@ -20,7 +20,7 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp  ## Run the whole default suite, linters included
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter
 	$(BIN)/ruff check .

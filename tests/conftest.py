@@ -12,7 +12,7 @@ from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
 
 _numbers = itertools.count(1)
-_LONGEST = ("test_learning", "test_quickstart", "test_house", "test_kills", "test_membership")
+_LONGEST = ("test_learning", "test_quickstart", "test_kills", "test_bad_input", "test_house")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
