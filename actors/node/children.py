@@ -138,6 +138,10 @@ class ForkServer:
                     channel = self._channel or await self._start()
                     await _send(channel, request, output)
                 return await asked
+        except TimeoutError as slow:
+            raise OSError(
+                f"no actor was forked within {_START_DEADLINE_S:.0f} s; see the node's log"
+            ) from slow
         finally:
             del self._asked[request.number]
 

@@ -24,7 +24,6 @@ from ...broker.process import die_with
 
 PACKET_BYTES = 256 * 1024
 _HEAVY = (
-    "setproctitle",
     "tinkermq.actors.learner.start",
     "tinkermq.actors.generator.generator",
     "tinkermq.actors.evaluator.evaluator",
@@ -112,6 +111,7 @@ def _noted(*_: object) -> None:
 
 def _import_heavy() -> None:
     """Import what takes long; what is missing here is missed, and told, by the actor itself."""
+    _find_title()
     for module in _HEAVY:
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -120,6 +120,14 @@ def _import_heavy() -> None:
         raise RuntimeError(f"{num_threads} threads run after the imports: a fork would lose them")
     gc.collect()
     gc.freeze()  # keeps the collector from writing to pages that all actors share
+
+
+def _find_title() -> None:
+    """Have setproctitle find its place now: it is found by the environment as it was at first."""
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.getproctitle()
 
 
 def _become(request: ForkRequest) -> int:
