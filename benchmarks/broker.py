@@ -27,32 +27,15 @@ from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.message import Message
+from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
 
 from benchmarks.report import Report, parser
 
-
-class Question(Message):
-    """A request of the size of most."""
-
-    episode: str
-    turn: int
-    action: str
-
-
-class Answer(Message):
-    """A reply of the size of most."""
-
-    observation: str
-    reward: float
-    done: bool
-
-
 SCOPE = JobScope("local", "bench")
-REQUEST = Question(episode="e" * 32, turn=3, action="move left")
+REQUEST = StepRequest(episodes=["e" * 32], turns=[3], actions=["move left"])
 NUM_CALLERS = 32
 Work = Callable[[int], Awaitable[object]]
 
@@ -76,15 +59,15 @@ def make_group(number: int, episodes: int = 8, num_tokens: int = 256) -> Group:
 async def serving(broker: Broker) -> AsyncIterator[None]:
     """Answer typed calls, and raw ones with their own payload."""
 
-    async def step(request: Question) -> Answer:
-        return Answer(observation=request.action, reward=0.0, done=False)
+    async def step(request: StepRequest) -> StepReply:
+        return StepReply(observations=[*request.actions], rewards=[0.0], done=[False], infos=[{}])
 
     async def echo(message: Msg) -> None:
         await broker.nc.publish(message.reply, message.data)
 
     await broker.nc.subscribe("bench.raw", cb=echo)
     async with await Service.start(broker, name="bench", description="Benchmark") as service:
-        await service.endpoint("step", "bench.step", Question, step)
+        await service.endpoint("step", "bench.step", StepRequest, step)
         yield
 
 
@@ -141,7 +124,9 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
             log, queue = RolloutLog(caller, SCOPE), TaskQueue(caller, SCOPE)
 
             async def typed(_: int) -> None:
-                await call(caller, "bench.step", REQUEST, Answer, timeout_s=9, waiting_for="bench")
+                await call(
+                    caller, "bench.step", REQUEST, StepReply, timeout_s=9, waiting_for="bench"
+                )
 
             async def raw(_: int) -> None:
                 await caller.nc.request("bench.raw", raw_payload, timeout=9)

@@ -9,7 +9,7 @@ from tinkermq.actors.learner.replay import replay
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.batch import BatchRecord
 
-from tests.stack import Job
+from tests.jobs import Job
 
 
 async def assert_every_task_once(job: Job) -> None:

@@ -8,7 +8,8 @@ import pytest_asyncio
 from tinkermq.actors.tiny_model import save_tiny_model
 from tinkermq.actors.warm_start import warm_start
 
-from tests.stack import REPOSITORY, Stack
+from tests.configs import REPOSITORY
+from tests.stack import Stack
 
 WARM_MODELS = REPOSITORY / "outputs" / "models"
 """Where the examples expect them; made once, by whoever comes first."""

@@ -25,6 +25,8 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.message import Empty
 from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope
 
+from tests.waiting import PATIENCE_S
+
 
 async def start(broker: Broker, scope: JobScope, game: str) -> Process:
     """Store a job for `game` and start its environment host."""
@@ -47,14 +49,14 @@ async def start(broker: Broker, scope: JobScope, game: str) -> Process:
 
 async def log_of(process: Process) -> list[dict[str, object]]:
     """Wait for the end of the process and return its log lines."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         _, text = await process.communicate()
     return [json.loads(line) for line in text.decode().splitlines() if line.startswith("{")]
 
 
 async def ask(broker: Broker, subject: str, request, reply_model):
     """Ask until somebody answers."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 return await call(

@@ -14,6 +14,7 @@ from tinkermq.schemas.errors import BrokerError, DeadlineError, MessageError, No
 from tinkermq.schemas.subjects import JobScope
 
 from tests.strategies import make_group
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 RIGHTS = """
 authorization { users: [{ user: ann, password: pw, permissions: {
@@ -33,11 +34,10 @@ def _as_ann(server: NatsServer, password: str = "pw") -> str:
 
 
 async def test_an_unreachable_server_is_named_within_the_deadline() -> None:
-    started = time.monotonic()
     with pytest.raises(BrokerError, match=r"no NATS server answers at nats://127.0.0.1:1 ") as got:
-        await connect("nats://127.0.0.1:1", name="test", deadline_s=0.3)
+        async with asyncio.timeout(PATIENCE_S):
+            await connect("nats://127.0.0.1:1", name="test", deadline_s=0.3)
     assert "tinkermq up" in got.value.hint
-    assert time.monotonic() - started < 2
 
 
 async def test_a_host_that_does_not_exist_is_named() -> None:
@@ -53,10 +53,9 @@ async def test_something_that_is_no_url_is_refused(url: str) -> None:
 
 async def test_a_server_without_jetstream_is_refused_at_once(tmp_path: Path) -> None:
     with NatsServer(tmp_path, jetstream=False) as server:
-        started = time.monotonic()
         with pytest.raises(BrokerError, match="has JetStream disabled") as raised:
-            await connect(server.url, name="test")
-        assert time.monotonic() - started < 1
+            async with asyncio.timeout(PATIENCE_S):
+                await connect(server.url, name="test", deadline_s=AFTER_PATIENCE_S)
         assert "nats-server -js" in raised.value.hint
 
 
@@ -83,7 +82,7 @@ async def test_a_denied_subscription_reaches_the_error_callback(
         errors: asyncio.Queue[BrokerError] = asyncio.Queue()
         broker.on_error(errors.put_nowait)
         await broker.listen("secret.thing", lambda _: None)
-        error = await asyncio.wait_for(errors.get(), 5)
+        error = await asyncio.wait_for(errors.get(), PATIENCE_S)
         assert "may not subscribe to 'secret.thing'" in error.message
 
 
@@ -93,7 +92,7 @@ async def test_dropped_messages_reach_the_error_callback(broker: Broker) -> None
     await broker.nc.subscribe("flood", pending_msgs_limit=1)
     for _ in range(5):
         await broker.publish("flood", b"x")
-    error = await asyncio.wait_for(errors.get(), 5)
+    error = await asyncio.wait_for(errors.get(), PATIENCE_S)
     assert "messages on flood were dropped" in error.message
 
 
@@ -121,13 +120,11 @@ async def test_a_request_in_flight_ends_when_the_server_is_killed(
     own_server: NatsServer, own_broker: Broker
 ) -> None:
     await own_broker.listen("silent", lambda _: None)
-    request = asyncio.create_task(own_broker.request("silent", timeout_s=60))
+    request = asyncio.create_task(own_broker.request("silent", timeout_s=AFTER_PATIENCE_S))
     await asyncio.sleep(0.05)
     own_server.kill()
-    started = time.monotonic()
     with pytest.raises(ConnectionLost, match="broke during a request"):
-        await request
-    assert time.monotonic() - started < 1
+        await asyncio.wait_for(request, PATIENCE_S)
 
 
 async def test_a_repeated_request_is_answered_after_a_restart(
@@ -137,13 +134,13 @@ async def test_a_repeated_request_is_answered_after_a_restart(
     own_broker.on_reconnect(lambda: reconnects.append(time.monotonic()))
     own_server.kill()
     asking = asyncio.create_task(
-        own_broker.retry(lambda: own_broker.api("INFO"), deadline_s=20, waiting_for="JetStream")
+        own_broker.retry(
+            lambda: own_broker.api("INFO"), deadline_s=PATIENCE_S, waiting_for="JetStream"
+        )
     )
     await asyncio.sleep(0.2)
     own_server.start()
-    restarted = time.monotonic()
     assert await asking
-    assert time.monotonic() - restarted < 2
     assert len(reconnects) == 1
 
 
@@ -165,7 +162,7 @@ async def test_a_user_who_is_locked_out_later_is_told(tmp_path: Path) -> None:
     broker.on_error(lambda error: errors.append(error.message))
     server.kill()
     with NatsServer(tmp_path / "b", port=server.port, extra_config=RIGHTS.replace("pw", "new")):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not errors:
                 await asyncio.sleep(0.01)
         assert "refuses this user" in errors[0]
@@ -190,7 +187,7 @@ async def test_closing_while_the_server_is_away_leaves_nothing_behind(
         broker = await connect(own_server.url, name="test")
         own_server.kill()
         await asyncio.sleep(0.07)
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(PATIENCE_S):
             await broker.close()
             await asyncio.sleep(0)  # what was cancelled ends in the next turn of the loop
         assert len(asyncio.all_tasks()) == before

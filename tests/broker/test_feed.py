@@ -1,7 +1,6 @@
 """Metrics, events and log lines, followed live."""
 
 import asyncio
-import time
 from contextlib import aclosing
 
 import pytest
@@ -28,6 +27,7 @@ from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Blame, DeadLetter
 
 from tests.strategies import make_task
+from tests.waiting import PATIENCE_S
 
 
 def _metric(step: int) -> Metric:
@@ -64,7 +64,7 @@ class Follower:
     async def __aexit__(self, *exc_info: object) -> None:
         self.stop.set()
         assert self._task is not None
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await self._task
 
     async def _run(self) -> None:
@@ -74,13 +74,13 @@ class Follower:
 
     async def ready(self, broker: Broker, *streams: str) -> None:
         """Wait until the feed has taken its position in these streams."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             for stream in streams:
                 while not (await stream_info(broker, stream))["state"]["consumer_count"]:
                     await asyncio.sleep(0.01)
 
     async def reach(self, count: int) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.messages) < count:
                 await asyncio.sleep(0.005)
 
@@ -121,9 +121,7 @@ async def test_following_goes_on_across_a_kill_without_gap_or_repetition(
             if step % 10 == 5:
                 own_server.kill()
                 own_server.start()
-        started = time.monotonic()
         await follower.reach(30)
-        assert time.monotonic() - started < 2
     assert [m.step for m in follower.messages if isinstance(m, Metric)] == list(range(30))
 
 
@@ -178,4 +176,4 @@ async def test_following_a_removed_job_says_so(broker: Broker, scope: JobScope) 
     await asyncio.sleep(0.1)
     await delete_job_streams(broker, scope)
     with pytest.raises(NotFoundError, match="there is no stream"):
-        await asyncio.wait_for(following, 10)
+        await asyncio.wait_for(following, PATIENCE_S)

@@ -21,6 +21,7 @@ from tinkermq.schemas.task import Blame, DeadLetter
 from tinkermq.schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
 
 from tests.strategies import hostile_payloads, make_group, make_task, nested
+from tests.waiting import PATIENCE_S
 
 BLAME = Blame(boundary="engine", code="engine", message="m")
 METRIC = Metric(step=1, values={"reward/mean": 0.5}, time=1.0)
@@ -96,7 +97,7 @@ async def test_the_task_queue_goes_on_behind_junk(broker: Broker, scope: JobScop
         await _store(broker, scope.task(number), payload)
     await queue.publish(make_task(100))
     numbers: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not numbers:
             numbers = [lease.task.task for lease in await queue.pull(3, 1)]
     assert numbers == [100]
@@ -108,7 +109,7 @@ async def test_the_rollout_reader_goes_on_behind_junk(broker: Broker, scope: Job
     for number, payload in enumerate(JUNK):
         await _store(broker, scope.rollout(number), payload)
     await log.append(make_group(100))
-    async with asyncio.timeout(10), aclosing(log.read()) as entries:
+    async with asyncio.timeout(PATIENCE_S), aclosing(log.read()) as entries:
         errors = 0
         async for entry in entries:
             if entry.group is not None:
@@ -123,7 +124,7 @@ async def test_the_feed_goes_on_behind_junk(broker: Broker, scope: JobScope) -> 
         for payload in JUNK:
             await _store(broker, subject, payload)
     await publish_metric(broker, scope, METRIC)
-    async with asyncio.timeout(10), aclosing(follow(broker, scope)) as feed:
+    async with asyncio.timeout(PATIENCE_S), aclosing(follow(broker, scope)) as feed:
         assert await anext(feed) == METRIC
     assert await read_events(broker, scope) == []
     assert await read_dead(broker, scope) == []

@@ -11,6 +11,8 @@ from tinkermq.schemas.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.subjects import BUCKET_LEASES, BUCKET_REQUESTS
 
+from tests.waiting import PATIENCE_S
+
 
 @pytest.fixture
 def bucket(broker: Broker) -> Bucket[RequestRecord]:
@@ -104,7 +106,7 @@ async def test_a_key_with_a_ttl_vanishes_and_one_that_is_renewed_stays(broker: B
     await bucket.create("short", _value("a"), ttl_s=1)
     revision = await bucket.create("renewed", _value("a"), ttl_s=1)
     await bucket.update("renewed", _value("b"), revision, ttl_s=60)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("short") is not None:
             await asyncio.sleep(0.05)
     await asyncio.sleep(0.2)

@@ -10,6 +10,8 @@ from tinkermq.broker.streams import bucket_config, ensure_stream
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.subjects import BUCKET_ACTORS
 
+from tests.waiting import PATIENCE_S
+
 
 def _presence(name: str) -> Presence:
     return Presence(
@@ -38,7 +40,7 @@ async def test_the_heartbeat_tells_what_the_actor_does_now(broker: Broker) -> No
         return _presence(f"beat{beats}")
 
     async with PresenceBeat(broker, "local.one.a", beat, interval_s=0.02):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while beats < 4:
                 await asyncio.sleep(0.01)
         [entry] = await list_presences(broker, "local.one")
@@ -50,7 +52,7 @@ async def test_a_heartbeat_that_stops_is_gone_after_its_ttl(own_broker: Broker) 
     beat = PresenceBeat(own_broker, "local.one.a", lambda: _presence("a"), interval_s=60)
     async with beat:
         assert len(await list_presences(own_broker)) == 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await list_presences(own_broker):
                 await asyncio.sleep(0.05)
 
@@ -62,7 +64,7 @@ async def test_a_heartbeat_goes_on_after_the_server_was_killed(
         own_server.kill()
         own_server.start()
         restarted = time.time()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 [entry] = await list_presences(own_broker)
                 if entry.value.time > restarted:

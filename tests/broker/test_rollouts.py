@@ -1,14 +1,13 @@
 """The rollout log: once and only once, live, bounded, and never ended by what it holds."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.connection import Broker
 from tinkermq.broker.reader import StreamReader
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.broker.server import NatsServer
@@ -19,6 +18,7 @@ from tinkermq.schemas.errors import BrokerError, MessageError, NotFoundError
 from tinkermq.schemas.subjects import JobScope
 
 from tests.strategies import hostile_payloads, make_group, make_tombstone
+from tests.waiting import PATIENCE_S
 
 
 class Tail:
@@ -26,20 +26,18 @@ class Tail:
 
     def __init__(self) -> None:
         self.entries: list[LogEntry] = []
-        self.times: dict[int, float] = {}
 
     @property
-    def numbers(self) -> list[int | None]:
-        return [entry.number for entry in self.entries]
+    def numbers(self) -> list[int]:
+        return [entry.number for entry in self.entries if entry.number is not None]
 
     async def run(self, log: RolloutLog, from_seq: int) -> None:
         async with aclosing(log.read(from_seq)) as entries:
             async for entry in entries:
                 self.entries.append(entry)
-                self.times[entry.seq] = time.perf_counter()
 
     async def reach(self, count: int) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while len(self.entries) < count:
                 await asyncio.sleep(0.005)
 
@@ -116,23 +114,6 @@ async def test_a_reader_yields_what_is_there_and_then_what_comes(
     assert tail.numbers == [2, 3, 4, 5]
 
 
-async def test_an_appended_group_is_read_within_milliseconds(
-    nats_server: NatsServer, broker: Broker, scope: JobScope
-) -> None:
-    log = RolloutLog(broker, scope)
-    delays: list[float] = []
-    async with (
-        await connect(nats_server.url, name="reader") as reader,
-        tailing(reader, scope) as tail,
-    ):
-        for number in range(20):
-            await log.append(make_group(number))
-            appended = time.perf_counter()
-            await tail.reach(number + 1)
-            delays.append(tail.times[number + 1] - appended)
-    assert sorted(delays)[10] < 0.005
-
-
 async def test_a_log_of_many_groups_is_read_once_and_in_order(
     broker: Broker, scope: JobScope
 ) -> None:
@@ -141,7 +122,7 @@ async def test_a_log_of_many_groups_is_read_once_and_in_order(
     async with tailing(broker, scope) as tail:
         await tail.reach(700)
     assert [entry.seq for entry in tail.entries] == list(range(1, 701))
-    assert sorted(tail.numbers) == list(range(700))  # type: ignore[type-var]
+    assert sorted(tail.numbers) == list(range(700))
 
 
 async def test_a_reader_goes_on_across_kills_of_the_server(
@@ -154,10 +135,8 @@ async def test_a_reader_goes_on_across_kills_of_the_server(
             await tail.reach(number + 1)
             own_server.kill()
             own_server.start()
-        started = time.monotonic()
         await log.append(make_group(3))
         await tail.reach(4)
-        assert time.monotonic() - started < 2
     assert tail.numbers == [0, 1, 2, 3]
 
 
@@ -188,7 +167,7 @@ async def test_nothing_confirmed_is_lost_and_nothing_doubled_by_kills_under_load
             stop.set()
         await tail.reach(await log.last_seq())
     assert len(confirmed) > 100
-    assert sorted(tail.numbers) == sorted(confirmed)  # type: ignore[type-var]
+    assert sorted(tail.numbers) == sorted(confirmed)
     assert [entry.seq for entry in tail.entries] == list(range(1, len(confirmed) + 1))
 
 
@@ -247,7 +226,7 @@ async def test_a_reader_of_a_removed_job_says_so(broker: Broker, scope: JobScope
     await asyncio.sleep(0.1)
     await delete_job_streams(broker, scope)
     with pytest.raises(NotFoundError, match=f"there is no stream {scope.stream_rollout}"):
-        await asyncio.wait_for(reading, 10)
+        await asyncio.wait_for(reading, PATIENCE_S)
     with pytest.raises(NotFoundError, match="no stream stores"):
         await RolloutLog(broker, scope).append(make_group(1))
 
@@ -266,7 +245,7 @@ async def test_malformed_entries_are_yielded_as_such_and_the_reader_goes_on(
     await log.append(make_group(5))
     async with tailing(broker, scope) as tail:
         await tail.reach(5)
-    assert tail.numbers == [0, None, 2, 4, 5]
+    assert [entry.number for entry in tail.entries] == [0, None, 2, 4, 5]
     assert [entry.error is None for entry in tail.entries] == [False] * 4 + [True]
     assert "the group of task 3 was appended as that of task 2" in str(tail.entries[2].error)
 
@@ -290,7 +269,7 @@ async def test_one_consumer_serves_a_reader_over_many_pulls(
     reader = StreamReader(broker, scope.stream_rollout, [scope.rollout("*")])
     await reader.start()
     made = reader._consumer
-    async with asyncio.timeout(10), aclosing(reader.messages()) as messages:
+    async with asyncio.timeout(PATIENCE_S), aclosing(reader.messages()) as messages:
         async for message in messages:
             if message.seq == 600:
                 break

@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -26,6 +25,7 @@ from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.reply import ErrorReply
 
 from tests.strategies import hostile_payloads
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 
 class Question(Message):
@@ -131,17 +131,23 @@ async def test_a_late_answer_is_a_deadline_that_names_who_was_waited_for(
 
 
 async def test_nobody_there_is_said_at_once(broker: Broker) -> None:
-    started = time.monotonic()
+    asking = call(
+        broker,
+        "test.nobody",
+        Empty(),
+        Empty,
+        timeout_s=AFTER_PATIENCE_S,
+        waiting_for="the scheduler",
+    )
     with pytest.raises(NotFoundError, match="the scheduler is not there"):
-        await call(broker, "test.nobody", Empty(), Empty, timeout_s=30, waiting_for="the scheduler")
-    assert time.monotonic() - started < 1
+        await asyncio.wait_for(asking, PATIENCE_S)
 
 
 async def test_requests_of_one_endpoint_run_beside_each_other(broker: Broker, echo: Echo) -> None:
     async with asyncio.TaskGroup() as group:
         for _ in range(50):
             group.create_task(_step(broker, "wait"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while echo.running < 50:
                 await asyncio.sleep(0.005)
         echo.release.set()
@@ -188,7 +194,7 @@ async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Servi
 async def test_services_in_one_queue_share_the_requests(
     broker: Broker, nats_server: NatsServer
 ) -> None:
-    async def serve(name: str) -> AsyncIterator[None]:
+    async def serve(name: str) -> AsyncGenerator[None, None]:
         async def where(_: Empty) -> env.CloseRequest:
             return env.CloseRequest(episode=name)
 
@@ -209,8 +215,8 @@ async def test_services_in_one_queue_share_the_requests(
         for _ in range(60)
     ]
     assert {reply.episode for reply in replies} == {"one", "two"}
-    await first.aclose()  # type: ignore[attr-defined]
-    await second.aclose()  # type: ignore[attr-defined]
+    await first.aclose()
+    await second.aclose()
 
 
 async def test_ping_info_and_stats_are_answered_as_the_tools_ask(
@@ -247,24 +253,22 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
                     "test.step",
                     request,
                     Answer,
-                    timeout_s=20,
+                    timeout_s=AFTER_PATIENCE_S,
                     waiting_for="host h",
                     idempotent=idempotent,
                 )
             )
 
         once, again = ask(idempotent=False), ask(idempotent=True)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while echo.running < 2:
                 await asyncio.sleep(0.005)
         own_server.kill()
         own_server.start()
         with pytest.raises(ConnectionLost):
             await once
-        started = time.monotonic()
         echo.release.set()
-        assert (await again).observation == "wait"
-        assert time.monotonic() - started < 2
+        assert (await asyncio.wait_for(again, PATIENCE_S)).observation == "wait"
     await service.stop()
 
 
@@ -273,7 +277,7 @@ async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
     service = await Service.start(broker, name="stopping", description="d")
     await service.endpoint("step", "test.step", Question, echo.step)
     running = asyncio.create_task(_step(broker, "wait"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not echo.running:
             await asyncio.sleep(0.005)
     stopping = asyncio.create_task(service.stop())

@@ -2,7 +2,6 @@
 
 import asyncio
 import resource
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -24,6 +23,8 @@ from tinkermq.schemas.errors import (
 )
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.weights import Manifest
+
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 TRANSPORTS: tuple[Literal["object", "file"], ...] = ("object", "file")
 
@@ -124,36 +125,33 @@ async def test_a_removed_version_is_gone_and_removing_again_is_harmless(
 
 
 async def test_a_waiter_is_woken_by_the_announcement(
-    store: WeightStore, nats_server: NatsServer, scope: JobScope
+    store: WeightStore, nats_server: NatsServer, scope: JobScope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("tinkermq.broker.weights._POLL_S", AFTER_PATIENCE_S)
     async with await connect(nats_server.url, name="waiter") as connection:
         waiter = WeightStore(connection, scope)
         assert await waiter.wait_newer(-1, 0.05) is None
-        waiting = asyncio.create_task(waiter.wait_newer(-1, 30))
+        waiting = asyncio.create_task(waiter.wait_newer(-1, AFTER_PATIENCE_S))
         await asyncio.sleep(0.1)
         await store.publish(0, _tensors(0))
-        published = time.monotonic()
-        manifest = await waiting
+        manifest = await asyncio.wait_for(waiting, PATIENCE_S)
         assert manifest is not None
         assert manifest.version == 0
-        assert time.monotonic() - published < 0.5
         assert await waiter.wait_newer(0, 0.05) is None
         await waiter.close()
 
 
-async def test_a_lost_announcement_costs_two_seconds_at_most(
+async def test_a_lost_announcement_is_made_up_for_by_looking(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
     async with await connect(own_server.url, name="waiter") as connection:
         waiter = WeightStore(connection, own_scope)
-        waiting = asyncio.create_task(waiter.wait_newer(-1, 30))
+        waiting = asyncio.create_task(waiter.wait_newer(-1, AFTER_PATIENCE_S))
         await asyncio.sleep(0.1)
         own_server.kill()
         own_server.start()
-        started = time.monotonic()
         await WeightStore(own_broker, own_scope).publish(0, _tensors(0))
-        assert await waiting is not None
-        assert time.monotonic() - started < 3
+        assert await asyncio.wait_for(waiting, PATIENCE_S) is not None
         await waiter.close()
 
 

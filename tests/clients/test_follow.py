@@ -15,9 +15,11 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, Metric
 from tinkermq.schemas.subjects import JobScope
 
+from tests.waiting import PATIENCE_S
+
 
 async def followed(broker: Broker, record: JobRecord) -> list[Update]:
-    async with asyncio.timeout(20), aclosing(follow_run(Pool(broker), record)) as updates:
+    async with asyncio.timeout(PATIENCE_S), aclosing(follow_run(Pool(broker), record)) as updates:
         return [update async for update in updates]
 
 

@@ -23,6 +23,7 @@ from tinkermq.schemas.task import Blame, Task
 from tests.clients.command import Outcome
 from tests.clients.conftest import Cli, new_record
 from tests.groups import make_group, make_trajectory
+from tests.waiting import PATIENCE_S
 
 
 async def aside(cli: Cli, *words: str) -> Outcome:
@@ -158,7 +159,7 @@ async def test_a_live_run_evaluates_its_newest_version(
     await presences(broker).put(f"{scope.key}.learner", learner)
     asking = asyncio.create_task(aside(cli, "eval", run.name, "--json", "--nats-url", broker.url))
     bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while (entry := await bucket.get(f"{scope.key}.4")) is None:
             await asyncio.sleep(0.05)
     assert entry.value.state == "requested"

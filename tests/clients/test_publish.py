@@ -71,7 +71,7 @@ def episode(**changes: object) -> Trajectory:
         "rewards": 1.0,
         "version": 3,
     }
-    return make_trajectory(**{**fields, **changes})  # pyright: ignore
+    return make_trajectory(**{**fields, **changes})
 
 
 def test_a_trajectory_is_made_from_plain_lists() -> None:

@@ -19,6 +19,7 @@ from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.subjects import JobScope
 
 from tests.clients.test_game_environment import EchoGame
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ async def test_fit_returns_the_last_training_metrics_of_a_run_it_attached_to(
     async with AsyncServiceClient(url, "project", "experiment", ["jsonl"]) as client:
         fitting = asyncio.create_task(client.fit(num_steps=3))
         await run_job(broker, scope, record, "COMPLETED")
-        last = await asyncio.wait_for(fitting, 20)
+        last = await asyncio.wait_for(fitting, PATIENCE_S)
     assert last["training_step_reward"] == 0.75
     assert "step 1  training_step_reward 0.25" in capsys.readouterr().out
     lines = (tmp_path / "outputs" / record.name / "client" / "metrics.jsonl").read_text()
@@ -86,7 +87,7 @@ async def test_a_game_whose_host_ends_ends_the_fit(
     env = GameEnvironment(EchoGame)
     async with AsyncServiceClient(url) as client:
         fitting = asyncio.create_task(client.fit(env, verbose=False))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while env.hosting is None:
                 await asyncio.sleep(0.05)
         fitting.cancel()
@@ -105,7 +106,7 @@ def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
 async def test_game_stats_come_with_the_metrics(url: str, record: JobRecord) -> None:
     async with AsyncServiceClient(url) as client:
         with pytest.raises(ConfigError, match="game_stats_client") as caught:
-            await client.fit(game_stats_client=object())  # pyright: ignore
+            await client.fit(game_stats_client=object())
     assert "game/*" in caught.value.hint
 
 

@@ -15,6 +15,7 @@ from tinkermq.schemas.errors import BrokerError, StateError
 
 from tests.clients.conftest import Cli
 from tests.processes import alive
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def home(tmp_path: Path, cli: Cli) -> Iterator[Home]:
     assert not found.held()
 
 
-def until(condition: Callable[[], bool], what: str, deadline_s: float = 30.0) -> None:
+def until(condition: Callable[[], bool], what: str, deadline_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {what}"

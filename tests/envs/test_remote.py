@@ -9,6 +9,8 @@ from tinkermq.envs.remote import Environments, HostGone, Start
 from tinkermq.schemas.config import EnvConfig
 from tinkermq.schemas.errors import GameError
 
+from tests.waiting import PATIENCE_S
+
 START = Start("train", None, 7)
 MANY = [f"e{number}" for number in range(16)]
 
@@ -21,7 +23,7 @@ async def hosting(broker, scope, game, **config):
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         running = tasks.create_task(host.run(stopping))
-        await asyncio.wait_for(host.ready.wait(), 20)
+        await asyncio.wait_for(host.ready.wait(), PATIENCE_S)
         host_and_caller = host, Environments(broker, scope, settings, lambda _: nullcontext())
         try:
             yield host_and_caller
@@ -119,6 +121,6 @@ async def test_a_host_that_dies_amid_a_step_is_found_out(broker, scope):
         stepping = asyncio.create_task(caller.step(host.name, "a", 0, "very slow"))
         await asyncio.sleep(0.2)
     with pytest.raises(HostGone):
-        await asyncio.wait_for(stepping, 20)
+        await asyncio.wait_for(stepping, PATIENCE_S)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(caller.reset("b", START), 1)

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.tasks import TaskQueue
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
 

@@ -15,9 +15,11 @@ from tinkermq.broker.rollouts import read_entry
 from tinkermq.broker.stored import get_seq
 from tinkermq.broker.streams import delete_stream, stream_info
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.proofs import assert_every_task_once
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -23,7 +23,9 @@ from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
 
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame
-from tests.stack import Stack, eventually, small_job
+from tests.configs import small_job
+from tests.stack import Stack
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from tinkermq.envs.registry import companion, load_game
 
-from tests.stack import Stack, example
+from tests.configs import example
+from tests.stack import Stack
 from tests.stack_fixtures import warm_model
 
 pytestmark = [

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.runtime import EXIT_DRAINED
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.proofs import assert_no_task_twice
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -12,8 +12,10 @@ from tinkermq.schemas.errors import MessageError
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

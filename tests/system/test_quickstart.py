@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.stack import REPOSITORY
+from tests.configs import REPOSITORY
 
 MARK = "TINKERMQ_TEST_MARK"
 

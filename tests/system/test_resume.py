@@ -7,8 +7,9 @@ import torch
 from tinkermq.actors.learner.checkpoint import CheckpointStore
 from tinkermq.actors.model_folder import load_causal_lm
 
+from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack, small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

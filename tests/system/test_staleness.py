@@ -16,9 +16,11 @@ from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group
 
+from tests.configs import small_job
+from tests.jobs import Job
 from tests.models import plain_logprobs
 from tests.proofs import assert_every_task_once
-from tests.stack import Job, Stack, small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -61,7 +63,7 @@ async def trained(job: Job) -> list[tuple[BatchRecord, list[Group]]]:
     await job.until("COMPLETED", deadline_s=240)
     await assert_every_task_once(job)
     groups = {entry.seq: entry.group for entry in await job.entries()}
-    return [(record, [groups[seq] for seq in record.seqs]) for record in await job.batches()]  # pyright: ignore
+    return [(record, [groups[seq] for seq in record.seqs]) for record in await job.batches()]
 
 
 def lags(steps: list[tuple[BatchRecord, list[Group]]]) -> list[int]:
@@ -119,7 +121,7 @@ async def test_a_group_dropped_for_its_age_is_issued_again(runs: dict[str, Job])
     job = runs["drop_1"]
     dropped = stale(await trained(job))
     assert dropped, "there was no straggler"
-    tasks = {entry.group.task.task: entry.group.task for entry in await job.entries()}  # pyright: ignore
+    tasks = {entry.group.task.task: entry.group.task for entry in await job.entries()}
     again = {task.reissue_of: task for task in tasks.values() if task.reissue_of is not None}
     assert set(again) == dropped
     for number, task in again.items():

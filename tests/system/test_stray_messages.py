@@ -6,7 +6,8 @@ import pytest
 from tinkermq.schemas.codec import pack
 from tinkermq.schemas.subjects import JobScope
 
-from tests.stack import Stack, small_job
+from tests.configs import small_job
+from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -19,6 +19,7 @@ from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Blame
 
 from tests.groups import make_group, make_trajectory, random_group
+from tests.waiting import PATIENCE_S
 
 SCOPE = JobScope("local", "intake")
 
@@ -30,8 +31,9 @@ def _intake(broker: Broker | None = None, scope: JobScope = SCOPE, **options: An
         "group_size": 2,
         "greedy_baseline": False,
         "was_issued": lambda number: number < 100,
+        **options,
     }
-    intake = Intake(RolloutLog(broker, scope), **settings | options)  # type: ignore[arg-type]
+    intake = Intake(RolloutLog(broker, scope), **settings)
     intake.max_version = 3
     return intake
 
@@ -173,7 +175,7 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
         assert await log.append_payload(1, b"nonsense")
         assert await log.append(future)
         assert await log.append(_good(number=3))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while intake.last_seq < 4:
                 intake.changed.clear()
                 await intake.changed.wait()

@@ -13,6 +13,7 @@ from tinkermq.actors.node.command import actor_environment
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -54,7 +55,7 @@ class Actor:
 
     async def until(self, line: str) -> None:
         """Wait for a line of its output."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while line not in (await self.output.readline()).decode():
                 assert not self.output.at_eof(), f"it ended without {line!r}"
 
@@ -62,23 +63,23 @@ class Actor:
 async def test_a_forked_actor_is_one_like_any_other(server: ForkServer) -> None:
     actor = await Actor.start(server)
     other = await Actor.start(server)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while "tinkermq.actors.learner --user u" not in actor.read("cmdline"):
             await asyncio.sleep(0.01)
     assert os.getpgid(actor.child.pid) == os.getsid(actor.child.pid) == actor.child.pid
     assert "libtorch" in actor.read("maps")
     os.kill(other.child.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(other.child.wait(), 5) == -signal.SIGKILL
+    assert await asyncio.wait_for(other.child.wait(), PATIENCE_S) == -signal.SIGKILL
     os.kill(actor.child.pid, signal.SIGTERM)
     await actor.until("actor_draining")
     os.kill(actor.child.pid, signal.SIGTERM)
-    assert await asyncio.wait_for(actor.child.wait(), 5) == 1
+    assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == 1
 
 
 async def test_what_an_actor_says_and_how_it_ends_comes_back(server: ForkServer) -> None:
     actor = await Actor.start(server, url="no url at all")
     await actor.until("actor_failed")
-    assert await asyncio.wait_for(actor.child.wait(), 5) == 1
+    assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == 1
 
 
 async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
@@ -87,13 +88,13 @@ async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
     actor = await Actor.start(server)
     assert server.pid is not None
     os.kill(server.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(actor.child.wait(), 5) == -signal.SIGKILL
-    async with asyncio.timeout(5):
+    assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == -signal.SIGKILL
+    async with asyncio.timeout(PATIENCE_S):
         while alive(actor.child.pid):
             await asyncio.sleep(0.01)
     again = await Actor.start(server)
     os.kill(again.child.pid, signal.SIGKILL)
-    await asyncio.wait_for(again.child.wait(), 5)
+    await asyncio.wait_for(again.child.wait(), PATIENCE_S)
 
 
 async def test_a_server_without_actors_ends_after_a_while() -> None:
@@ -104,7 +105,7 @@ async def test_a_server_without_actors_ends_after_a_while() -> None:
     await asyncio.sleep(0.5)
     assert alive(pid), "an actor of it runs"
     os.kill(actor.child.pid, signal.SIGKILL)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while alive(pid):
             await asyncio.sleep(0.02)
     assert server.pid is None

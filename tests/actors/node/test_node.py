@@ -19,6 +19,8 @@ from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import NodeStatus, NodeSync, WantedActor
 from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, node, token
 
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
 
@@ -61,7 +63,7 @@ class Client:
     async def until(
         self, *wanted: WantedActor, that: Callable[[NodeStatus], bool], **more: Any
     ) -> NodeStatus:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             while not that(status := await self.sync(*wanted, **more)):
                 await asyncio.sleep(0.03)
         return status
@@ -79,16 +81,16 @@ def all_run(status: NodeStatus) -> bool:
 async def client(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Client]:
     """A running node `box` and the scheduler's side of it."""
     side = Client(broker, scope, tmp_path)
-    box = Node(broker, "box", 4, start=programs(side.command), stop_deadline_s=5.0)
+    box = Node(broker, "box", 4, start=programs(side.command), stop_deadline_s=AFTER_PATIENCE_S)
     service = await Service.start(broker, name="tinkermq-node", description="a node")
     run = asyncio.create_task(box.run(service, side.stopping))
     bucket = Bucket(broker, BUCKET_NODES, NodeStatus)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while await bucket.get("box") is None:
             await asyncio.sleep(0.01)
     yield side
     side.stopping.set()
-    await asyncio.wait_for(run, 15)
+    await asyncio.wait_for(run, PATIENCE_S)
     await service.stop(0)
     assert await bucket.get("box") is None
 
@@ -161,7 +163,7 @@ async def test_the_end_of_an_actor_that_the_node_stopped_is_not_the_actors_own(
 async def test_a_killed_job_does_not_wait_for_draining(client: Client) -> None:
     client.texts["a"] = HANGS
     await client.until(client.wanted("a"), that=all_run)
-    async with asyncio.timeout(3):
+    async with asyncio.timeout(PATIENCE_S):
         await client.until(that=lambda now: not now.actors, kill=True)
 
 
@@ -176,7 +178,7 @@ async def test_lines_of_actors_are_published_for_clients(client: Client) -> None
     client.texts["a"] = "print('one'); print('two')"
     await client.sync(client.wanted("a", attempt=3))
     lines: list[str] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         async for told in follow(client.broker, client.scope, kinds={"log"}):
             assert isinstance(told, LogLines)
             assert (told.actor, told.attempt) == ("a", 3)

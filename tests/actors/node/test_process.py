@@ -16,6 +16,7 @@ from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
+from tests.waiting import PATIENCE_S, until
 
 
 def wanted(run_dir: Path, **changes: object) -> WantedActor:
@@ -47,17 +48,10 @@ def process(run_dir: Path, text: str, sink: Sink | None = None, **changes: objec
     )
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.01)
-    assert condition(), what
-
-
 async def test_exit_zero_is_done_and_its_output_is_kept_and_sent(tmp_path: Path) -> None:
     sink = Sink()
     actor = process(tmp_path, "print('hello'); print('no line end', end='')", sink)
-    await asyncio.wait_for(actor.run(), 10)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.ended
     assert (actor.status.state, actor.status.exit_code) == ("exited", 0)
     assert actor.status.slots == 0
@@ -70,7 +64,7 @@ async def test_exit_two_is_final_and_tells_the_error_of_the_actor(tmp_path: Path
     told = {"event": "actor_failed", "code": "data", "message": "no file 'x'", "hint": "make it"}
     text = f"import sys; print({json.dumps(told)!r}); print('bye'); sys.exit(2)"
     actor = process(tmp_path, text)
-    await asyncio.wait_for(actor.run(), 10)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert (actor.status.state, actor.status.restarts) == ("failed", 0)
     assert actor.status.error == "data: no file 'x'\n  make it"
 
@@ -83,14 +77,14 @@ async def test_a_crash_is_started_again_until_it_is_done(tmp_path: Path) -> None
         "sys.exit(0 if n == 2 else 1)"
     )
     actor = process(tmp_path, text)
-    await asyncio.wait_for(actor.run(), 20)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert (actor.status.state, actor.status.restarts) == ("exited", 2)
 
 
 async def test_too_many_crashes_are_final_and_show_the_end_of_the_output(tmp_path: Path) -> None:
     text = "import sys; print('last words'); sys.exit(1)"
     actor = process(tmp_path, text, max_restarts=1)
-    await asyncio.wait_for(actor.run(), 20)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert (actor.status.state, actor.status.restarts) == ("failed", 1)
     assert actor.status.error == "crashed 2 times: exit code 1\nlast words"
 
@@ -101,7 +95,7 @@ async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) 
     run = asyncio.create_task(actor.run())
     await until(lambda: sink.lines.count("drained") == 2, "started again")
     actor.stop()
-    await asyncio.wait_for(run, 10)
+    await asyncio.wait_for(run, PATIENCE_S)
     assert actor.status.state == "exited"
 
 
@@ -115,7 +109,7 @@ async def test_a_killed_actor_is_started_again(tmp_path: Path) -> None:
     await until(lambda: actor.status.pid not in (None, first), "started again")
     assert actor.status.restarts == 1
     actor.stop()
-    await asyncio.wait_for(run, 10)
+    await asyncio.wait_for(run, PATIENCE_S)
     assert actor.status.state == "exited"
 
 
@@ -130,7 +124,7 @@ async def test_stop_lets_an_actor_drain(tmp_path: Path) -> None:
     run = asyncio.create_task(actor.run())
     await until(lambda: "up" in sink.lines, "started")
     actor.stop()
-    await asyncio.wait_for(run, 10)
+    await asyncio.wait_for(run, PATIENCE_S)
     assert sink.lines == ["up", "drained"]
     assert (actor.status.state, actor.status.exit_code) == ("exited", 0)
 
@@ -148,8 +142,8 @@ async def test_an_actor_that_ignores_the_stop_is_killed_after_the_deadline(tmp_p
     await until(lambda: "up" in sink.lines, "started")
     started = time.monotonic()
     actor.stop()
-    await asyncio.wait_for(run, 10)
-    assert 0.4 < time.monotonic() - started < 3
+    await asyncio.wait_for(run, PATIENCE_S)
+    assert time.monotonic() - started >= 0.5
     assert (actor.status.state, actor.status.exit_code) == ("exited", -9)
 
 
@@ -162,7 +156,7 @@ async def test_kill_does_not_wait_for_draining(tmp_path: Path) -> None:
     actor.stop()
     await asyncio.sleep(0.05)
     actor.stop(kill=True)
-    await asyncio.wait_for(run, 5)
+    await asyncio.wait_for(run, PATIENCE_S)
     assert actor.status.exit_code == -9
 
 
@@ -174,7 +168,7 @@ async def test_grandchildren_end_with_their_actor(tmp_path: Path) -> None:
         "print(p.pid, flush=True)"
     )
     actor = process(tmp_path, text, sink)
-    await asyncio.wait_for(actor.run(), 10)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     pid = int(sink.lines[0])
     await until(lambda: not alive(pid), "the grandchild has ended")
     assert actor.status.state == "exited"
@@ -187,7 +181,7 @@ async def test_a_program_that_cannot_be_started_fails_like_a_crash(tmp_path: Pat
         nats_url="",
         send=Sink(),
     )
-    await asyncio.wait_for(actor.run(), 10)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.state == "failed"
     assert "cannot start learner" in actor.status.error
     assert "/nonexistent/python" in actor.status.error
@@ -199,7 +193,7 @@ async def test_threads_and_broker_reach_the_actor_by_its_environment(tmp_path: P
         "import os; e = os.environ; "
         "print(e['OMP_NUM_THREADS'], e['TINKERMQ_NATS_URL'], e['TINKERMQ_LOG_FORMAT'])"
     )
-    await asyncio.wait_for(process(tmp_path, text, sink, threads=3).run(), 10)
+    await asyncio.wait_for(process(tmp_path, text, sink, threads=3).run(), PATIENCE_S)
     assert sink.lines == ["3 nats://127.0.0.1:1 json"]
 
 
@@ -231,7 +225,7 @@ async def test_actors_die_with_a_killed_node(tmp_path: Path) -> None:
     )
     assert node.stdout is not None
     pid = 0
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not pid:
             line = (await node.stdout.readline()).decode()
             pid = int(line.removeprefix("pid=")) if line.startswith("pid=") else 0
@@ -244,5 +238,5 @@ async def test_actors_die_with_a_killed_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [0, 1, 5_000])
 async def test_output_in_one_long_line_is_cut_not_lost(tmp_path: Path, size: int) -> None:
     sink = Sink()
-    await asyncio.wait_for(process(tmp_path, f"print('x' * {size * 20})", sink).run(), 10)
+    await asyncio.wait_for(process(tmp_path, f"print('x' * {size * 20})", sink).run(), PATIENCE_S)
     assert "".join(sink.lines) == "x" * size * 20

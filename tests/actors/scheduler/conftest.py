@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import os
 import sys
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -40,10 +39,12 @@ from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.node import ActorStatus, NodeList, NodeStatus
 from tinkermq.schemas.subjects import JobScope, rpc
 
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
+
 from .toy_node import toy_command
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
-FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=1.0)
+FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)
 
 
 class Inside:
@@ -82,7 +83,7 @@ class Inside:
     async def drain(self) -> None:
         """End it as SIGTERM does."""
         self.context.stopping.set()
-        await asyncio.wait_for(self.task, 20)
+        await asyncio.wait_for(self.task, PATIENCE_S)
 
 
 class Stack:
@@ -108,7 +109,11 @@ class Stack:
     async def node(self, name: str = "n1", slots: int = 2) -> Inside:
         async def main(context: ActorContext) -> None:
             node = Node(
-                context.broker, name, slots, start=programs(toy_command), stop_deadline_s=10.0
+                context.broker,
+                name,
+                slots,
+                start=programs(toy_command),
+                stop_deadline_s=AFTER_PATIENCE_S,
             )
             await node.run(context.service, context.stopping)
 
@@ -159,7 +164,7 @@ class Stack:
     async def ask(self, method: str, request: Message, user: str = "local") -> JobRecord:
         """Ask as soon as a scheduler leads."""
         subject = rpc(user, "scheduler", method)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     reply = await call(
@@ -212,7 +217,7 @@ class Stack:
         return []
 
     async def until_nodes(self, count: int) -> list[NodeStatus]:
-        await eventually(lambda: self._counts(count))
+        await eventually(lambda: self._counts(count), f"{count} nodes")
         return await self.nodes()
 
     async def _counts(self, count: int) -> bool:
@@ -228,16 +233,18 @@ class Stack:
         async def there() -> bool:
             return set(await self.actors()) == set(names)
 
-        await eventually(there)
+        await eventually(there, f"the actors {names}")
         return await self.actors()
 
     async def until(
-        self, job: JobRecord, condition: str | Callable[[JobRecord], bool], seconds: float = 20
+        self,
+        job: JobRecord,
+        condition: str | Callable[[JobRecord], bool],
     ) -> JobRecord:
         """Wait for a state, or for a condition on the record."""
         record = job
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(PATIENCE_S):
                 while True:
                     record = await self.jobs.get(job.user, job.job)
                     if (
@@ -274,14 +281,6 @@ class Stack:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-async def eventually(condition: Callable[[], Awaitable[bool]], seconds: float = 20) -> None:
-    """Wait until a condition holds."""
-    started = time.monotonic()
-    while not await condition():
-        assert time.monotonic() - started < seconds, "it did not come about"
-        await asyncio.sleep(0.03)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from tinkermq.schemas.job import StopRequest
 from tinkermq.schemas.subjects import JobScope
 
 from tests.processes import alive
+from tests.waiting import PATIENCE_S
 
 from .conftest import FAST, Stack
 
@@ -76,7 +77,7 @@ async def test_a_killed_node_takes_its_actors_and_its_successor_starts_them_agai
     await stack.node_process()
     await stack.until_actors("learner", "generator-0")
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             after = await stack.actors()
             fresh = [one.pid for one in after.values() if one.state == "running"]
@@ -126,4 +127,4 @@ async def test_an_idle_scheduler_and_an_idle_node_are_small(stack: Stack) -> Non
     assert resident_mb(node.pid) < MAX_IDLE_MB
     for process in (scheduler, node):
         process.terminate()
-        assert await asyncio.wait_for(process.wait(), 10) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0

@@ -10,6 +10,8 @@ from tinkermq.broker.connection import Broker
 from tinkermq.schemas.errors import FencedError
 from tinkermq.schemas.job import JobRequest
 
+from tests.waiting import PATIENCE_S
+
 from .conftest import FAST, Stack
 
 
@@ -23,7 +25,7 @@ async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
     await asyncio.sleep(0.4)
     assert not waiting.done()
     await first.release()
-    assert await asyncio.wait_for(waiting, 2)
+    assert await asyncio.wait_for(waiting, PATIENCE_S)
     assert second.epoch > first.epoch
 
 
@@ -35,10 +37,10 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
     assert await first.acquire(never)
     started = time.monotonic()
     assert await second.acquire(never)
-    assert time.monotonic() - started >= 1.0
+    assert time.monotonic() - started >= FAST.stale_s
     assert not first.is_fresh
     with pytest.raises(FencedError):
-        await asyncio.wait_for(first.hold(), 5)
+        await asyncio.wait_for(first.hold(), PATIENCE_S)
     await first.release()
     assert second.is_fresh
 
@@ -49,7 +51,7 @@ async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
     assert await first.acquire(never)
     holding = asyncio.create_task(first.hold())
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(second.acquire(never), 1.0 + 0.7)
+        await asyncio.wait_for(second.acquire(never), FAST.stale_s + 0.7)
     holding.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await holding
@@ -60,7 +62,7 @@ async def test_a_waiting_scheduler_can_be_stopped(own_broker: Broker) -> None:
     assert await Lease(own_broker, FAST).acquire(stopping)
     waiting = asyncio.create_task(Lease(own_broker, FAST).acquire(stopping))
     stopping.set()
-    assert await asyncio.wait_for(waiting, 2) is False
+    assert await asyncio.wait_for(waiting, PATIENCE_S) is False
 
 
 async def test_of_two_schedulers_the_second_takes_over_when_the_first_ends(stack: Stack) -> None:

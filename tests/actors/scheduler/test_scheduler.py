@@ -8,7 +8,9 @@ from tinkermq.schemas.job import JobRequest, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.subjects import JobScope
 
-from .conftest import Stack, eventually
+from tests.waiting import eventually
+
+from .conftest import Stack
 
 
 async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
@@ -86,7 +88,7 @@ async def test_stop_now_kills_what_would_not_drain(stack: Stack) -> None:
     async def obeyed() -> bool:
         return not (Path(job.run_dir) / "generator-0.do").exists()
 
-    await eventually(obeyed)
+    await eventually(obeyed, "the actor to hang")
     await stack.ask("stop", StopRequest(job=job.job, now=True))
     await stack.until(job, "CANCELLED")
     await stack.until_actors()
@@ -109,13 +111,13 @@ async def test_a_paused_learner_that_restarts_is_paused_again(stack: Stack) -> N
     async def told_twice() -> bool:  # by the request, and by the loop that keeps it so
         return len(stack.told) == 2
 
-    await eventually(told_twice)
+    await eventually(told_twice, "two requests")
     stack.do(job, "learner", "crash")
 
     async def told_again() -> bool:
         return len(stack.told) == 3
 
-    await eventually(told_again)
+    await eventually(told_again, "another request")
     assert set(stack.told) == {"pause"}
     record = await stack.ask("unpause", JobRequest(job=job.job))
     assert record.state == "RUNNING"

@@ -1,0 +1,113 @@
+"""An environment host in the test's process, and a caller of it."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from tinkermq.broker.rpc import call
+from tinkermq.envs import StepResult
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from tinkermq.schemas.errors import (
+    GameError,
+)
+from tinkermq.schemas.message import Empty
+
+from tests.waiting import PATIENCE_S
+
+COUNTING = "broken_games:CountingGame"
+ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
+
+
+class Client:
+    """What a generator does, without the retries."""
+
+    def __init__(self, broker, scope, host):
+        self.broker, self.scope, self.host = broker, scope, host
+
+    async def _call(self, subject, request, reply_model):
+        return await call(
+            self.broker, subject, request, reply_model, timeout_s=10, waiting_for="the host"
+        )
+
+    async def describe(self):
+        return await self._call(self.scope.env_describe, DescribeRequest(), DescribeReply)
+
+    async def reset(self, episode, sample=None, seed=0, split="train", **kwargs):
+        request = ResetRequest(
+            episodes=[episode], split=split, sample=sample, seed=seed, kwargs=kwargs, wait_s=9
+        )
+        reply = await self._call(self.scope.env_reset, request, ResetReply)
+        (opened,) = reply.episodes
+        if opened.error is not None:
+            raise opened.error.to_error()
+        return SimpleNamespace(
+            host=reply.host, lease_s=reply.lease_s, messages=reply.prompts[opened.prompt]
+        )
+
+    async def step(self, episode, turn, action="go", host=None):
+        subject = self.scope.env(host or self.host.name, "step")
+        request = StepRequest(episodes=[episode], turns=[turn], actions=[action], wait_s=9)
+        reply = await self._call(subject, request, StepReply)
+        for failed in reply.failed:
+            raise failed.error.to_error()
+        (observation,) = reply.observations
+        assert observation is not None, "not ready"
+        return StepResult(observation, reply.rewards[0], reply.done[0], reply.infos[0])
+
+    async def close(self, episode):
+        subject = self.scope.env(self.host.name, "close")
+        return await self._call(subject, CloseRequest(episode=episode), Empty)
+
+    async def play_to_the_end(self, episode):
+        turn = 0
+        while not (await self.step(episode, turn)).done:
+            turn += 1
+        return turn + 1
+
+
+@contextlib.asynccontextmanager
+async def hosting(broker, scope, game=COUNTING, *, seed=0, max_episodes=100, drain_s=5, **config):
+    host = EnvironmentHost(
+        broker,
+        scope,
+        EnvConfig(game=game, **config),
+        seed=seed,
+        max_episodes=max_episodes,
+        drain_s=drain_s,
+    )
+    stopping = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(host.run(stopping))
+        ready = tasks.create_task(host.ready.wait())
+        await asyncio.wait(
+            {running, ready}, return_when=asyncio.FIRST_COMPLETED, timeout=PATIENCE_S
+        )
+        ready.cancel()
+        client = Client(broker, scope, host)
+        client.stopping, client.running = stopping, running
+        if host.ready.is_set():
+            try:
+                yield client
+            finally:
+                host._drain_s = min(host._drain_s, 0.01 if not stopping.is_set() else drain_s)
+                stopping.set()
+        else:
+            await running
+
+
+async def error_of(awaitable, kind=GameError):
+    with pytest.raises(kind) as error:
+        await awaitable
+    assert type(error.value) is kind
+    return error.value
