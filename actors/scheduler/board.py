@@ -25,8 +25,8 @@ class Board:
         self._quotas = Mirror(broker, BUCKET_QUOTAS, Quota)
         self.live: dict[str, JobRecord] = {}
         """Jobs that have not ended, by key."""
-        self.waits: dict[str, str] = {}
-        """Why each queued job waits, by key, in the order of the queue."""
+        self.waits: dict[str, tuple[int, str]] = {}
+        """The place in the queue of each job that waits, from 1, and why it waits, by key."""
         self._names: dict[tuple[str, str], str] = {}
         self._configs: dict[tuple[str, int], JobConfig] = {}
 
@@ -65,7 +65,8 @@ class Board:
     def _forget(self, key: str) -> None:
         self.live.pop(key, None)
         self.waits.pop(key, None)
-        self._configs = {at: one for at, one in self._configs.items() if at[0] != key}
+        for at in [at for at in self._configs if at[0] == key]:
+            del self._configs[at]
 
     def find(self, user: str, name: str) -> JobRecord | None:
         """Return a job of `user` by its id or by the name of its run, or None."""
@@ -94,6 +95,14 @@ class Board:
         """Return the names of the runs of a user."""
         return {name for owner, name in self._names if owner == user}
 
+    def unread(self) -> list[JobRecord]:
+        """Return the live jobs whose configuration was not parsed yet."""
+        return [
+            record
+            for key, record in self.live.items()
+            if record.configured and (key, record.attempt) not in self._configs
+        ]
+
     def config(self, record: JobRecord) -> JobConfig:
         """Return the parsed configuration, which cannot change within an attempt.
 
@@ -119,13 +128,11 @@ class Board:
 
     def told(self, record: JobRecord) -> JobRecord:
         """Return a record as its owner is told it: a queued one with its place in the queue."""
-        key = key_of(record)
-        why = self.waits.get(key)
-        if record.state != "QUEUED" or why is None:
+        place, why = self.waits.get(key_of(record), (0, ""))
+        if record.state != "QUEUED" or not place:
             return record
-        order = list(self.waits)
-        place = f"{order.index(key) + 1} of {len(order)} in the queue"
-        return record.model_copy(update={"reason": f"{why} ({place})"})
+        reason = f"{why} ({place} of {len(self.waits)} in the queue)"
+        return record.model_copy(update={"reason": reason})
 
 
 def key_of(record: JobRecord) -> str:

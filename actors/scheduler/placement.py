@@ -70,14 +70,16 @@ def place(
     pool = _Pool(nodes)
     result = Placed()
     free: _Slots = {node.name: set(node.free) for node in nodes}
+    num_free = sum(map(len, free.values()))
     head: PlacementRequest | None = None
     for request in in_order(queue, shares, now):
         if most <= 0:
             break
         why = _refusal(request, nodes, shares, pool)
         given: list[Assignment] = []
-        if not why:
+        if not why and (request.need <= num_free or not request.whole):
             given = pool.give(request, free)
+            num_free = sum(map(len, free.values())) if given else num_free
             shares.take(request.user, sum(len(one.devices) for one in given))
             result.assignments += given
             most -= bool(given)
@@ -86,6 +88,7 @@ def place(
         if not why and head is None:
             head = request
             pool.keep(request, given, free)
+            num_free = sum(map(len, free.values()))
             why = f"is next: slots are kept for it until it has {request.need}"
         result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
     return result
@@ -154,8 +157,6 @@ class _Pool:
 
     def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
         """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
-        if request.whole and request.need > sum(map(len, free.values())):
-            return []
         given, left = self._fit(request, free, lambda name: (len(free[name]), name))
         if request.whole and len(given) < len(request.actors):
             return []
@@ -196,9 +197,11 @@ class _Pool:
         given: list[Assignment] = []
         need = request.need
         for actor in sorted(request.actors, key=lambda one: -one.slots):
-            order = [home, *sorted(available.keys() - {home}, key=full)] if home else []
-            found = ((name, choose(actor, name)) for name in order)
-            node, devices = next((one for one in found if one[1] is not None), (None, None))
+            node, devices = home, choose(actor, home) if home else None
+            if devices is None:
+                order = sorted(available.keys() - {home}, key=full)
+                found = ((name, choose(actor, name)) for name in order)
+                node, devices = next((one for one in found if one[1] is not None), (None, None))
             if node is None or devices is None:
                 continue
             left[node] = left.get(node, available[node]) - set(devices)

@@ -9,6 +9,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ...schemas.job import ActorPlacement, Quota
 from .roster import slots_of
@@ -36,7 +37,7 @@ class PlacementRequest:
     whole: bool = True
     """All at once or none; False for the missing actors of a job that runs, which come first."""
 
-    @property
+    @cached_property
     def need(self) -> int:
         """Slots that the actors hold together."""
         return slots_of(self.actors)

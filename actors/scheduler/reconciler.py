@@ -12,6 +12,7 @@ import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -36,9 +37,19 @@ from .timing import Timing
 WHO = "scheduler"
 _VERSION_S = 2.0
 _STARTS_PER_TURN = 32
+_PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Wanted = Mapping[str, list[WantedActor]]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What follows from one version of a job's record."""
+
+    record: JobRecord
+    request: PlacementRequest | None
+    wanted: Wanted
 
 
 class Reconciler:
@@ -63,6 +74,7 @@ class Reconciler:
         self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
+        self._views: dict[str, _View] = {}
 
     def hurry(self) -> None:
         """Take the next turn at once."""
@@ -94,6 +106,7 @@ class Reconciler:
                     {stop, hurry}, timeout=self._timing.turn_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 hurry.cancel()
+                await asyncio.sleep(_PAUSE_S)
 
     async def _turn(self, group: asyncio.TaskGroup) -> None:
         await self._board.refresh()
@@ -102,17 +115,17 @@ class Reconciler:
         await self._place()
         await self._sync()
         for record in list(self._board.live.values()):
-            await self._advance(record, group)
+            if not _queued(record) or record.stop != "no":
+                await self._advance(record, group)
         await self._read_versions()
 
     async def _fail_unreadable(self) -> None:
         """Fail jobs whose configuration this release does not take; they must not fail others."""
-        for record in list(self._board.live.values()):
-            if record.configured:
-                try:
-                    self._board.config(record)
-                except ConfigError as error:
-                    await self._move(record, Transition("FAILED", str(error)))
+        for record in self._board.unread():
+            try:
+                self._board.config(record)
+            except ConfigError as error:
+                await self._move(record, Transition("FAILED", str(error)))
 
     # -- placing ------------------------------------------------------------------------------
 
@@ -128,37 +141,26 @@ class Reconciler:
             given[one.job].append(one)
         if len(given) >= _STARTS_PER_TURN:
             self.hurry()
-        self._board.waits = {
-            key: why for key, why in placed.waits.items() if _queued(self._board.live[key])
-        }
+        live = self._board.live
+        waits = [(key, why) for key, why in placed.waits.items() if _queued(live[key])]
+        self._board.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
         await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
-        await asyncio.gather(*(self._explain(key, why) for key, why in self._board.waits.items()))
+        changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
+        await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
     def _waiting(self) -> list[PlacementRequest]:
         """Return what has no node: actors that running jobs lack, and queued jobs."""
-        requests: list[PlacementRequest] = []
-        for key, record in self._board.live.items():
-            if _queued(record) and record.configured and record.stop == "no":
-                actors, home, whole = unplaced(record.actors), None, True
-            elif record.state in ACTIVE:
-                actors = [actor for actor in record.actors if actor.node is None]
-                home, whole = record.actors[0].node, False
-            else:
-                continue
-            if actors:
-                requests.append(
-                    PlacementRequest(
-                        key,
-                        tuple(actors),
-                        user=record.user,
-                        priority=record.priority,
-                        created=record.created,
-                        home=home,
-                        whole=whole,
-                    )
-                )
+        found = (self._view(key, record).request for key, record in self._board.live.items())
+        requests = [one for one in found if one is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
+
+    def _view(self, key: str, record: JobRecord) -> "_View":
+        """Return what follows from a record, made once for each version of it."""
+        view = self._views.get(key)
+        if view is None or view.record is not record:
+            view = self._views[key] = _View(record, _request(key, record), self._wanted_by(record))
+        return view
 
     async def _give(self, key: str, given: Sequence[Assignment]) -> None:
         record = self._board.live[key]
@@ -187,26 +189,31 @@ class Reconciler:
 
     async def _explain(self, key: str, why: str) -> None:
         """Write into a queued job's record why it waits, if that has changed."""
-        record = self._board.live[key]
-        if record.reason != why:
-            with contextlib.suppress(ConflictError):
-                changed = await self._jobs.update(
-                    record,
-                    lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
-                )
-                self._board.enter(changed)
+        with contextlib.suppress(ConflictError):
+            changed = await self._jobs.update(
+                self._board.live[key],
+                lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
+            )
+            self._board.enter(changed)
 
     # -- telling nodes ------------------------------------------------------------------------
 
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
-        for record in self._board.live.values():
-            if record.state in ACTIVE:
-                config = self._board.config(record)
-                for actor in record.actors:
-                    if actor.node is not None:
-                        wanted[actor.node].append(wanted_actor(record, actor, config))
+        self._views = {key: one for key, one in self._views.items() if key in self._board.live}
+        for key, record in self._board.live.items():
+            for node, actors in self._view(key, record).wanted.items():
+                wanted[node] += actors
+        return wanted
+
+    def _wanted_by(self, record: JobRecord) -> Wanted:
+        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        if record.state in ACTIVE:
+            config = self._board.config(record)
+            for actor in record.actors:
+                if actor.node is not None:
+                    wanted[actor.node].append(wanted_actor(record, actor, config))
         return wanted
 
     async def _sync(self) -> None:
@@ -295,6 +302,28 @@ class Reconciler:
                     record, lambda now: now.model_copy(update={"version": version})
                 )
                 self._board.enter(changed)
+
+
+def _request(key: str, record: JobRecord) -> PlacementRequest | None:
+    """Return what a job waits to be given, or None."""
+    if _queued(record) and record.configured and record.stop == "no":
+        actors, home, whole = unplaced(record.actors), None, True
+    elif record.state in ACTIVE:
+        actors = [actor for actor in record.actors if actor.node is None]
+        home, whole = record.actors[0].node, False
+    else:
+        return None
+    if not actors:
+        return None
+    return PlacementRequest(
+        key,
+        tuple(actors),
+        user=record.user,
+        priority=record.priority,
+        created=record.created,
+        home=home,
+        whole=whole,
+    )
 
 
 def _placed(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:

@@ -17,7 +17,14 @@ from ...broker.connection import Broker
 from ...broker.jobs import JobStore
 from ...broker.streams import create_job_feeds
 from ...schemas.config import LimitsConfig
-from ...schemas.errors import ConfigError, MessageError, NotFoundError, QuotaError, StateError
+from ...schemas.errors import (
+    ConfigError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    StateError,
+    TinkermqError,
+)
 from ...schemas.job import ConfigureRequest, JobRecord, Quota, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import JobScope, token
@@ -30,7 +37,7 @@ from .run_folder import make_run_dir, pin_checkpoint
 
 
 class Submission:
-    """Makes jobs, one at a time so that no two get the same name."""
+    """Makes jobs; a name is taken from the moment it is given."""
 
     def __init__(
         self, broker: Broker, jobs: JobStore, board: Board, reconciler: Reconciler
@@ -41,6 +48,8 @@ class Submission:
         self._board = board
         self._reconciler = reconciler
         self._lock = asyncio.Lock()
+        self._names: set[tuple[str, str]] = set()
+        self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
     async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
         """Make a job, or return the one that this request id made before.
@@ -57,12 +66,20 @@ class Submission:
             parse_config(request.config)
         else:
             check_keys(request.config)
-        async with self._lock:
-            job = await self._jobs.job_of_request(user, request.request_id, str(ULID()).lower())
-            record = await self._jobs.by_id(user, job)
-            if record is None:
-                record = await self._create(user, job, request)
-            self._reconciler.look(record)
+        key = (user, request.request_id)
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.ensure_future(self._make(user, request))
+            making.add_done_callback(lambda _: self._making.pop(key))
+        return await asyncio.shield(making)
+
+    async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
+        fresh = str(ULID()).lower()
+        job = await self._jobs.job_of_request(user, request.request_id, fresh)
+        record = None if job == fresh else await self._jobs.by_id(user, job)
+        if record is None:
+            record = await self._create(user, job, request)
+        self._reconciler.look(record)
         return record
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
@@ -81,9 +98,17 @@ class Submission:
             fork_dir=fork_dir,
             created=time.time(),
         )
-        record = await self._complete(blank) if request.configured else blank
-        await create_job_feeds(self._broker, JobScope(user, job), _limits(record.config))
-        return await self._jobs.create(record, WHO)
+        self._names.add((user, blank.name))
+        try:
+            limits = _limits(blank.config)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(create_job_feeds(self._broker, JobScope(user, job), limits))
+                making = group.create_task(self._complete(blank)) if request.configured else None
+            return await self._jobs.create(making.result() if making else blank, WHO)
+        except* TinkermqError as errors:
+            raise first_of(errors) from None
+        finally:
+            self._names.discard((user, blank.name))
 
     async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
         """Lay keys over those of a job without a complete configuration; maybe start it.
@@ -134,6 +159,7 @@ class Submission:
         """Return the configured name if no other run has it, else a new one."""
         mine = self._board.find(user, job)
         taken = self._board.names(user) - {mine.name if mine else None}
+        taken |= {name for owner, name in self._names if owner == user}
         name = config.get("name")
         if name is None:
             return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
@@ -175,6 +201,12 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
+
+
+def first_of(errors: BaseExceptionGroup[TinkermqError]) -> TinkermqError:
+    """Return the first error of a group."""
+    error = errors.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
 
 
 def check_quota(user: str, need: int, quota: Quota) -> None:
