@@ -37,6 +37,7 @@ from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
 from ..schemas.subjects import BUCKET_JOBS, JobScope
 from .logging import configure_logging
+from .systemd import told_to_systemd
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -249,7 +250,7 @@ def run_service_actor(
             service=service,
             presence=_presence(role, name),
         )
-        async with PresenceBeat(broker, f"pool.{name}", context.beat):
+        async with PresenceBeat(broker, f"pool.{name}", context.beat), told_to_systemd():
             await main(context)
         await service.stop()
 

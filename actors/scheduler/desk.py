@@ -113,7 +113,7 @@ class Desk:
                 return JobReply(record=record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            refuse_impossible(record.actors, self._reconciler.slots())
+            refuse_impossible(record.actors, self._reconciler.capacity())
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -139,7 +139,7 @@ class Desk:
         slots = config.generator.slots if request.role == "generator" else 0
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
-            refuse_impossible(wanted, self._reconciler.slots())
+            refuse_impossible(wanted, self._reconciler.capacity())
             check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
 
         def resize(current: JobRecord) -> JobRecord:

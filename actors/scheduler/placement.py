@@ -95,14 +95,13 @@ def place(
 
 
 def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
-    """Raise PlacementError if the pool could not hold the actors even when idle.
+    """Raise PlacementError if idle nodes could not hold the actors.
 
     A pool without any node is one that has not come up yet: everything may wait for it.
     """
     if not nodes:
         return
-    idle = [NodeSlots(n.name, n.total, frozenset(range(n.total)), n.groups) for n in nodes]
-    if place([PlacementRequest("", tuple(actors))], idle).assignments:
+    if place([PlacementRequest("", tuple(actors))], nodes).assignments:
         return
     need = sum(actor.slots for actor in actors)
     total = sum(node.total for node in nodes)

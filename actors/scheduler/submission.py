@@ -139,7 +139,7 @@ class Submission:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
-        refuse_impossible(actors, self._reconciler.slots())
+        refuse_impossible(actors, self._reconciler.capacity())
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config)
         fork_dir = record.fork_dir
