@@ -205,6 +205,10 @@ class Broker:
         payload = json.dumps(request).encode() if request is not None else b""
         return checked(await self.request(f"$JS.API.{verb}", payload))
 
+    def direct_get(self, stream: str) -> str:
+        """Subject on which stored messages of a stream are asked for."""
+        return f"$JS.API.DIRECT.GET.{stream}"
+
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
     ) -> T:
