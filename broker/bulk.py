@@ -47,7 +47,7 @@ class BulkLink:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        self.inbox = f"_INBOX_{broker.user}.bulk-{uuid.uuid4().hex}"
+        self.inbox = f"{broker.inbox_prefix}.bulk-{uuid.uuid4().hex}"
 
     def open(self) -> None:
         """Connect, log in, and listen on the inbox.

@@ -23,10 +23,11 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
-from ..schemas.subjects import token
 from . import faults
+from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
 from .listening import Callbacks, Listening
+from .login import Login, find_login, tls_options
 from .replies import Replies, checked
 
 __all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
@@ -46,11 +47,14 @@ _log = structlog.get_logger()
 class Broker:
     """A connection; make one with `connect`."""
 
-    def __init__(self, url: str, name: str, user: str) -> None:
+    def __init__(self, url: str, name: str, login: Login) -> None:
         """Prepare a connection that `connect` opens."""
         self.url = url
         self.name = name
-        self.user = user
+        self.user = login.user
+        self.inbox_prefix = login.inbox
+        self._login = login
+        self._door = Door("", is_guest=False)
         self.nc = Client()
         self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
         """nats-py's own JetStream calls, for what this package does not wrap."""
@@ -203,11 +207,21 @@ class Broker:
         Raises nats' APIError for a refusal, and what `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
-        return checked(await self.request(f"$JS.API.{verb}", payload))
+        return checked(await self.request(self._door.api(verb), payload))
 
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
-        return f"$JS.API.DIRECT.GET.{stream}"
+        return self._door.direct_get(stream)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this connection reaches what is stored through the door only."""
+        return self._door.is_guest
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether this connection has the rights of a user or of a process of one job."""
+        return bool(self._door.subject)
 
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
@@ -246,8 +260,10 @@ class Broker:
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
 
+        place = self._door.store(subject)
+
         async def attempt() -> int:
-            return int(checked(await self.request(subject, payload, headers=headers))["seq"])
+            return int(checked(await self.request(place, payload, headers=headers))["seq"])
 
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
@@ -265,7 +281,10 @@ class Broker:
         )
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
-        """Connect for the first time; `connect` calls this."""
+        """Connect for the first time; `connect` calls this.
+
+        Raises BrokerError when the server cannot be reached or refuses.
+        """
         self._refusal = asyncio.get_running_loop().create_future()
         opening = asyncio.create_task(self._open(credentials))
         try:
@@ -299,12 +318,14 @@ class Broker:
                 connect_timeout=2,
                 ping_interval=10,
                 pending_size=PENDING_BYTES,
-                inbox_prefix=f"_INBOX_{self.user}",
-                **credentials,
+                inbox_prefix=self.inbox_prefix,
+                **{**self._login.options, **tls_options(self.url), **credentials},
             )
         except asyncio.CancelledError:
             await self.nc.close()
             raise
+        if cast("Any", self.nc)._server_info.get("auth_required"):
+            self._door = Door(self._login.door, is_guest=self._login.is_guest)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
         await self.listen(f"{inbox}.*", self._replies.take)
@@ -370,20 +391,28 @@ class Broker:
 
 
 async def connect(
-    url: str, *, name: str, user: str = "local", deadline_s: float = 10.0, **credentials: Any
+    url: str,
+    *,
+    name: str,
+    user: str = "local",
+    api_key: str | None = None,
+    deadline_s: float = 10.0,
+    **credentials: Any,
 ) -> Broker:
     """Connect to the broker and check that it has JetStream.
 
-    `credentials` are nats-py's (`user_credentials`, `password` …); a user and password may also
-    stand in the URL.
+    Who connects is told by `api_key`, or by what the environment holds (`login.py`); without
+    either it is `user`, at a broker without authentication. `credentials` are further options of
+    nats-py's; a user and password may also stand in the URL.
 
     Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
-    has JetStream disabled.
+    has JetStream disabled; AuthError for a malformed key.
     """
-    token(user, what="user")
     faults.check_url(url)
-    broker = Broker(url, name, user)
+    broker = Broker(url, name, find_login(user, api_key))
     await broker.open(deadline_s, credentials)
+    if broker.is_guest:
+        return broker
     try:
         await broker.retry(
             lambda: broker.api("INFO"), deadline_s=deadline_s, waiting_for="JetStream"

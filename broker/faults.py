@@ -16,6 +16,7 @@ TRANSIENT = (
     NoStreamResponseError,
 )
 """Errors of nats-py after which the same request may succeed."""
+DOOR = "store"
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
@@ -26,6 +27,23 @@ class ConnectionLost(BrokerError):
 
 class NoResponders(BrokerError):
     """Nobody listens on the subject of a request."""
+
+
+def nobody_listens(subject: str, description: str) -> BrokerError:
+    """Return the error of a request that nobody took.
+
+    The door answers for streams that are not there, and says so; when it is itself away, it comes
+    back.
+    """
+    if f".{DOOR}." in subject and not description:
+        return ConnectionLost(
+            f"nobody answers at {subject}: the auth service of the pool is away",
+            hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
+        )
+    return NoResponders(
+        f"nobody listens on {subject}",
+        hint="see whether the actor that answers there runs (`nats micro ls`)",
+    )
 
 
 def shown_url(url: str) -> str:

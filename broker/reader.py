@@ -1,10 +1,10 @@
 """Reading a stream from any sequence on, live, across restarts of the server.
 
 There is no consumer: the position is the reader's own. What is stored is read by direct gets in
-batches that are bounded in bytes; once there is no more, a plain subscription to the stream's
-subjects says when to look again. What is heard there is only a sign: a message counts when it is
-read from the stream, so a reader yields every stored message once and in order, whatever was lost
-on the way, and needs no right to create anything.
+batches that are bounded in bytes, one ahead; once there is no more, a plain subscription to the
+stream's subjects says when to look again. What is heard there is only a sign: a message counts
+when it is read from the stream, so a reader yields every stored message once and in order, whatever
+was lost on the way, and needs no right to create anything.
 """
 
 import asyncio
@@ -15,11 +15,13 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as NatsNotFound
 
 from .connection import Broker, Listening, NoResponders
-from .stored import BatchInbox, StoredMessage, missing
+from .stored import Batch, BatchInbox, StoredMessage, missing
 from .streams import stream_info
 
 FIRST_PAUSE_S = 0.005
 LAST_PAUSE_S = 1.0
+BATCH_MESSAGES = 250
+BATCH_BYTES = 8 * 2**20
 _EVERYTHING = ">"
 _DEADLINE_S = 60.0
 
@@ -35,7 +37,7 @@ class StreamReader:
         self._stream = stream
         self._subjects = subjects
         self._next_seq = from_seq
-        self._inbox = BatchInbox(broker)
+        self._inbox = BatchInbox(broker, BATCH_MESSAGES, BATCH_BYTES)
         self._sign = asyncio.Event()
         self._listening: list[Listening] = []
 
@@ -61,26 +63,31 @@ class StreamReader:
         """
         remove = self._broker.on_reconnect(self._sign.set)
         pause_s = FIRST_PAUSE_S
+        ahead: asyncio.Task[Batch] | None = None
         try:
             await self.start()
             while True:
                 self._sign.clear()
-                messages, more = await self._read()
+                messages, more = await (ahead or self._read())
+                if messages:
+                    self._next_seq = messages[-1].seq + 1
+                    pause_s = FIRST_PAUSE_S
+                ahead = asyncio.create_task(self._read()) if more else None
                 for message in messages:
-                    self._next_seq = message.seq + 1
                     if self._is_wanted(message):
                         yield message
-                if messages:
-                    pause_s = FIRST_PAUSE_S
                 if not more and await self._rest(pause_s):
                     pause_s = FIRST_PAUSE_S
                 elif not more:
                     pause_s = min(2 * pause_s, LAST_PAUSE_S)
         finally:
             remove()
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait({ahead})
             await self._close()
 
-    async def _read(self) -> tuple[list[StoredMessage], bool]:
+    async def _read(self) -> Batch:
         """Return the next messages, and whether there may be more."""
         seq = max(self._next_seq or 1, 1)
         subject = self._subjects[0] if len(self._subjects) == 1 else _EVERYTHING

@@ -7,12 +7,13 @@ Used for keys, single log entries and the chunks of objects; live tails are in `
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from nats.aio.msg import Msg
 
 from ..schemas.errors import BrokerError, NotFoundError
-from .connection import Broker, ConnectionLost, Listening, NoResponders
+from .connection import Broker, ConnectionLost, Listening
+from .faults import nobody_listens
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
@@ -30,6 +31,10 @@ class StoredMessage:
     seq: int
     payload: bytes
     headers: dict[str, str]
+
+
+Batch: TypeAlias = tuple[list[StoredMessage], bool]
+"""Messages in order, and whether there may be more."""
 
 
 async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
@@ -78,9 +83,7 @@ async def get_all(broker: Broker, stream: str, subject: str) -> list[StoredMessa
         seq = messages[-1].seq + 1
 
 
-async def get_batch(
-    broker: Broker, stream: str, seq: int, subject: str
-) -> tuple[list[StoredMessage], bool]:
+async def get_batch(broker: Broker, stream: str, seq: int, subject: str) -> Batch:
     """Return the next messages on `subject` from `seq` on, and whether there may be more."""
     inbox = BatchInbox(broker)
     try:
@@ -92,16 +95,20 @@ async def get_batch(
 class BatchInbox:
     """Receives batches of stored messages, one after the other."""
 
-    def __init__(self, broker: Broker) -> None:
-        """Subscribe at the first `get`."""
+    def __init__(
+        self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
+    ) -> None:
+        """Bound the batches; the first `get` subscribes."""
         self._broker = broker
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
         self._inbox = broker.nc.new_inbox()
         self._replies: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._number = 0
         self._listening: Listening | None = None
         self._remove = broker.on_disconnect(lambda: self._replies.put_nowait(None))
 
-    async def get(self, stream: str, seq: int, subject: str) -> tuple[list[StoredMessage], bool]:
+    async def get(self, stream: str, seq: int, subject: str) -> Batch:
         """Return the next messages on `subject` from `seq` on, and whether there may be more.
 
         A single attempt: raises ConnectionLost, NoResponders, TimeoutError.
@@ -115,8 +122,8 @@ class BatchInbox:
         request: dict[str, Any] = {
             "seq": seq,
             "next_by_subj": subject,
-            "batch": BATCH_MESSAGES,
-            "max_bytes": BATCH_BYTES,
+            "batch": self._max_messages,
+            "max_bytes": self._max_bytes,
         }
         reply = f"{self._inbox}.{self._number}"
         await self._broker.send(
@@ -131,14 +138,15 @@ class BatchInbox:
         if listening is not None:
             await listening.stop()
 
-    async def _collect(self, stream: str, inbox: str) -> tuple[list[StoredMessage], bool]:
+    async def _collect(self, stream: str, inbox: str) -> Batch:
         messages: list[StoredMessage] = []
         while True:
             reply = await self._next(inbox)
             headers = reply.headers or {}
             status = headers.get("Status")
             if status == _NO_RESPONDERS:
-                raise NoResponders(f"there is no stream {stream}", hint="see `nats stream ls`")
+                description = headers.get("Description", "")
+                raise nobody_listens(self._broker.direct_get(stream), description)
             if status == _END_OF_BATCH:
                 return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
             message = stored_message(reply)

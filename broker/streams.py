@@ -15,12 +15,15 @@ from nats.js.errors import NotFoundError as StreamNotFound
 from ..schemas.config import LimitsConfig
 from ..schemas.errors import BrokerError, MessageError
 from ..schemas.subjects import (
+    AUDIT,
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
     BUCKET_NODES,
     BUCKET_REQUESTS,
+    STREAM_AUDIT,
+    TASK_CONSUMER,
     JobScope,
     number_of,
 )
@@ -33,6 +36,8 @@ DEAD_BYTES = 64 << 20
 MANIFEST_BYTES = 256 << 20
 WEIGHTS_BYTES = 64 << 30
 BUCKET_BYTES = 256 << 20
+AUDIT_BYTES = 256 << 20
+MAX_LEASES = 8192
 _DEADLINE_S = 30.0
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
@@ -42,14 +47,54 @@ StreamConfig = Mapping[str, Any]
 
 
 async def create_job_streams(
-    broker: Broker, scope: JobScope, limits: LimitsConfig, *, weights_bytes: int = WEIGHTS_BYTES
+    broker: Broker,
+    scope: JobScope,
+    limits: LimitsConfig,
+    *,
+    weights_bytes: int = WEIGHTS_BYTES,
+    ack_wait_s: float | None = None,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
+
+    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
     for config in job_streams(scope, limits, weights_bytes):
         await ensure_stream(broker, config)
+    if ack_wait_s is not None:
+        await ensure_task_consumer(broker, scope, ack_wait_s)
+
+
+async def ensure_task_consumer(
+    broker: Broker, scope: JobScope, ack_wait_s: float, max_leases: int = MAX_LEASES
+) -> None:
+    """Make the consumer from which generators pull tasks, or change it to this configuration.
+
+    Raises nats' NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
+    """
+    config = {
+        "durable_name": TASK_CONSUMER,
+        "description": f"Generators of job {scope.job}",
+        "ack_policy": "explicit",
+        "ack_wait": int(ack_wait_s * _NS),
+        "max_deliver": -1,
+        "max_ack_pending": max_leases,
+        "max_waiting": 4096,
+        "deliver_policy": "all",
+        "filter_subject": scope.task("*"),
+    }
+    stream = scope.stream_task
+    verb = f"CONSUMER.CREATE.{stream}.{TASK_CONSUMER}.{scope.task('*')}"
+    try:
+        await _ask(broker, verb, {"stream_name": stream, "config": config})
+    except StreamNotFound:
+        raise
+    except APIError as error:
+        raise BrokerError(
+            f"the server refuses the consumer of {stream}: {error.description}",
+            hint="look at it with `nats consumer info`",
+        ) from error
 
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
@@ -145,6 +190,18 @@ def bucket_config(
         allow_rollup_hdrs=True,
         allow_msg_ttl=True,
         deny_delete=True,
+    )
+
+
+def audit_config() -> StreamConfig:
+    """Return the stream of what touches security: nothing in it can be deleted or purged."""
+    return _stream(
+        STREAM_AUDIT,
+        "Log-ins that were refused, and what was done to users",
+        [AUDIT],
+        AUDIT_BYTES,
+        deny_delete=True,
+        deny_purge=True,
     )
 
 
