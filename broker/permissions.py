@@ -150,7 +150,6 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
         *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in _STREAMS)),
-        "_INBOX_scheduler.>",
         _env(scope),
     )
 
@@ -187,6 +186,7 @@ def _common(scope: JobScope, actor: str) -> tuple[str, ...]:
     return (
         _INFO,
         scope.event,
+        f"{inbox('scheduler')}.>",
         f"$KV.{BUCKET_ACTORS}.{scope.key}.{actor}",
         *_readable(f"KV_{weights}", f"OBJ_{weights}"),
     )
@@ -230,7 +230,7 @@ def service_permissions(name: str) -> Permissions:
                 f"{PREFIX}.job.*.*.log.*",
                 node("*", "status"),
                 rpc("node", "keys", "job"),
-                "_INBOX_scheduler.>",
+                f"{inbox('scheduler')}.>",
                 f"{inbox('node')}.>",
                 _TOOLS_INBOX,
                 *_readable(f"KV_{BUCKET_NODES}", f"KV_{BUCKET_ACTORS}"),

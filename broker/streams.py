@@ -5,6 +5,7 @@ refuse what does not fit, which makes the publisher wait; metrics, events and lo
 oldest. Making a stream that is there already changes it to the wanted configuration.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.config import LimitsConfig
-from ..schemas.errors import BrokerError, MessageError
+from ..schemas.errors import BrokerError, DeadlineError, MessageError
 from ..schemas.subjects import (
     AUDIT,
     BUCKET_ACTORS,
@@ -27,7 +28,7 @@ from ..schemas.subjects import (
     JobScope,
     number_of,
 )
-from .connection import Broker
+from .connection import Broker, ConnectionLost, NoResponders
 
 PRESENCE_TTL_S = 10
 REQUEST_TTL_S = 7 * 24 * 3600
@@ -39,6 +40,7 @@ BUCKET_BYTES = 256 << 20
 AUDIT_BYTES = 256 << 20
 MAX_LEASES = 8192
 _DEADLINE_S = 30.0
+_LOOK_S = 0.1
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
 _NS = 1_000_000_000
@@ -115,6 +117,25 @@ async def create_shared(broker: Broker) -> None:
     )
     for bucket, description, ttl_s in shared:
         await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))
+
+
+async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
+    """Wait until the scheduler has made the shared buckets; raises DeadlineError."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    key = f"$KV.{BUCKET_ACTORS}.pool.scheduler"
+    while True:
+        try:
+            await broker.request(f"{broker.direct_get(f'KV_{BUCKET_ACTORS}')}.{key}")
+        except (NoResponders, ConnectionLost, TimeoutError) as error:
+            if loop.time() > deadline:
+                raise DeadlineError(
+                    f"the buckets of the pool were not made within {deadline_s:g} s",
+                    hint="start a scheduler: `tinkermq up`",
+                ) from error
+        else:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:

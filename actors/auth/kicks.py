@@ -56,6 +56,7 @@ async def _connections(system: Client, user: str) -> list[tuple[str, int]]:
 
 def _read(answer: Msg, user: str) -> list[tuple[str, int]]:
     told: Any = json.loads(answer.data)
-    connections = cast("list[dict[str, Any]]", (told.get("data") or {}).get("connections") or [])
+    data: Any = told.get("data") or {}
+    connections = cast("list[dict[str, Any]]", data.get("connections") or [])
     server = str(told["server"]["id"])
     return [(server, int(one["cid"])) for one in connections if one["authorized_user"] == user]

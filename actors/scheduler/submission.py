@@ -16,7 +16,7 @@ from ulid import ULID
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore
 from ...broker.streams import create_job_streams
-from ...schemas.config import LimitsConfig
+from ...schemas.config import GeneratorConfig, LimitsConfig
 from ...schemas.errors import ConfigError, MessageError, NotFoundError, StateError
 from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
@@ -76,7 +76,12 @@ class Submission:
             created=time.time(),
         )
         record = await self._complete(blank) if request.configured else blank
-        await create_job_streams(self._broker, JobScope(user, job), _limits(record.config))
+        await create_job_streams(
+            self._broker,
+            JobScope(user, job),
+            _limits(record.config),
+            ack_wait_s=_ack_wait_s(record.config),
+        )
         return await self._jobs.create(record, WHO)
 
     async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
@@ -101,7 +106,10 @@ class Submission:
             if request.start:
                 changed = await self._complete(changed)
                 await create_job_streams(
-                    self._broker, JobScope(user, record.job), _limits(changed.config)
+                    self._broker,
+                    JobScope(user, record.job),
+                    _limits(changed.config),
+                    ack_wait_s=_ack_wait_s(changed.config),
                 )
             record = await self._jobs.update(record, lambda _: changed)
         self._reconciler.look(record)
@@ -186,6 +194,12 @@ def _limits(config: Mapping[str, Any]) -> LimitsConfig:
         return LimitsConfig.model_validate(config.get("limits") or {})
     except ValidationError as error:
         raise ConfigError(f"limits: {error.errors()[0]['msg']}") from error
+
+
+def _ack_wait_s(config: Mapping[str, Any]) -> float:
+    """Return the lease of tasks; a partial configuration may not hold one yet."""
+    given = (config.get("generator") or {}).get("ack_wait_s")
+    return float(given) if isinstance(given, int | float) else GeneratorConfig().ack_wait_s
 
 
 def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:
