@@ -62,6 +62,8 @@ class BulkLink:
             if self._closed:
                 self.close()
             info = json.loads(self._line().split(b" ", 1)[1])
+            if url.scheme == "tls" and not info.get("tls_required"):
+                raise BrokerError("the server does not encrypt, as its tls:// URL demands")
             if info.get("tls_required"):
                 context: ssl.SSLContext = self._broker.nc.ssl_context
                 self._socket = context.wrap_socket(self._socket, server_hostname=url.hostname)

@@ -1,6 +1,7 @@
 """What can go wrong with a connection, in words that a user can act on."""
 
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -17,6 +18,8 @@ TRANSIENT = (
 )
 """Errors of nats-py after which the same request may succeed."""
 DOOR = "store"
+NO_STREAM = "Tmq-No-Stream"
+"""Header by which the door says that a stream is not there."""
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
@@ -29,13 +32,13 @@ class NoResponders(BrokerError):
     """Nobody listens on the subject of a request."""
 
 
-def nobody_listens(subject: str, description: str) -> BrokerError:
+def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
     """Return the error of a request that nobody took.
 
     The door answers for streams that are not there, and says so; when it is itself away, it comes
     back.
     """
-    if f".{DOOR}." in subject and not description:
+    if f".{DOOR}." in subject and NO_STREAM not in headers:
         return ConnectionLost(
             f"nobody answers at {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",

@@ -39,12 +39,12 @@ class Login:
     """Everything stored is reached through the door, and not only the shared buckets."""
 
 
-def find_login(user: str, api_key: str | None) -> Login:
+def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
     """Return how to connect, from the arguments and the environment.
 
     Raises AuthError for a malformed key, BrokerError for a credentials file that cannot be read.
     """
-    path = os.environ.get(CREDENTIALS_VARIABLE)
+    path = credentials_file or os.environ.get(CREDENTIALS_VARIABLE)
     if api_key is None and path:
         return _of_service(Path(path))
     key = api_key or os.environ.get(KEY_VARIABLE)
@@ -62,7 +62,8 @@ def _of_key(key: str) -> Login:
             is_guest=process.role in _GUESTS,
         )
     if id_of_invitation(key) is not None:
-        return Login("invited", inbox("invited"), {"user": "invited", "password": key}, "", True)
+        options = {"user": "invited", "password": key}
+        return Login("invited", inbox("invited"), options, user_door("invited"), is_guest=True)
     user = user_of_key(key)
     options = {"user": user, "password": key}
     return Login(user, inbox(user), options, user_door(user), is_guest=True)

@@ -67,8 +67,8 @@ class Replies:
         if waiting is None or waiting.future.done():
             return
         if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
-            description = (message.headers or {}).get("Description", "")
-            waiting.future.set_exception(nobody_listens(waiting.subject, description))
+            error = nobody_listens(waiting.subject, message.headers or {})
+            waiting.future.set_exception(error)
         else:
             waiting.future.set_result(message)
 

@@ -145,8 +145,7 @@ class BatchInbox:
             headers = reply.headers or {}
             status = headers.get("Status")
             if status == _NO_RESPONDERS:
-                description = headers.get("Description", "")
-                raise nobody_listens(self._broker.direct_get(stream), description)
+                raise nobody_listens(self._broker.direct_get(stream), headers)
             if status == _END_OF_BATCH:
                 return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
             message = stored_message(reply)

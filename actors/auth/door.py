@@ -15,6 +15,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.connection import Broker, Listening
+from ...broker.faults import NO_STREAM
 from ...broker.kv import WRITE_ID
 from ...broker.permissions import Guest, is_stream_of, may_read, may_store
 from ...broker.rpc import INBOXES
@@ -28,7 +29,7 @@ _MAX_KNOWN = 10_000
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _FORBIDDEN = "403"
-_NO_STREAM = "503"
+_NOT_THERE = "503"
 _HEADERS = (
     "Nats-Expected-Last-Subject-Sequence",
     "Nats-Msg-Id",
@@ -123,7 +124,7 @@ class Door:
         try:
             await stream_info(self._broker, stream)
         except StreamNotFound:
-            headers = {"Status": _NO_STREAM, "Description": f"no stream {stream}"}
+            headers = {"Status": _NOT_THERE, NO_STREAM: stream}
             await self._broker.publish(message.reply, b"", headers)
             return False
         if len(self._known) >= _MAX_KNOWN:

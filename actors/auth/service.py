@@ -14,7 +14,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from ...broker.connection import RECONNECT_WAIT_S
+from ...broker.complaints import RECONNECT_WAIT_S
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore
 from ...broker.login import tls_options

@@ -198,7 +198,8 @@ def _limits(config: Mapping[str, Any]) -> LimitsConfig:
 
 def _ack_wait_s(config: Mapping[str, Any]) -> float:
     """Return the lease of tasks; a partial configuration may not hold one yet."""
-    given = (config.get("generator") or {}).get("ack_wait_s")
+    section: Any = config.get("generator") or {}
+    given: Any = cast("dict[str, Any]", section).get("ack_wait_s") if section else None
     return float(given) if isinstance(given, int | float) else GeneratorConfig().ack_wait_s
 
 
