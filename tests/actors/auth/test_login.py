@@ -43,12 +43,18 @@ async def refused(pool: SecuredPool, key: str) -> None:
         await connect(pool.server.url, name="test", api_key=key)
 
 
-async def closed(broker: Broker) -> None:
-    """Wait until a connection is closed, and is not let in again."""
+def watched(broker: Broker) -> list[BrokerError]:
+    """Return the list into which a connection's errors go from now on."""
     errors: list[BrokerError] = []
     broker.on_error(errors.append)
+    return errors
+
+
+async def shut_out(broker: Broker, errors: list[BrokerError]) -> None:
+    """Wait until a connection was closed and is not let in again."""
     await until(lambda: any(REFUSED in one.message for one in errors), "the refusal")
     assert not broker.is_connected
+    await broker.close()
 
 
 async def test_a_user_gets_in_with_the_own_key_and_learns_who_he_is(pool: SecuredPool) -> None:
@@ -87,14 +93,15 @@ async def test_an_old_key_ends_with_its_replacement_and_closes_its_connections(
     pool: SecuredPool,
 ) -> None:
     bob = await pool.user("bob")
-    old = pool.keys["bob"]
+    old, errors = pool.keys["bob"], watched(bob)
     root = await pool.user("root")
     fresh = (await ask(root, "rotate", RotateKey(user="bob"), NewKey)).secret
-    await closed(bob)
+    await shut_out(bob, errors)
     await refused(pool, old)
     again = await pool.connected(fresh)
+    errors = watched(again)
     own = (await ask(again, "rotate", RotateKey(user="bob", days=0), NewKey)).secret
-    await closed(again)
+    await shut_out(again, errors)
     await refused(pool, fresh)
     told = (await ask(await pool.connected(own), "me", Empty(), UserReply)).user
     assert told.expires is None
@@ -102,8 +109,9 @@ async def test_an_old_key_ends_with_its_replacement_and_closes_its_connections(
 
 async def test_a_revoked_user_is_thrown_out_for_good(pool: SecuredPool) -> None:
     eve, root = await pool.user("eve"), await pool.user("root")
+    errors = watched(eve)
     await ask(root, "revoke", NameUser(user="eve"), UserReply)
-    await closed(eve)
+    await shut_out(eve, errors)
     await refused(pool, pool.keys["eve"])
     with pytest.raises(StateError, match="was revoked"):
         await ask(root, "rotate", RotateKey(user="eve"), NewKey)
