@@ -129,7 +129,7 @@ def _refusal(
         return "waits for a node: none has joined the pool (`tinkermq node`)"
     if request.need > pool.total:
         return f"waits for {request.need} slots: the pool has {pool.total} now"
-    bound = shares.quota(request.user).slots
+    bound = shares.quota(request.user).max_slots
     if request.whole and request.need > shares.room(request.user):
         return f"waits for {request.need} slots of its user's quota of {bound}"
     if not pool.could_hold(request):

@@ -182,9 +182,14 @@ class Reconciler:
         self._board.enter(record)
 
     async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
-        limits = self._board.config(record).limits
+        config = self._board.config(record)
         try:
-            await create_job_streams(self._broker, _scope(record), limits)
+            await create_job_streams(
+                self._broker,
+                _scope(record),
+                config.limits,
+                ack_wait_s=config.generator.ack_wait_s,
+            )
         except BrokerError as error:
             return await self._move(record, Transition("FAILED", str(error)))
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
