@@ -12,16 +12,19 @@ if TYPE_CHECKING:
         MathGameEnvironment,
         create_game_environment,
     )
+    from .inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
     from .publish import AsyncTrajectoryPublisher, TrajectoryPublisher
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
     from .trajectories import make_trajectory
 
 __all__ = [
+    "AsyncInferenceSchedulerClient",
     "AsyncSchedulerClient",
     "AsyncServiceClient",
     "AsyncTrajectoryPublisher",
     "GameEnvironment",
+    "InferenceSchedulerClient",
     "MathGameEnvironment",
     "SchedulerClient",
     "ServiceClient",
@@ -31,6 +34,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "game_environment": ("GameEnvironment", "MathGameEnvironment", "create_game_environment"),

@@ -57,6 +57,8 @@ class ModelConfig(Section):
 
     path: str
     """Hugging Face folder, or the name of a model on the hub."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
     """Attention kernel; flash_attention_2 needs a GPU and the `flash-attn` extra."""
     trust_remote_code: bool = False
@@ -69,7 +71,8 @@ class EnvConfig(Section):
     """The game, its data, and the hosts that run it."""
 
     game: str
-    """Registered name (`tinkermq env list`) or `package.module:Class`."""
+    """Registered name (`tinkermq env list`) or `package.module:Class`; empty for an inference job
+    whose callers bring their games."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
@@ -131,6 +134,8 @@ class GeneratorConfig(Section):
     """Episodes that run at the same time in one generator."""
     max_requests: int = Field(default=256, ge=1)
     """Requests that decode in one forward pass."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest sequence that the engine takes; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """What becomes of the cache of running requests at a weight swap."""
     ack_wait_s: float = Field(default=30.0, ge=1)
@@ -359,6 +364,13 @@ class JobConfig(Section):
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
+            )
+        context = self.generator.max_context
+        if context is not None and context < self.rollout.max_tokens:
+            raise ValueError(
+                f"generator.max_context ({context}) is less than an episode may have: "
+                f"{self.rollout.max_tokens} (rollout.max_prompt_tokens + "
+                "rollout.max_response_tokens)"
             )
         if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
             raise ValueError(

@@ -66,10 +66,14 @@ class JobScope:
 
     user: str
     job: str
+    session: str = ""
+    """One caller's games within an inference job; empty for those of the job itself."""
 
     def __post_init__(self) -> None:
         token(self.user, what="user")
         token(self.job, what="job id")
+        if self.session:
+            token(self.session, what="session")
 
     @property
     def key(self) -> str:
@@ -77,7 +81,8 @@ class JobScope:
         return f"{self.user}.{self.job}"
 
     def _subject(self, tail: str) -> str:
-        return f"{PREFIX}.job.{self.user}.{self.job}.{tail}"
+        inside = f"play.{self.session}." if self.session else ""
+        return f"{PREFIX}.job.{self.user}.{self.job}.{inside}{tail}"
 
     def _stream(self, kind: str) -> str:
         return f"tmq-{self.user}-{self.job}-{kind}"
@@ -132,6 +137,14 @@ class JobScope:
     def env(self, host: str, verb: str) -> str:
         """Subject of `step` or `close` at the host that holds the episode."""
         return self._subject(f"env.{host}.{verb}")
+
+    def of_session(self, session: str) -> "JobScope":
+        """Return the names of one caller's games within this inference job."""
+        return JobScope(self.user, self.job, session)
+
+    def infer(self, verb: str) -> str:
+        """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them."""
+        return self._subject(f"infer.{verb}")
 
     def control(self, actor: str) -> str:
         """Subject of control requests to one actor."""

@@ -126,6 +126,10 @@ class Desk:
                 f"job {record.name} is {record.state} and has no actors to scale",
                 hint="scale a job that is queued or running",
             )
+        if request.role == "server" and request.count < 1:
+            raise StateError(
+                f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
+            )
         wanted = scaled(record.actors, request.role, request.count)
         if len(wanted) > len(record.actors):
             refuse_impossible(slots_of(wanted), self._reconciler.slots())

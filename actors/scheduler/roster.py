@@ -1,20 +1,27 @@
 """Which actors a job is made of, and what they hold.
 
-On a node a slot is a GPU or a CPU share. The learner and each generator compute all the time and
-hold one slot; the evaluator and the environment hosts hold none, so that a laptop with two cores
-runs a whole job.
+On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
+compute all the time and hold one slot; the evaluator and the environment hosts hold none, so that
+a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Sequence
 
 from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError
 from ...schemas.job import ActorPlacement, JobRecord, Role
 from ...schemas.node import WantedActor
 
-SLOTS: dict[Role, int] = {"learner": 1, "generator": 1, "evaluator": 0, "environment": 0}
+SLOTS: dict[Role, int] = {
+    "learner": 1,
+    "generator": 1,
+    "evaluator": 0,
+    "environment": 0,
+    "server": 1,
+}
 
 
-KINDS = ("train", "eval")
+KINDS = ("train", "eval", "infer")
 """Kinds of jobs that this pool runs."""
 
 
@@ -23,6 +30,8 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+    if kind == "infer":
+        return [*_servers(config.generator.count), *hosts]
     actors = [_actor("learner", "learner")]
     actors += [_actor("generator", f"generator-{i}") for i in range(config.generator.count)]
     if config.env.num_val > 0:
@@ -30,8 +39,17 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     return actors + hosts
 
 
+def _servers(count: int) -> list[ActorPlacement]:
+    if count < 1:
+        raise ConfigError(
+            "generator.count=0 leaves an inference job without a server",
+            hint="set generator.count to 1 or more",
+        )
+    return [_actor("server", f"server-{i}") for i in range(count)]
+
+
 def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
-    """Return the actor whose end is the end of the job: a training's learner."""
+    """Return the actor whose end is the end of the job: a training's learner, a first server."""
     return actors[0]
 
 
@@ -62,7 +80,11 @@ def slots_of(actors: Sequence[ActorPlacement]) -> int:
 
 def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
     """Return what a node must know to run one actor."""
-    threads = {"learner": config.learner.threads, "generator": config.generator.threads}
+    threads = {
+        "learner": config.learner.threads,
+        "generator": config.generator.threads,
+        "server": config.generator.threads,
+    }
     return WantedActor(
         user=record.user,
         job=record.job,

@@ -21,7 +21,9 @@ from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
 
-_ROLES: dict[str, Literal["generator", "environment"]] = {
+_ROLES: dict[str, Literal["generator", "environment", "server"]] = {
+    "servers": "server",
+    "server": "server",
     "generators": "generator",
     "generator": "generator",
     "environments": "environment",
@@ -188,14 +190,14 @@ def fork(
 
 
 def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
-    """Change how many generators or environment hosts a running run has.
+    """Change how many generators, environment hosts or servers a running run has.
 
     Parameters
     ----------
     run
         Name or job id.
     target
-        `generators=N` or `environments=N`.
+        `generators=N`, `environments=N`, or `servers=N` of an inference job.
     """
     role, count = _parse_target(target)
     record = with_pool(
@@ -204,7 +206,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
 
 
-def _parse_target(target: str) -> tuple[Literal["generator", "environment"], int]:
+def _parse_target(target: str) -> tuple[Literal["generator", "environment", "server"], int]:
     word, separator, count = target.partition("=")
     if not separator or not count.isdigit():
         raise ConfigError(
