@@ -128,8 +128,7 @@ def check_tokenizer(
     tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
 ) -> None:
     """Raise ModelError for a tokenizer with tokens that the model does not know."""
-    text_config: Any = config.get_text_config()
-    known = int(text_config.vocab_size)
+    known = int(cast("Any", config).get_text_config().vocab_size)
     num_tokens = len(tokenizer)
     if num_tokens > known:
         raise ModelError(

@@ -225,12 +225,11 @@ class EngineWorker:
         self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
         """Hand out the new tokens of those requests that want each at once."""
-        for row, token, logprob in zip(
-            rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True
-        ):
-            request = self._rows.requests[row]
+        for place in range(len(rows)):
+            request = self._rows.requests[int(rows[place])]
             if request.streams:
-                self._outcomes.append((request.request_id, Drawn(token, logprob, self.version)))
+                drawn = Drawn(int(tokens[place]), float(logprobs[place]), self.version)
+                self._outcomes.append((request.request_id, drawn))
 
     def _retire(self) -> None:
         """Take out the rows that ended."""

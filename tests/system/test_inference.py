@@ -8,11 +8,10 @@ import pytest
 from tinkermq.broker.parts import ask_parts
 from tinkermq.clients import AsyncInferenceSchedulerClient
 from tinkermq.clients.address import parse_server_url
-from tinkermq.schemas.errors import ConfigError, JobFailedError, ModelError, NotFoundError
-from tinkermq.schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
+from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
 from tinkermq.schemas.subjects import JobScope
 
-from tests.configs import small_job
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
