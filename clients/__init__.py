@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         MathGameEnvironment,
         create_game_environment,
     )
+    from .inference import InferenceReport, run_inference, run_inference_async
     from .inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
     from .publish import AsyncTrajectoryPublisher, TrajectoryPublisher
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
@@ -24,6 +25,7 @@ __all__ = [
     "AsyncServiceClient",
     "AsyncTrajectoryPublisher",
     "GameEnvironment",
+    "InferenceReport",
     "InferenceSchedulerClient",
     "MathGameEnvironment",
     "SchedulerClient",
@@ -31,9 +33,12 @@ __all__ = [
     "TrajectoryPublisher",
     "create_game_environment",
     "make_trajectory",
+    "run_inference",
+    "run_inference_async",
 ]
 
 _HOMES = {
+    "inference": ("InferenceReport", "run_inference", "run_inference_async"),
     "inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),

@@ -8,8 +8,7 @@ from ..broker.kv import Bucket
 from ..schemas.errors import ConfigError, DeadlineError
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Presence
-from ..schemas.subjects import BUCKET_ACTORS, JobScope
-from .address import JobAddress
+from ..schemas.subjects import BUCKET_ACTORS
 from .arguments import as_tree
 from .home import find_gateway
 from .loop_thread import shared_loop
@@ -20,6 +19,8 @@ from .serving import find_source, with_options
 
 T = TypeVar("T")
 
+START_S = 600.0
+"""Longest wait for a model to be loaded."""
 _POLL_S = 0.2
 
 
@@ -54,22 +55,14 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         """Serve a model; see `InferenceSchedulerClient.submit_inference_job`."""
         _refuse_ineffective(tensor_parallel_size, gpu_memory_utilization)
         pool = await self._connected()
-        source = await find_source(pool, model_path)
-        tree = with_options(
-            source,
+        record = await submit_inference(
+            pool,
+            model_path,
             tokenizer_path=tokenizer_path,
             num_servers=num_gpus,
             max_model_len=max_model_len,
             trust_remote_code=trust_remote_code,
             overrides=translate(as_tree(config)) if config is not None else None,
-            broker_url=self.scheduler_url,
-        )
-        record = await pool.submit(
-            tree,
-            kind="infer",
-            fork_of=source.fork_of,
-            follow=source.follow,
-            request_id=new_request_id(),
         )
         if wait:
             record = await until_served(pool, record, self.timeout)
@@ -170,6 +163,18 @@ class InferenceSchedulerClient:
         return shared_loop().run(work)
 
 
+async def submit_inference(pool: Pool, model: str, **options: Any) -> JobRecord:
+    """Submit a job that serves `model`; the options are those of `serving.with_options`."""
+    source = await find_source(pool, model)
+    return await pool.submit(
+        with_options(source, broker_url=pool.broker.url, **options),
+        kind="infer",
+        fork_of=source.fork_of,
+        follow=source.follow,
+        request_id=new_request_id(),
+    )
+
+
 async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRecord:
     """Wait until a server of the job answers.
 
@@ -193,11 +198,6 @@ async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRe
                 f"`tinkermq stop {record.name}`",
             )
         await asyncio.sleep(_POLL_S)
-
-
-def job_url(broker_url: str, record: JobRecord) -> str:
-    """Return the URL of a job at its broker."""
-    return JobAddress(broker_url, JobScope(record.user, record.job)).server_url
 
 
 def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float | None) -> None:

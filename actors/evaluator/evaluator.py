@@ -6,7 +6,6 @@ learner: its evaluator evaluates the model of its configuration once and ends.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ import structlog
 
 from ...broker.feed import publish_metric
 from ...broker.kv import Bucket
+from ...envs.evaluation import is_success, pass_at_k, task_seed
 from ...envs.remote import Environments, Start
 from ...schemas.config import EvaluationConfig
 from ...schemas.errors import ConflictError, NotFoundError, TinkermqError
@@ -152,8 +152,7 @@ class Evaluator:
         return values
 
     def _plan(self, version: int, task: int, sample: int) -> EpisodePlan:
-        entropy = [self._context.config.seed, 1, task]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        seed = task_seed(self._context.config.seed, task)
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
         return EpisodePlan(episode, Start("val", task, seed))
 
@@ -187,7 +186,7 @@ def validation_numbers(
         "val/std_score": float(rewards.std()),
         "val/max_score": float(rewards.max()),
         "val/min_score": float(rewards.min()),
-        "val/success_rate": float((rewards > config.success_reward).mean()),
+        "val/success_rate": float(np.mean([_success(item, config) for item in done])),
         "val/num_episodes": float(len(done)),
         "val/response_length": float(np.mean([item.num_generated for item in done])),
         "val/num_turns": float(np.mean([len(item.turn_ends) for item in done])),
@@ -198,24 +197,15 @@ def validation_numbers(
             if isinstance(value, bool | int | float):
                 found.setdefault(f"val_game/{key}", []).append(float(value))
     values |= {key: float(np.mean(items)) for key, items in found.items()}
-    return values | _pass_at_k(results, config)
-
-
-def _pass_at_k(results: Sequence[Trajectory | None], config: EvaluationConfig) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 … samples without bias (arXiv 2107.03374)."""
     n = config.samples
     tasks = [results[start : start + n] for start in range(0, len(results), n)]
-    successes = [
-        sum(item.reward > config.success_reward for item in task if item is not None)
+    counts = [
+        sum(_success(item, config) for item in task if item is not None)
         for task in tasks
         if all(item is not None for item in task)
     ]
-    if n == 1 or not successes:
-        return {}
-    ks = sorted({2**power for power in range(int(math.log2(n)) + 1)} | {n})
-    return {
-        f"val/pass@{k}": float(
-            np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in successes])
-        )
-        for k in ks
-    }
+    return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
+
+
+def _success(item: Trajectory, config: EvaluationConfig) -> bool:
+    return is_success(item.reward, item.info, config.success_reward)

@@ -1,17 +1,25 @@
 """Inference jobs in the whole stack: what is served, how it is asked, and what goes wrong."""
 
+import json
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.broker.parts import ask_parts
-from tinkermq.clients import AsyncInferenceSchedulerClient
+from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
+from tinkermq.clients.results import EpisodeResult
+from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
 from tinkermq.schemas.subjects import JobScope
 
+from tests.actors.gateway.http import openai_client
+from tests.configs import small_job
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -51,3 +59,89 @@ async def test_a_model_folder_is_served_by_several_servers(
             await ask(stack, scope, "long", decoding=Decoding(max_tokens=400))
         ended = await client.complete_job(job["job_id"])
         assert ended["job_id"] == job["job_id"]
+
+
+async def test_the_gateway_serves_a_real_model_to_the_official_client(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(
+            str(model), max_model_len=256, config={"output_dir": str(tmp_path)}
+        )
+        chat = ChatTokenizer(load_tokenizer(str(model)))
+        async with openai_client(stack.broker) as openai:
+            asked: Any = {"model": job["name"], "messages": HELLO, "max_tokens": 16, "seed": 1}
+            whole = await openai.chat.completions.create(**asked, logprobs=True, n=2)
+            assert whole.usage is not None
+            assert whole.usage.prompt_tokens == len(chat.first_prompt(HELLO))
+            first, second = whole.choices
+            assert first.message.content != second.message.content
+            logprobs = [one.logprob for one in first.logprobs.content or []]
+            assert len(logprobs) <= 16
+            assert all(logprob < 0 for logprob in logprobs)
+            stream = await openai.chat.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(pieces) == first.message.content
+            assert len(pieces) > 3
+            stop = (first.message.content or "")[3]
+            cut = await openai.chat.completions.create(**asked, stop=stop)
+            assert cut.choices[0].message.content == first.message.content.partition(stop)[0]
+            assert cut.choices[0].finish_reason == "stop"
+            text = await openai.completions.create(model=job["job_id"], prompt="2+2=", max_tokens=3)
+            assert text.usage is not None
+            assert text.usage.prompt_tokens == 4
+
+
+async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    _, val = make_data(tmp_path / "data", num_train=8, num_val=12)
+    config = small_job(
+        model,
+        env={"game": "calculator", "train_data": [str(val)], "val_data": [str(val)], "num_val": 0},
+        rollout={"max_turns": 2, "temperature": 1.0},
+        training={"num_steps": 3},
+    )
+    trained = await stack.submit(config)
+    await trained.until("COMPLETED")
+    groups = [entry.group for entry in await trained.entries()]
+    prompts = {
+        group.task.sample: one.token_ids[: int(np.flatnonzero(one.mask)[0])].tolist()
+        for group in groups
+        for one in group.trajectories
+    }
+    output = tmp_path / "results.jsonl"
+    settings: dict[str, Any] = {
+        "model_path": f"{trained.record.name}@3",
+        "data_path": val,
+        "game_class": CalculatorGame,
+        "output_path": output,
+        "temperature": 1.0,
+        "samples_per_task": 4,
+        "token_ids": True,
+        "scheduler_url": stack.server.url,
+    }
+    report = await run_inference_async(**settings, max_samples=6)
+    assert len(report.results) == 24
+    assert {result.model for result in report.results} == {f"{trained.record.name}@3"}
+    compared = 0
+    for result in report.results:
+        assert result.token_ids is not None
+        assert result.mask is not None
+        if result.task in prompts:
+            assert result.token_ids[: result.mask.index(1)] == prompts[result.task]
+            compared += 1
+    assert compared
+    assert {"mean_reward", "accuracy", "pass@1", "pass@4"} <= report.summary.keys()
+
+    lines = output.read_text().splitlines()
+    output.write_text("\n".join(lines[:10]) + "\n" + lines[10][:40])
+    again: list[EpisodeResult] = []
+    report = await run_inference_async(**settings, max_samples=6, on_result=again.append)
+    assert len(again) == 14
+    assert [json.loads(line) for line in output.read_text().splitlines()[:10]] == [
+        json.loads(line) for line in lines[:10]
+    ]
+    assert len(report.results) == 24
+    with pytest.raises(ConfigError, match="other settings"):
+        await run_inference_async(**{**settings, "temperature": 0.5})
