@@ -96,6 +96,8 @@ async def run_inference_async(
     scheduler_url: str | None = None,
     api_key: str | None = None,
     on_result: Callable[[EpisodeResult], None] | None = None,
+    on_job: Callable[[JobRecord], None] | None = None,
+    on_start: Callable[[int, int], None] | None = None,
 ) -> InferenceReport:
     """Play episodes; see `run_inference`."""
     if samples_per_task < 1 or max_concurrent < 1:
@@ -115,6 +117,8 @@ async def run_inference_async(
     )
     with single_errors():
         async with opened as (pool, record):
+            if on_job is not None:
+                on_job(record)
             inference = _Inference(pool, record, sampling, success_reward, token_ids)
             async with inference.hosting(env, game_class, seed) as session:
                 chosen = await inference.choose(env, tasks, max_samples, seed, session)
@@ -122,6 +126,8 @@ async def run_inference_async(
                     (task, sample) for task in chosen.tasks for sample in range(samples_per_task)
                 ]
                 with ResultFile(output_path, inference.settings(env, seed)) as file:
+                    if on_start is not None:
+                        on_start(len(wanted), sum(key in file.done for key in wanted))
                     failed = await inference.play(
                         chosen, wanted, session, file, max_concurrent, on_result
                     )
@@ -153,7 +159,8 @@ def run_inference(
     list of rows or seeds; `samples_per_task`, over 1 for pass@k; `seed`; `success_reward` (0.5),
     above which an episode counts as solved unless the game says so in `info["success"]`;
     `max_concurrent` (256); `token_ids=True` to keep them; `game_kwargs`; `scheduler_url`,
-    `api_key`; `on_result(result)`, called with each.
+    `api_key`; `on_job(record)`, `on_start(episodes, already_there)` and `on_result(result)` are
+    called as it goes on.
 
     Raises NotFoundError for a job that is not there or is another user's, ConfigError,
     GameError, JobFailedError.

@@ -5,7 +5,7 @@ page. `when(...)` marks a key that only some choices read; setting it under anot
 error, because it would have no effect.
 """
 
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -305,7 +305,12 @@ class EvaluationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     success_reward: float = 0.5
-    """An episode whose return is above this counts as a success."""
+    """An episode whose return is above this counts as a success, unless the game tells it in
+    `info["success"]`."""
+    data: Literal["val", "train"] = "val"
+    """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
+    tasks: list[Annotated[int, Field(ge=0)]] | None = None
+    """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 
 
 class WeightsConfig(Section):

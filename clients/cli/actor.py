@@ -1,4 +1,4 @@
-"""`tinkermq scheduler|node|learner|generator|evaluator|environment`: one actor in the foreground.
+"""`tinkermq scheduler`, `node`, `learner` and so on: one actor in the foreground.
 
 The actor takes the place of this process: the command line never imports one.
 """
@@ -37,6 +37,11 @@ def generator(*words: Words) -> None:
 def evaluator(*words: Words) -> None:
     """Run an evaluator of a job: `--job ID --name NAME`."""
     _become("evaluator", words)
+
+
+def server(*words: Words) -> None:
+    """Run one more inference server of a job: `--job ID --name NAME`."""
+    _become("server", words)
 
 
 def environment(*words: Words) -> None:
