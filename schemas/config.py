@@ -71,8 +71,7 @@ class EnvConfig(Section):
     """The game, its data, and the hosts that run it."""
 
     game: str
-    """Registered name (`tinkermq env list`) or `package.module:Class`; empty for an inference job
-    whose callers bring their games."""
+    """Registered name (`tinkermq env list`) or `package.module:Class`; empty: callers bring one."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
@@ -305,8 +304,7 @@ class EvaluationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     success_reward: float = 0.5
-    """An episode whose return is above this counts as a success, unless the game tells it in
-    `info["success"]`."""
+    """A return above this is a success, unless the game tells it in `info["success"]`."""
     data: Literal["val", "train"] = "val"
     """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
     tasks: list[Annotated[int, Field(ge=0)]] | None = None
@@ -373,9 +371,8 @@ class JobConfig(Section):
         context = self.generator.max_context
         if context is not None and context < self.rollout.max_tokens:
             raise ValueError(
-                f"generator.max_context ({context}) is less than an episode may have: "
-                f"{self.rollout.max_tokens} (rollout.max_prompt_tokens + "
-                "rollout.max_response_tokens)"
+                f"generator.max_context ({context}) is under rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens ({self.rollout.max_tokens})"
             )
         if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
             raise ValueError(

@@ -99,7 +99,7 @@ class Evaluator:
             return
         for start in range(0, len(results), _TOLD_AT_ONCE):
             some = results[start : start + _TOLD_AT_ONCE]
-            columns = episode_columns(some, context.config.evaluation)
+            columns: dict[str, Any] = {**episode_columns(some, context.config.evaluation)}
             await context.event("evaluation_episodes", **columns)
         values = self._numbers(results)
         metric = Metric(step=0, values=values, time=time.time())

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
@@ -327,8 +327,9 @@ def read_tasks(text: str) -> list[int]:
 
 
 def _task(word: str) -> int:
-    value = json.loads(word)
-    return int(value["task"]) if isinstance(value, dict) else int(value)
+    value: Any = json.loads(word)
+    number: Any = cast("dict[str, Any]", value)["task"] if isinstance(value, dict) else value
+    return int(number)
 
 
 def _job_url(url: str, record: JobRecord) -> str:
