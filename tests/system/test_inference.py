@@ -1,25 +1,37 @@
 """Inference jobs in the whole stack: what is served, how it is asked, and what goes wrong."""
 
+import asyncio
 import json
-from contextlib import aclosing
+import os
+import signal
+from contextlib import aclosing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.generator.generator import make_chat, start_engine
 from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.parts import ask_parts
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
 from tinkermq.clients.results import EpisodeResult
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
+from tinkermq.envs.games.guess import GuessGame
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.remote import Environments, Start
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
+from tinkermq.schemas.load_config import parse_config
 from tinkermq.schemas.subjects import JobScope
 
 from tests.actors.gateway.http import openai_client
 from tests.configs import small_job
+from tests.games import RaisesInStep, SlowBandit
+from tests.jobs import Job
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -145,3 +157,87 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
     assert len(report.results) == 24
     with pytest.raises(ConfigError, match="other settings"):
         await run_inference_async(**{**settings, "temperature": 0.5})
+
+
+async def test_served_episodes_are_those_of_the_generators_own_loop(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64},
+    }
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(
+            str(model), config={"output_dir": str(tmp_path), **settings}
+        )
+        seeds = [3, 1, 4]
+        report = await run_inference_async(
+            job["vllm_server_url"], game_class=GuessGame, tasks=seeds, token_ids=True
+        )
+        await client.cancel_job(job["job_id"])
+    served = {one.task: (one.token_ids, one.mask, one.messages) for one in report.results}
+    config = parse_config(small_job(model, env={"game": "guess"}, **settings))
+    engine = await start_engine(config)
+    scope = JobScope("local", "beside")
+    stopping = asyncio.Event()
+    host = EnvironmentHost(stack.broker, scope, config.env)
+    hosting = asyncio.create_task(host.run(stopping))
+    await host.ready.wait()
+    hosts = Environments(stack.broker, scope, config.env, lambda _: nullcontext())
+    loop = AgentLoop(engine, make_chat(config), hosts, config.rollout, EpisodeSampling(0.0))
+    for seed in seeds:
+        plan = EpisodePlan(f"e{seed}", Start("train", None, seed), greedy=True)
+        own = await loop.run(plan)
+        assert served[seed] == (own.token_ids.tolist(), own.mask.tolist(), own.messages)
+        assert len(own.turn_ends) > 1
+    stopping.set()
+    await hosting
+    await engine.close()
+
+
+async def test_a_server_that_is_killed_costs_no_episode(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}}
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        described = await client.submit_inference_job(str(model), num_gpus=2, config=config)
+        job = Job(stack, await JobStore(stack.broker).get("local", described["job_id"]))
+        pid = await job.pid("server-1")
+        num_played = 0
+
+        def kill_at_the_fifth(_: EpisodeResult) -> None:
+            nonlocal num_played
+            num_played += 1
+            if num_played == 5:
+                os.kill(pid, signal.SIGKILL)
+
+        report = await run_inference_async(
+            described["vllm_server_url"],
+            game_class=SlowBandit,
+            game_kwargs={"delay_s": 0.3},
+            max_samples=40,
+            max_concurrent=24,
+            on_result=kill_at_the_fifth,
+        )
+        assert [result.task for result in report.results] == list(range(40))
+        assert not report.failed
+        assert (await job.read()).state == "RUNNING"
+        await client.cancel_job(described["job_id"])
+
+
+async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "results.jsonl"
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(str(model), config={"output_dir": str(tmp_path)})
+        for tries in (1, 2):
+            report = await run_inference_async(
+                job["vllm_server_url"],
+                game_class=RaisesInStep,
+                output_path=output,
+                max_samples=2,
+            )
+            assert "ValueError: no rule for" in (report.failed[0].error or "")
+            assert report.summary["failed_episodes"] == 2
+            assert len(output.read_text().splitlines()) == 2 * tries
+        await client.cancel_job(job["job_id"])
