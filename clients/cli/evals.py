@@ -151,7 +151,8 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
         what, values = await _evaluate_live(pool, record)
         return Evaluated(what, values, [])
     folder = _checkpoint(record, step)
-    return await _evaluate_folder(pool, str(folder), record, folder, settings, common)
+    what = f"{record.name}@{int(folder.name.removeprefix('step_'))}"
+    return await _evaluate_folder(pool, what, record, folder, settings, common)
 
 
 def _folder(target: str) -> Path | None:

@@ -259,6 +259,12 @@ class _Progress:
         else:
             serves = record.serves or record.config.get("model", {}).get("path")
             say(f"[bold]{record.name}[/]  (job {record.job}) serves {literal(str(serves))}")
+            _print_commands(
+                {
+                    f"tinkermq logs {record.name} -f": "what its servers write",
+                    f"tinkermq stop {record.name}": "end it",
+                }
+            )
 
     def start(self, total: int, done: int) -> None:
         """Say how much there is to play."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -12,6 +12,7 @@ from ...broker.presence import list_presences
 from ...schemas.errors import ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
+from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
@@ -83,7 +84,8 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "reward": values.get(REWARD),
         "validation": values.get(VALIDATION),
-        "tokens_per_s": values.get("perf/throughput") if live else None,
+        "serves": record.serves,
+        "tokens_per_s": _throughput(record, values, actors) if live else None,
         "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
         "age_s": (record.finished or time.time()) - record.created,
         "restarts": sum(actor.restarts for actor in record.actors),
@@ -91,6 +93,15 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "waits_for": learner.waits_for if learner is not None else "",
         "run_dir": record.run_dir,
     }
+
+
+def _throughput(
+    record: JobRecord, values: Mapping[str, float], actors: Sequence[Presence]
+) -> float | None:
+    """Return tokens/s: the learner's figure, or what the servers of an inference job generate."""
+    if record.kind != "infer":
+        return values.get("perf/throughput")
+    return sum(one.numbers.get("tokens_per_s", 0.0) for one in actors if one.role == "server")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
