@@ -48,6 +48,8 @@ class ChatRequest(Message):
     """How tokens are drawn."""
     stream: bool = False
     """Tell tokens as they are generated, instead of all at the end."""
+    logprobs: bool = False
+    """Tell the text and the log-prob of each token as well."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the answer may take."""
 
@@ -63,6 +65,8 @@ class CompletionRequest(Message):
     """How tokens are drawn."""
     stream: bool = False
     """Tell tokens as they are generated, instead of all at the end."""
+    logprobs: bool = False
+    """Tell the text and the log-prob of each token as well."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the answer may take."""
 
@@ -77,9 +81,9 @@ class Delta(Message):
     token_ids: list[int] = Field(default_factory=list[int])
     """New tokens; the text of the newest may come with a later part."""
     tokens: list[str] = Field(default_factory=list[str])
-    """Text of each new token by itself."""
+    """Text of each new token by itself, where `logprobs` was asked for."""
     logprobs: list[float] = Field(default_factory=list[float])
-    """Log-prob of each new token before top-p and top-k."""
+    """Log-prob of each new token before top-p and top-k, where it was asked for."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     """Why the choice has ended, or None while it goes on."""
 

@@ -125,6 +125,7 @@ class ChatBody(_Body):
             tools=self.tools if self.uses_tools else [],
             decoding=decoding,
             stream=self.stream,
+            logprobs=self.logprobs,
         )
 
 
@@ -141,6 +142,7 @@ class CompletionBody(_Body):
             prompts=_prompts(self.prompt),
             decoding=self.decoding(),
             stream=self.stream,
+            logprobs=self.logprobs is not None,
         )
 
 

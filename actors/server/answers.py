@@ -15,6 +15,8 @@ from ..runtime import root_cause
 from .text_stream import TextStream
 
 Request = ChatRequest | CompletionRequest
+_GATHER_S = 0.02
+"""Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
 
 
 @dataclass
@@ -24,6 +26,7 @@ class Choice:
     number: int
     chat: ChatTokenizer
     text: TextStream
+    logprobs: bool = False
     num_tokens: int = 0
     finish: Literal["stop", "length", "cancelled"] | None = None
     _fresh: list[Drawn] = field(default_factory=list[Drawn])
@@ -62,8 +65,8 @@ class Choice:
             choice=self.number,
             text=text,
             token_ids=[drawn.token_id for drawn in fresh],
-            tokens=[self.chat.token_text(drawn.token_id) for drawn in fresh],
-            logprobs=[drawn.logprob for drawn in fresh],
+            tokens=[self.chat.token_text(one.token_id) for one in fresh] if self.logprobs else [],
+            logprobs=[one.logprob for one in fresh] if self.logprobs else [],
             finish=self.finish,
         )
 
@@ -181,10 +184,11 @@ class Answers:
                 await tell(
                     InferPart(model=self._model_name(), deltas=deltas, prompt_tokens=prompt_tokens)
                 )
+                await asyncio.sleep(_GATHER_S)
 
     def _choice(self, request: Request, number: int) -> Choice:
         stream = TextStream(self._chat.decode, request.decoding.stop)
-        return Choice(number, self._chat, stream)
+        return Choice(number, self._chat, stream, request.logprobs)
 
     def _sampling(self, decoding: Decoding, prompt_tokens: int) -> Sampling:
         """Return how to sample after a prompt; ConfigError when there is no room."""
