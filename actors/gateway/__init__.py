@@ -1,0 +1,1 @@
+"""The gateway: the pool over HTTP."""
