@@ -32,6 +32,8 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
+        _Command("priority", "queue:priority", "Change the priority of a run that waits."),
+        _Command("cost", "queue:cost", "Show the slot-hours that runs have used."),
     ],
     "Inference": [
         _Command("serve", "infer:serve", "Serve a model: a folder, a run, or RUN@STEP."),
