@@ -19,6 +19,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("down", "stack:down", "Stop what `up` started."),
         _Command("init", "init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
+        _Command("deploy check", "deploy:check", "Check a machine that systemd runs the pool on."),
         _Command("version", "version:version", "Print versions."),
     ],
     "Runs": [
@@ -75,6 +76,7 @@ _GROUPS: dict[str, list[_Command]] = {
 }
 _FAMILIES = {
     "config": ("Writing one", "Look at the configuration of a job."),
+    "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
     "env": ("Writing one", "List, check and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
