@@ -45,6 +45,7 @@ from .task import DeadLetter, Task
 from .user import (
     AddUser,
     AuditRecord,
+    Invitation,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -283,8 +284,15 @@ STORES: tuple[Store, ...] = (
     Store(
         subjects.BUCKET_USERS,
         "bucket",
-        "`user.<u>`, and `invitation.<id>`",
+        "`user.<u>`",
         UserRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`invitation.<id>`",
+        Invitation,
         "for good",
     ),
     Store(
