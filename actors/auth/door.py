@@ -26,6 +26,8 @@ from ...schemas.subjects import PREFIX, rpc
 _QUEUE = "door"
 _KNOWN_S = 5.0
 _MAX_KNOWN = 10_000
+_MAX_RUNNING = 4096
+"""Beyond it requests are dropped, and asked again."""
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _FORBIDDEN = "403"
@@ -64,7 +66,7 @@ class Door:
             await one.stop()
 
     def _take(self, message: Msg) -> None:
-        if message.reply.startswith(INBOXES):
+        if message.reply.startswith(INBOXES) and len(self._tasks) < _MAX_RUNNING:
             task = asyncio.create_task(self._answer(message), name="door")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
