@@ -158,6 +158,8 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not [one for one in others if one.user not in ("", name)]
     for broker in brokers.values():
         await broker.close()
+    for record in records.values():
+        assert not [text for text in ("tmq_", "tmqj.") if text in str(record.model_dump())]
     assert operator.run("logs", "run-ada", key="ada").code == 0
     assert operator.run("rollouts", "run-ada", key="ada").code == 0
     assert operator.run("logs", "run-ada", key="bob").code != 0

@@ -8,6 +8,8 @@ from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.keys import JobIdentity, job_key, new_api_key
 from tinkermq.broker.login import Login
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import get_all
 from tinkermq.broker.users import UserStore
 from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
@@ -27,6 +29,7 @@ from tinkermq.schemas.user import (
 )
 
 from tests.secured import SecuredPool, ask
+from tests.strategies import make_group
 from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -204,3 +207,19 @@ async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool)
         return (await ask(ada, "me", Empty(), UserReply)).user.user == "ada"
 
     await eventually(back, "an answer")
+
+
+async def test_everybody_is_let_in_again_after_a_restart_of_the_server(pool: SecuredPool) -> None:
+    ada = await pool.user("ada")
+    scope = await pool.job("ada", "01again")
+    generator = await pool.process(scope, "generator-0")
+    pool.server.kill()
+    pool.server.start()
+    assert await RolloutLog(generator, scope).append(make_group(1))
+    assert await RolloutLog(ada, scope).append(make_group(2))
+    assert (await JobStore(ada).get("ada", scope.job)).state == "RUNNING"
+
+
+async def test_a_pool_without_users_has_no_quotas(nats_server: NatsServer) -> None:
+    async with await connect(nats_server.url, name="test") as broker:
+        assert await UserStore(broker).get("ada") is None
