@@ -44,7 +44,9 @@ from .rollout import Group
 from .task import DeadLetter, Task
 from .user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
     Invitation,
     Invite,
     JobKeyRequest,
@@ -133,6 +135,7 @@ TOPICS: tuple[Topic, ...] = (
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
     _users("invite", Invite, NewKey),
+    _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
     _users("register", Register, NewKey, "somebody invited"),
     Topic(

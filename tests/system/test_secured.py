@@ -99,6 +99,8 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert operator.told("user", "revoke", "cleo", key="root")["revoked"]
     assert operator.run("ps", key="cleo").code != 0
     assert operator.run("ps").code != 0
+    audit = operator.told("user", "audit", key="root")
+    assert ("cleo", "users.revoke") in {(one["target"], one["what"]) for one in audit}
 
 
 async def trained(pool: Pool, config: dict[str, Any]) -> JobRecord:

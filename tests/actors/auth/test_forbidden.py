@@ -30,6 +30,8 @@ from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
 from tinkermq.schemas.user import (
     AddUser,
+    AuditList,
+    AuditRequest,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -42,7 +44,7 @@ from tinkermq.schemas.user import (
 
 from tests.secured import SecuredPool, ask, environment
 from tests.strategies import make_group, make_task
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REFUSED = r"may not|refused"
@@ -299,6 +301,19 @@ async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) 
         await mallory.publish(subject, b"")
 
 
+async def test_what_the_door_refuses_is_written_down(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    await mallory.request(rpc("mallory", "store", "get.tmq-audit"), b'{"seq":1}')
+    root = await pool.user("root")
+
+    async def told() -> bool:
+        records = (await ask(root, "audit", AuditRequest(last=1000), AuditList)).records
+        return any((one.who, one.what) == ("mallory", "store") for one in records)
+
+    await eventually(told, "the refusal to be written down")
+
+
 async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
     pool: SecuredPool, job: JobScope, mallory: Broker
 ) -> None:
@@ -329,6 +344,7 @@ async def test_users_cannot_manage_users(job: JobScope, mallory: Broker) -> None
         ("revoke", NameUser(user="ada"), UserReply),
         ("quota", SetQuota(user="mallory", max_slots=-1), UserReply),
         ("invite", Invite(), NewKey),
+        ("audit", AuditRequest(), AuditList),
     ):
         with pytest.raises(AuthError, match="may not do this"):
             await ask(mallory, method, request, reply)

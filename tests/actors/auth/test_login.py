@@ -14,10 +14,11 @@ from tinkermq.broker.stored import get_all
 from tinkermq.broker.users import UserStore
 from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
 from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import AUDIT, STREAM_AUDIT
 from tinkermq.schemas.user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
     Invite,
     NameUser,
     NewKey,
@@ -37,8 +38,8 @@ REFUSED = "refuses this user"
 
 
 async def audit(pool: SecuredPool) -> list[AuditRecord]:
-    messages = await get_all(await pool.service("auth"), STREAM_AUDIT, AUDIT)
-    return [AuditRecord.from_bytes(message.payload) for message in messages]
+    root = await pool.user("root")
+    return (await ask(root, "audit", AuditRequest(last=1000), AuditList)).records
 
 
 async def refused(pool: SecuredPool, key: str) -> None:
