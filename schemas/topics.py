@@ -53,7 +53,10 @@ from .rollout import Group
 from .task import DeadLetter, Task
 from .user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
+    Invitation,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -142,6 +145,7 @@ TOPICS: tuple[Topic, ...] = (
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
     _users("invite", Invite, NewKey),
+    _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
     _users("register", Register, NewKey, "somebody invited"),
     Topic(
@@ -303,8 +307,15 @@ STORES: tuple[Store, ...] = (
     Store(
         subjects.BUCKET_USERS,
         "bucket",
-        "`user.<u>`, and `invitation.<id>`",
+        "`user.<u>`",
         UserRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`invitation.<id>`",
+        Invitation,
         "for good",
     ),
     Store(

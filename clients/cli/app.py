@@ -54,6 +54,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("user revoke", "users:revoke", "Shut a user out, and close his connections."),
         _Command("user quota", "users:quota", "Change a user's share of the pool."),
         _Command("user invite", "users:invite", "Let people register themselves."),
+        _Command("user audit", "users:audit", "Print what was done to users, and refused."),
         _Command("register", "users:register", "Become a user by an invitation."),
     ],
     "Single actors, for debugging": [
