@@ -70,11 +70,13 @@ def user_permissions(user: str) -> Permissions:
             rpc(user, ">", "").rstrip("."),
             f"{own}.ctl.>",
             f"{own}.infer.>",
+            f"{own}.env.describe",
             f"_INBOX_job.{user}.>",
         ),
         subscribe=(
             f"{inbox(user)}.>",
             f"{own}.env.>",
+            f"{own}.play.*.env.>",
             *(f"{own}.{kind}" for kind in _FED),
             _DISCOVERY,
         ),
@@ -106,8 +108,10 @@ def invited_permissions() -> Permissions:
 # -- processes of jobs -----------------------------------------------------------------------------
 
 
-def job_permissions(identity: JobIdentity) -> Permissions:
+def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permissions:
     """Return what a process of a job may do, by its role.
+
+    The servers of an inference job read the weights of the run that they `follow`.
 
     Raises KeyError for a role that is none.
     """
@@ -118,10 +122,16 @@ def job_permissions(identity: JobIdentity) -> Permissions:
         "generator": _generator,
         "evaluator": _evaluator,
         "environment": _environment,
+        "server": _server,
     }[identity.role](scope, actor)
+    followed = JobScope(scope.user, follow) if follow and identity.role == "server" else None
+    if followed is not None:
+        weights = followed.bucket_weights
+        publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
     hears = {
         "learner": (scope.rollout("*"), scope.weights),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
+        "server": (scope.infer(">"), *([followed.weights] if followed else [])),
     }.get(identity.role, (scope.weights,))
     return Permissions(
         publish=(*publish, scope.door(identity.role) + ".>", *inboxes),
@@ -175,13 +185,18 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
     )
 
 
+def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
+    sessions = f"{PREFIX}.job.{scope.user}.{scope.job}.play.*.env.>"
+    return (*_common(scope, actor), _env(scope), sessions)
+
+
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
     """Return nothing of JetStream: a guest, like the users whose code it runs."""
     return ()
 
 
 def _common(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return what learner, generators and evaluators may publish to."""
+    """Return what learner, generators, evaluators and servers may publish to."""
     weights = scope.bucket_weights
     return (
         _INFO,
@@ -304,6 +319,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
             "generator": (BUCKET_JOBS,),
             "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
+            "server": (BUCKET_JOBS,),
         }.get(guest.role, ())
         own_beat = bucket == BUCKET_ACTORS
         return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()
