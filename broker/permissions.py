@@ -111,9 +111,8 @@ def invited_permissions() -> Permissions:
 def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permissions:
     """Return what a process of a job may do, by its role.
 
-    The servers of an inference job read the weights of the run that they `follow`.
-
-    Raises KeyError for a role that is none.
+    `follow` is the run of the same user whose weights an inference job serves. Raises KeyError
+    for a role that is none.
     """
     scope, actor = identity.scope, identity.actor
     inboxes = (f"_INBOX_job.{scope.user}.{scope.job}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
@@ -124,15 +123,16 @@ def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permiss
         "environment": _environment,
         "server": _server,
     }[identity.role](scope, actor)
-    followed = JobScope(scope.user, follow) if follow and identity.role == "server" else None
-    if followed is not None:
-        weights = followed.bucket_weights
-        publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
     hears = {
         "learner": (scope.rollout("*"), scope.weights),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
-        "server": (scope.infer(">"), *([followed.weights] if followed else [])),
+        "server": (scope.infer(">"),),
     }.get(identity.role, (scope.weights,))
+    if follow is not None and identity.role == "server":
+        followed = JobScope(scope.user, follow)
+        weights = followed.bucket_weights
+        publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
+        hears = (*hears, followed.weights)
     return Permissions(
         publish=(*publish, scope.door(identity.role) + ".>", *inboxes),
         subscribe=(
@@ -186,8 +186,8 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
-    sessions = f"{PREFIX}.job.{scope.user}.{scope.job}.play.*.env.>"
-    return (*_common(scope, actor), _env(scope), sessions)
+    games = f"{PREFIX}.job.{scope.user}.{scope.job}.play.*.env.>"
+    return (*_common(scope, actor), _env(scope), games)
 
 
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _common(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return what learner, generators, evaluators and servers may publish to."""
+    """Return what learner, generators and evaluators may publish to."""
     weights = scope.bucket_weights
     return (
         _INFO,

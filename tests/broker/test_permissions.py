@@ -168,19 +168,19 @@ def test_the_door_stores_ones_own(guest: Guest, subject: str, stream: str | None
 
 def test_a_server_reads_the_weights_of_the_run_that_it_follows_and_of_no_other() -> None:
     identity = JobIdentity("ada", "j1", "server", "server-0", 1)
-    following, alone = job_permissions(identity, "run1"), job_permissions(identity)
-    of_run, of_other = (f"$JS.API.DIRECT.GET.KV_tmq-ada-{job}-weights" for job in ("run1", "run2"))
-    assert may_publish(following, of_run)
-    assert not may_publish(following, of_other)
-    assert not may_publish(alone, of_run)
-    assert "tmq.v1.job.ada.run1.weights" in following.subscribe
-    generator = job_permissions(JobIdentity("ada", "j1", "generator", "generator-0", 1), "run1")
-    assert not may_publish(generator, of_run)
+    alone, following = job_permissions(identity), job_permissions(identity, "j2")
+    read = "$JS.API.DIRECT.GET.KV_tmq-ada-{}-weights"
+    assert not may_publish(alone, read.format("j2"))
+    assert may_publish(following, read.format("j2"))
+    assert not may_publish(following, read.format("j3"))
+    assert "tmq.v1.job.ada.j2.weights" in following.subscribe
 
 
 def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
     user, server = user_permissions("ada"), of_role("server")
     assert may_publish(user, f"{JOB}.infer.play")
+    assert may_publish(user, f"{JOB}.env.describe")
+    assert not may_publish(user, f"{JOB}.env.reset")
     assert any(covers(one, f"{JOB}.play.s1.env.reset") for one in user.subscribe)
     assert any(covers(one, f"{JOB}.infer.play") for one in server.subscribe)
     assert may_publish(server, f"{JOB}.play.s1.env.reset")
