@@ -70,6 +70,7 @@ def user_permissions(user: str) -> Permissions:
             rpc(user, ">", "").rstrip("."),
             f"{own}.ctl.>",
             f"{own}.infer.>",
+            f"{own}.env.describe",
             f"_INBOX_job.{user}.>",
         ),
         subscribe=(
@@ -318,6 +319,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
             "generator": (BUCKET_JOBS,),
             "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
+            "server": (BUCKET_JOBS,),
         }.get(guest.role, ())
         own_beat = bucket == BUCKET_ACTORS
         return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()

@@ -174,3 +174,15 @@ def test_a_server_reads_the_weights_of_the_run_that_it_follows_and_of_no_other()
     assert may_publish(following, read.format("j2"))
     assert not may_publish(following, read.format("j3"))
     assert "tmq.v1.job.ada.j2.weights" in following.subscribe
+
+
+def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
+    user, server = user_permissions("ada"), of_role("server")
+    assert may_publish(user, f"{JOB}.infer.play")
+    assert may_publish(user, f"{JOB}.env.describe")
+    assert not may_publish(user, f"{JOB}.env.reset")
+    assert any(covers(one, f"{JOB}.play.s1.env.reset") for one in user.subscribe)
+    assert any(covers(one, f"{JOB}.infer.play") for one in server.subscribe)
+    assert may_publish(server, f"{JOB}.play.s1.env.reset")
+    assert not may_publish(server, "tmq.v1.job.ada.j2.play.s1.env.reset")
+    assert not any(covers(one, f"{JOB}.infer.play") for one in user.subscribe)

@@ -195,6 +195,33 @@ async def test_a_user_hosts_the_game_with_the_own_key(
     assert done.state == "COMPLETED", done.reason
 
 
+def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    config = {
+        **small_job(model, env={"game": "tests.games:SlowBandit"}, training={"num_steps": 5000}),
+        "output_dir": str(tmp_path / "runs"),
+        "name": "live-run",
+    }
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(config))
+    operator.told("train", str(file), "-d", key="ada")
+    served = operator.told("serve", "live-run", f"output_dir={tmp_path}", key="ada")
+    assert served["state"] == "RUNNING"
+    words = ("infer", served["name"], "--game", "bandit", "--max-samples", "4", "--json")
+    played = operator.run(*words, key="ada")
+    assert played.code == 0, played.err
+    lines = [json.loads(line) for line in played.out.splitlines()]
+    assert lines[-1]["summary"]["episodes"] == 4
+    models = {line["result"]["model"] for line in lines if "result" in line}
+    assert all(one.startswith("live-run@") for one in models)
+    denied = operator.run(*words, key="bob")
+    assert denied.code != 0
+    assert "belongs" in denied.err or "no model folder and no run" in denied.err
+    for name in (served["name"], "live-run"):
+        assert operator.run("stop", name, "--now", key="ada").code == 0
+
+
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:
     outcome = Operator(tmp_path / "home").run("up", "--host", "0.0.0.0", "--port", "0")
     assert outcome.code != 0
