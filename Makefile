@@ -44,7 +44,7 @@ bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write d
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
 	  echo "installing tinkermq with torch and transformers into $(VENV): some minutes, once"; \
-	  $(PIP) install -e '.[worker,plot]'; }
+	  $(PIP) install -e '.[worker,gateway,plot]'; }
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python

@@ -1,4 +1,4 @@
-"""`tinkermq scheduler|node|learner|generator|evaluator|environment`: one actor in the foreground.
+"""`tinkermq scheduler|node|gateway|learner|generator|…`: one actor in the foreground.
 
 The actor takes the place of this process: the command line never imports one.
 """
@@ -22,6 +22,11 @@ def scheduler(*words: Words) -> None:
 def node(*words: Words) -> None:
     """Run a node: `--name NAME --slots N`. `-- --help` shows its own options."""
     _become("node", words)
+
+
+def gateway(*words: Words) -> None:
+    """Run a gateway: `--host ADDRESS --port N`. `-- --help` shows its own options."""
+    _become("gateway", words)
 
 
 def learner(*words: Words) -> None:

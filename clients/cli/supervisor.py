@@ -1,4 +1,4 @@
-"""The process behind `tinkermq up`: broker, scheduler and one node, each started again if it dies.
+"""The process behind `tinkermq up`: broker, scheduler, node and gateway, kept running.
 
 It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that
 it outlives the terminal; `up` reads one line of JSON from its standard output that says whether
@@ -8,9 +8,11 @@ process is killed the kernel kills its children.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +45,8 @@ class StackOptions:
     """Slots of the node; None lets it count."""
     node: str | None = None
     """Name of the node; None: that of this machine."""
+    gateway_port: int | None = None
+    """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
 
     def arguments(self) -> list[str]:
         """Return the command line that gives a supervisor these options."""
@@ -52,6 +56,7 @@ class StackOptions:
             ("--port", self.port),
             ("--slots", self.slots),
             ("--node", self.node),
+            ("--gateway-port", self.gateway_port),
         ):
             words += [flag, str(value)] if value is not None else []
         return words
@@ -70,6 +75,7 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.home = Home(self.options.home)
         self.started = time.time()
+        self.gateway: str | None = None
 
     def run(self, ready: Callable[[StackState], None]) -> None:
         """Hold the stack up until a signal; `ready` is called once it is up.
@@ -98,6 +104,10 @@ class Supervisor:
             "scheduler": ["-m", "tinkermq.actors.scheduler"],
             "node": ["-m", "tinkermq.actors.node", *node],
         }
+        if self.options.gateway_port is not None:
+            port = self.options.gateway_port or _free_port()
+            self.gateway = f"http://127.0.0.1:{port}"
+            commands["gateway"] = ["-m", "tinkermq.actors.gateway", "--port", str(port)]
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
             log.unlink(missing_ok=True)
@@ -116,7 +126,7 @@ class Supervisor:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
             heard = asyncio.run(_heard(url))
-            missing = [child.name for child in self.children if child.pid not in heard]
+            missing = [child.name for child in self.children if not self._answers(child, heard)]
             if not missing:
                 return
             for child in self.children:
@@ -129,6 +139,15 @@ class Supervisor:
                     hint=f"see the logs in {self.home.logs}",
                 )
             time.sleep(POLL_S)
+
+    def _answers(self, child: Child, heard: set[int]) -> bool:
+        """Whether a child is up: the gateway listens, others have a heartbeat."""
+        if child.name != "gateway":
+            return child.pid in heard
+        assert self.gateway is not None
+        with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
+            return child.exit_code is None
+        return False
 
     def _watch(self, url: str) -> None:
         while not self.stopping:
@@ -164,12 +183,23 @@ class Supervisor:
             restarts["broker"] = self.server_restarts
         return StackState(
             url=url,
+            gateway=self.gateway,
             pid=os.getpid(),
             children=pids,
             restarts=restarts,
             home=str(self.home.folder),
             started=self.started,
         )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def _place(url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition("//")[2].rpartition(":")
+    return host, int(port)
 
 
 async def _heard(url: str) -> set[int]:
@@ -204,6 +234,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--port", type=int)
     parser.add_argument("--slots", type=int)
     parser.add_argument("--node")
+    parser.add_argument("--gateway-port", type=int)
     return StackOptions(**vars(parser.parse_args(argv)))
 
 
