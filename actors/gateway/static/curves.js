@@ -15,6 +15,7 @@
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const short = (value) => {
     if (value === null || value === undefined) return "";
+    if (Math.abs(value) < 1e-12) return "0";
     const size = Math.abs(value);
     if (size >= 1e6) return `${(value / 1e6).toPrecision(3)}M`;
     if (size >= 1e4) return `${(value / 1e3).toPrecision(3)}k`;
@@ -37,9 +38,28 @@
     return found;
   };
 
+  // Beside the title: each line's newest value, or the one under the cursor.
+  const legend = (figure, lines, at) => {
+    const place = figure.querySelector(".last");
+    if (place.children.length !== lines.length) {
+      place.replaceChildren(...lines.map(({ label }, number) => {
+        const item = document.createElement("span");
+        item.className = lines.length > 1 ? `line line-${number}` : "line";
+        item.append(lines.length > 1 ? `${label} ` : "", document.createElement("b"));
+        return item;
+      }));
+    }
+    lines.forEach(({ name }, number) => {
+      const values = data.series[name].y;
+      const value = Number.isInteger(at) ? values[at] : values.findLast((one) => one !== null);
+      place.children[number].lastChild.textContent = short(value) || "–";
+    });
+    figure.querySelector("figcaption .at").textContent = Number.isInteger(at) ? `step ${short(data.x[at])}` : figure.dataset.about;
+  };
+
   const options = (figure, lines) => {
     const colours = [style("--c1"), style("--c2"), style("--c3")];
-    const series = [{ label: "step", value: (_, value) => short(value) }];
+    const series = [{ label: "step" }];
     const bands = [];
     lines.forEach((line, place) => {
       const colour = colours[place % 3];
@@ -49,14 +69,15 @@
         series.push({ ...edge, label: `${line.label} greatest`, class: "edge" }, { ...edge, label: `${line.label} least`, class: "edge" });
       }
       const few = data.series[line.name].y.filter((value) => value !== null).length < 60;
-      series.push({ label: line.label, stroke: colour, width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: colour }, value: (_, value) => short(value) });
+      series.push({ label: line.label, stroke: colour, width: 1.5, spanGaps: true, points: { show: few, size: 4, fill: colour } });
     });
     const axis = { stroke: style("--dim"), font: "11px system-ui", grid: { stroke: style("--line"), width: 1 }, ticks: { show: false } };
     return {
       width: Math.max(200, figure.querySelector(".plot").clientWidth), height: 190, bands, series,
       scales: { x: { time: false } },
       axes: [{ ...axis, size: 24, values: (_, splits) => splits.map(short) }, { ...axis, size: 48, values: (_, splits) => splits.map(short) }],
-      legend: { show: lines.length > 1 && data.width === 1, live: true },
+      legend: { show: false },
+      hooks: { setCursor: [(plot) => legend(figure, lines, plot.cursor.idx)] },
       cursor: { sync: { key: sync.key }, drag: { x: true, y: false }, points: { size: 6 } },
     };
   };
@@ -74,8 +95,7 @@
         const plot = new uPlot(options(figure, lines), columns(lines), figure.querySelector(".plot"));
         charts.set(figure, { plot, shape });
       }
-      const last = lines.map(({ name }) => short(data.series[name].y.findLast((value) => value !== null)));
-      figure.querySelector(".last").textContent = last.join(" · ");
+      legend(figure, lines, charts.get(figure).plot.cursor.idx);
     }
     const points = data.x.length;
     document.getElementById("charts").dataset.points = String(points);
