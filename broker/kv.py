@@ -80,11 +80,14 @@ class Bucket(Generic[M]):
 
         Raises ConflictError if it is.
         """
-        found = await self._last(key)
-        if found is not None and not _is_deleted(found):
-            raise self._conflict(key, "it is there already")
-        revision = found.seq if found else 0
-        return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
+        payload = value.to_bytes()
+        try:
+            return await self._swap(key, payload, 0, _ttl_header(ttl_s))
+        except ConflictError:
+            found = await self._last(key)
+            if found is None or not _is_deleted(found):
+                raise self._conflict(key, "it is there already") from None
+            return await self._swap(key, payload, found.seq, _ttl_header(ttl_s))
 
     async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
         """Write a key that must still be at `revision`; return the new revision.

@@ -23,7 +23,7 @@ from ..schemas.errors import BrokerError
 from .process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
-_MAX_STORE_BYTES = 2**40  # streams reserve their bounds: the sum of bounds may exceed the disk
+_MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
 _MEMORY_LIMIT = "128MiB"
 """From here on the server collects its garbage eagerly; it takes more where it holds more."""
 _START_DEADLINE_S = 10.0

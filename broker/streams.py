@@ -5,6 +5,7 @@ refuse what does not fit, which makes the publisher wait; metrics, events and lo
 oldest. Making a stream that is there already changes it to the wanted configuration.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from ..schemas.subjects import (
     BUCKET_JOBS,
     BUCKET_LEASES,
     BUCKET_NODES,
+    BUCKET_QUOTAS,
     BUCKET_REQUESTS,
     JobScope,
     number_of,
@@ -48,8 +50,29 @@ async def create_job_streams(
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
-    for config in job_streams(scope, limits, weights_bytes):
-        await ensure_stream(broker, config)
+    configs = job_streams(scope, limits, weights_bytes)
+    await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
+
+
+async def create_job_feeds(broker: Broker, scope: JobScope, limits: LimitsConfig) -> None:
+    """Make what a job needs before it starts: its streams of events and of log lines."""
+    feeds = {scope.stream_feed, scope.stream_log}
+    configs = [one for one in job_streams(scope, limits, WEIGHTS_BYTES) if one["name"] in feeds]
+    await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
+
+
+async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
+    """Bound the streams of a job that has ended by what they hold, so that others get the room.
+
+    `create_job_streams` gives them their bounds back.
+    """
+    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+        try:
+            info = await stream_info(broker, config["name"])
+        except StreamNotFound:  # the job never started
+            continue
+        used = max(int(info["state"]["bytes"]), 1)
+        await _ask(broker, f"STREAM.UPDATE.{config['name']}", info["config"] | {"max_bytes": used})
 
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
@@ -67,6 +90,7 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
         (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
+        (BUCKET_QUOTAS, "What each user may hold, by user", 0),
     )
     for bucket, description, ttl_s in shared:
         await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))

@@ -125,6 +125,8 @@ class GeneratorConfig(Section):
 
     count: int = Field(default=1, ge=0)
     """Generators the pool runs for this job; more can be added while it runs."""
+    slots: int = Field(default=1, ge=1, le=64)
+    """Slots that each generator holds: linked GPUs of one node, or CPU shares."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1)
@@ -225,6 +227,8 @@ class AlgorithmConfig(Section):
 class LearnerConfig(Section):
     """The optimiser and its memory."""
 
+    slots: int = Field(default=1, ge=1, le=64)
+    """Slots that the learner holds: linked GPUs of one node, or CPU shares."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -327,6 +331,8 @@ class LimitsConfig(Section):
     """Log lines of the actors, and metrics and events; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0)
     """An actor that fails more often within ten minutes fails the job."""
+    max_losses: int = Field(default=5, ge=0)
+    """A job that loses its node more often is not queued again but fails."""
 
 
 class JobConfig(Section):

@@ -97,6 +97,12 @@ class PlacementError(TinkermqError, ValueError):
     code = "placement"
 
 
+class QuotaError(TinkermqError, ValueError):
+    """A request beyond what the user may hold."""
+
+    code = "quota"
+
+
 class StateError(TinkermqError, ValueError):
     """An operation that the job's present state does not allow."""
 

@@ -1,6 +1,6 @@
 """Jobs: their record, states, and what clients ask the scheduler for."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,10 @@ MAY_FOLLOW: dict[str, frozenset[str]] = {
 """Which state may follow which; a final state is left only by `resume`."""
 
 
+MAX_PRIORITY = 10
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
+
+
 class ActorPlacement(Message):
     """One actor of a job, and the node it was given to."""
 
@@ -35,6 +39,8 @@ class ActorPlacement(Message):
     """The node it was given to, or None while it waits for one."""
     slots: int = Field(default=1, ge=0)
     """Slots of the node that it holds."""
+    devices: list[int] = Field(default_factory=list[int])
+    """Which slots of the node: indices of its GPUs, or of its CPU shares."""
     state: Literal["placed", "running", "exited", "failed"] = "placed"
     """What the node last said of it."""
     restarts: int = 0
@@ -56,6 +62,8 @@ class JobRecord(Message):
     """Where it stands."""
     reason: str = ""
     """Why it is in this state."""
+    priority: int = 0
+    """Jobs of a higher priority are placed first."""
     config: dict[str, Any]
     """The effective configuration."""
     configured: bool = True
@@ -64,6 +72,8 @@ class JobRecord(Message):
     """Its actors."""
     attempt: int = Field(default=1, ge=1)
     """1 + the number of times it was resumed."""
+    losses: int = 0
+    """How often it lost its node since it was submitted or resumed."""
     run_dir: str = ""
     """Folder of the run on the pool."""
     fork_of: str | None = None
@@ -104,6 +114,8 @@ class SubmitRequest(Message):
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
+    priority: Priority = 0
+    """Jobs of a higher priority are placed first."""
 
 
 class JobRequest(Message):
@@ -144,6 +156,26 @@ class ScaleRequest(Message):
     """Which actors."""
     count: int = Field(ge=0, le=1024)
     """How many there shall be."""
+
+
+class PriorityRequest(Message):
+    """Change the priority of a job that waits: `priority`."""
+
+    job: str
+    """Job id or run name."""
+    priority: Priority
+    """The new one."""
+
+
+class Quota(Message):
+    """What a user may hold, in the KV bucket of quotas; without an entry the defaults hold."""
+
+    slots: int | None = Field(default=None, ge=0)
+    """Slots that the user's jobs hold at most at the same time; None: no bound."""
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    """Share of the pool, relative to that of other users who wait."""
+    max_priority: int = Field(default=MAX_PRIORITY, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Highest priority that the user's jobs may have."""
 
 
 class ListRequest(Message):

@@ -21,6 +21,8 @@ class WantedActor(Message):
     """What it does."""
     slots: int = Field(default=1, ge=0)
     """Slots that it holds."""
+    devices: list[int] = Field(default_factory=list[int])
+    """Which slots of the node: on a GPU node the GPUs that it sees."""
     attempt: int = Field(default=1, ge=1)
     """Attempt of the job: a higher one starts an exited actor again."""
     run_dir: str
@@ -56,6 +58,8 @@ class ActorStatus(Message):
     """Name within the job."""
     slots: int = 0
     """Slots that it holds until it has ended."""
+    devices: list[int] = Field(default_factory=list[int])
+    """Which slots of the node."""
     attempt: int
     """Attempt of the job it was started for."""
     state: Literal["running", "restarting", "exited", "failed"]
@@ -68,6 +72,23 @@ class ActorStatus(Message):
     """Last error it told."""
     pid: int | None = None
     """Process id."""
+
+
+class Gpu(Message):
+    """A GPU that a node gives away."""
+
+    index: int = Field(ge=0)
+    """Number at the driver."""
+    model: str
+    """Name of the model."""
+    memory_bytes: int = 0
+    """Memory it has."""
+    used_bytes: int = 0
+    """Memory in use, by whomever."""
+    utilization: float = Field(default=0.0, ge=0, le=1)
+    """Share of the last moments in which it computed."""
+    numa: int = 0
+    """Memory domain of the host it hangs at."""
 
 
 class NodeStatus(Message):
@@ -83,6 +104,10 @@ class NodeStatus(Message):
     """What a slot is."""
     slot_model: str = ""
     """Model of the GPU or CPU."""
+    groups: list[list[int]] = Field(default_factory=list[list[int]])
+    """Slots that are linked closely (NVLink, else a common memory domain); empty: all alike."""
+    gpus: list[Gpu] = Field(default_factory=list[Gpu])
+    """Its GPUs; a slot's number is an index of this list."""
     actors: list[ActorStatus] = Field(default_factory=list[ActorStatus])
     """What it runs."""
     time: float

@@ -17,6 +17,7 @@ BUCKET_ACTORS = "tmq-actors"
 BUCKET_EVALS = "tmq-evals"
 BUCKET_REQUESTS = "tmq-requests"
 BUCKET_LEASES = "tmq-leases"
+BUCKET_QUOTAS = "tmq-quotas"
 
 TASK_CONSUMER = "generators"
 

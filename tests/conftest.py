@@ -5,11 +5,15 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams, create_shared, delete_job_streams
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 _numbers = itertools.count(1)
 _LONGEST = ("test_learning", "test_quickstart", "test_kills", "test_bad_input", "test_house")

@@ -1,10 +1,12 @@
-"""Start a node: `python -m tinkermq.actors.node --nats URL [--name NAME] [--slots N]`."""
+"""Start a node: `python -m tinkermq.actors.node --nats URL [--name NAME]
+[--slots N | --gpus 0,1]`."""
 
 import sys
 from collections.abc import Sequence
 
 from ...schemas.subjects import token
 from ..runtime import ActorContext, run_service_actor, service_parser
+from .gpus import find_gpus
 from .machine import default_name, default_slots, lock_name
 from .node import Node
 
@@ -13,14 +15,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a node until it is told to stop; return the exit code."""
     parser = service_parser("node")
     parser.add_argument("--name", default=default_name(), help="name (default: the host's)")
-    parser.add_argument("--slots", type=int, default=default_slots(), help="slots to give away")
+    parser.add_argument("--slots", type=int, help="CPU shares to give away instead of GPUs")
+    parser.add_argument("--gpus", help="GPUs to give away, such as 0,2,3 (default: all there are)")
     arguments = parser.parse_args(argv)
 
     async def run(context: ActorContext) -> None:
         token(arguments.name, what="node name")
         with lock_name(arguments.name, arguments.nats):
             context.set_state("working")
-            node = Node(context.broker, arguments.name, arguments.slots)
+            gpus = None if arguments.slots else find_gpus(arguments.gpus)
+            slots = arguments.slots or default_slots()
+            node = Node(context.broker, arguments.name, slots, gpus=gpus)
             await node.run(context.service, context.stopping)
 
     return run_service_actor("node", arguments.name, arguments.nats, run)

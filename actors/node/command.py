@@ -3,6 +3,8 @@
 Secrets never stand on a command line: the broker's URL travels in the environment.
 """
 
+from collections.abc import Sequence
+
 from ...schemas.node import WantedActor
 
 ENVIRONMENT = {
@@ -26,10 +28,17 @@ def actor_argv(wanted: WantedActor) -> list[str]:
     return ["--user", wanted.user, "--job", wanted.job, "--name", wanted.name]
 
 
-def actor_environment(wanted: WantedActor, nats_url: str) -> dict[str, str]:
-    """Return what is laid over the node's environment; threads are set before torch."""
+def actor_environment(
+    wanted: WantedActor, nats_url: str, gpus: Sequence[int] | None = None
+) -> dict[str, str]:
+    """Return what is laid over the node's environment; threads are set before torch.
+
+    `gpus` are the GPUs that the actor sees, by number at the driver; None for a node without any.
+    """
     threads = str(wanted.threads)
+    seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus is not None else {}
     return {
+        **seen,
         **ENVIRONMENT,
         "TINKERMQ_NATS_URL": nats_url,
         "OMP_NUM_THREADS": threads,

@@ -7,6 +7,7 @@ all by the next sync. Between syncs nothing changes but what the actors do thems
 """
 
 import asyncio
+import contextlib
 import platform
 import socket
 import time
@@ -30,9 +31,11 @@ from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
 from .children import ActorStarter, StartChild
+from .gpus import Gpus
 from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
+_RECORD_PAUSE_S = 0.05
 _DRAIN_S = STOP_DEADLINE_S + 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -48,13 +51,18 @@ class Node:
         name: str,
         slots: int,
         *,
+        gpus: Gpus | None = None,
         start: StartChild | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
     ) -> None:
-        """Run nothing yet; `start` starts an actor in another way than the usual one."""
+        """Run nothing yet; with `gpus` each of them is a slot, else there are `slots` CPU shares.
+
+        `start` starts an actor in another way than the usual one.
+        """
         self.name = name
         self._broker = broker
-        self._slots = slots
+        self._gpus = gpus
+        self._slots = len(gpus) if gpus else slots
         self._starter = ActorStarter()
         self._start_child = start or self._starter.start
         self._stop_deadline_s = stop_deadline_s
@@ -63,14 +71,19 @@ class Node:
         self._epoch = 0
         self._draining = False
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
+        self._changed = asyncio.Event()
 
     def status(self) -> NodeStatus:
         """What the node is and runs."""
+        gpus = self._gpus.read() if self._gpus else []
         return NodeStatus(
             node=self.name,
             host=socket.gethostname(),
             slots=self._slots,
-            slot_model=platform.processor() or platform.machine(),
+            slot_kind="gpu" if gpus else "cpu",
+            slot_model=gpus[0].model if gpus else platform.processor() or platform.machine(),
+            groups=self._gpus.groups if self._gpus else [],
+            gpus=gpus,
             actors=[_told(actor) for actor in self._actors.values()],
             time=time.time(),
         )
@@ -124,7 +137,9 @@ class Node:
             start=self._start_child,
             nats_url=self._broker.url,
             send=send,
+            gpus=self._gpus.numbers(wanted.devices) if self._gpus else None,
             stop_deadline_s=self._stop_deadline_s,
+            changed=self._changed.set,
         )
         self._actors[key] = actor
         self._tasks.create_task(actor.run(), name=f"actor {'.'.join(key)}")
@@ -169,13 +184,20 @@ class Node:
         )
 
     async def _keep_record(self) -> None:
-        """Write the node's record every two seconds: this is how schedulers find it."""
+        """Write the node's record when it changes and every two seconds.
+
+        By its record schedulers find the node, and learn at once what became of an actor.
+        """
         while True:
+            self._changed.clear()
             try:
                 await self._records.put(self.name, self.status())
             except (BrokerError, DeadlineError) as error:
                 _log.warning("node_record_failed", error=str(error))
-            await asyncio.sleep(RECORD_S)
+            await asyncio.sleep(_RECORD_PAUSE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RECORD_S):
+                    await self._changed.wait()
 
     async def _drain(self) -> None:
         """Stop all actors; what does not end by its deadline is killed by `ActorProcess`."""

@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -39,13 +40,17 @@ class ActorProcess:
         start: StartChild,
         nats_url: str,
         send: SendLines,
+        gpus: Sequence[int] | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
+        changed: Callable[[], None] = lambda: None,
     ) -> None:
+        """`changed` is called whenever `status` tells something new."""
         self.wanted = wanted
+        self._changed = changed
         self.stopping = False
         self.ended = False
         self._start_child = start
-        self._environment = actor_environment(wanted, nats_url)
+        self._environment = actor_environment(wanted, nats_url, gpus)
         self._stop_deadline_s = stop_deadline_s
         self._backoff = Backoff(wanted.max_restarts)
         folder = Path(wanted.run_dir) / "logs" / f"attempt_{wanted.attempt}"
@@ -69,6 +74,7 @@ class ActorProcess:
             job=wanted.job,
             name=wanted.name,
             slots=0 if self._state in {"exited", "failed"} else wanted.slots,
+            devices=wanted.devices,
             attempt=wanted.attempt,
             state=self._state,
             exit_code=self._exit_code,
@@ -102,6 +108,7 @@ class ActorProcess:
             if self.stopping and self._state in {"running", "restarting"}:
                 self._state = "exited"
             self.ended = True
+            self._changed()
 
     def _judge(self, exit_code: int) -> float | None:
         """Note how a process ended; return the delay before the next start, None for no more."""
@@ -110,6 +117,7 @@ class ActorProcess:
             return None
         delay_s = self._delay_s(exit_code)
         self._state = "failed" if delay_s is None else "restarting"
+        self._changed()
         _log.warning(
             "actor_ended",
             job=self.wanted.job,
@@ -150,6 +158,7 @@ class ActorProcess:
             os.close(writing)
         self._process = process
         self._state = "running"
+        self._changed()
         _log.info("actor_started", job=self.wanted.job, child=self.wanted.name, pid=process.pid)
         reader = asyncio.create_task(self._output.read(reading))
         try:

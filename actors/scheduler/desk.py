@@ -13,6 +13,7 @@ from ...schemas.job import (
     JobReply,
     JobRequest,
     ListRequest,
+    PriorityRequest,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -20,24 +21,28 @@ from ...schemas.job import (
 from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList
 from ...schemas.subjects import rpc
+from .board import Board
 from .messenger import tell_learner
 from .placement import refuse_impossible
 from .pool import Pool
 from .reconciler import Reconciler
 from .roster import scaled, slots_of, unplaced
-from .submission import Submission
+from .submission import Submission, check_priority, check_quota
 
 
 class Desk:
     """Answers clients; every change goes through the job records, so it survives the scheduler."""
 
-    def __init__(self, broker: Broker, jobs: JobStore, pool: Pool, reconciler: Reconciler) -> None:
-        """Answer from `jobs` and `pool`; `reconciler` carries out."""
+    def __init__(
+        self, broker: Broker, jobs: JobStore, board: Board, pool: Pool, reconciler: Reconciler
+    ) -> None:
+        """Answer from `board` and `pool`, change `jobs`; `reconciler` carries out."""
         self._broker = broker
         self._jobs = jobs
+        self._board = board
         self._pool = pool
         self._reconciler = reconciler
-        self._submission = Submission(broker, jobs, reconciler)
+        self._submission = Submission(broker, jobs, board, reconciler)
         self._lock = asyncio.Lock()
 
     async def open(self, service: Service) -> None:
@@ -50,6 +55,7 @@ class Desk:
             ("stop", StopRequest, self.stop),
             ("resume", JobRequest, self.resume),
             ("scale", ScaleRequest, self.scale),
+            ("priority", PriorityRequest, self.priority),
             ("pause", JobRequest, self.pause),
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
@@ -67,12 +73,14 @@ class Desk:
 
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
-        return JobReply(record=await self._jobs.get(context.user, request.job))
+        return JobReply(record=self._board.told(await self._read(context, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return the user's jobs."""
-        records = await self._jobs.list_jobs(context.user)
-        return JobList(records=[one for one in records if request.all or not is_final(one)])
+        records = self._board.records(context.user)
+        return JobList(
+            records=[self._board.told(one) for one in records if request.all or not is_final(one)]
+        )
 
     async def nodes(self, _: Empty) -> NodeList:
         """Return the nodes that are there."""
@@ -83,7 +91,7 @@ class Desk:
 
         A job that has ended stays as it is; a later `now` overrides an earlier drain.
         """
-        record = await self._jobs.get(context.user, request.job)
+        record = await self._read(context, request.job)
         how = "now" if request.now or record.stop == "now" else "drain"
 
         def ask(current: JobRecord) -> JobRecord:
@@ -98,14 +106,14 @@ class Desk:
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
         async with self._lock:
-            record = await self._jobs.get(context.user, request.job)
+            record = await self._read(context, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
             if not is_final(record):
                 return JobReply(record=record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            refuse_impossible(slots_of(record.actors), self._reconciler.slots())
+            refuse_impossible(record.actors, self._reconciler.slots())
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -114,31 +122,50 @@ class Desk:
                 attempt=record.attempt + 1,
                 stop="no",
                 stop_complete=False,
+                losses=0,
                 actors=unplaced(record.actors),
             )
         return self._changed(record)
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
-        record = await self._jobs.get(context.user, request.job)
+        record = await self._read(context, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
                 f"job {record.name} is {record.state} and has no actors to scale",
                 hint="scale a job that is queued or running",
             )
-        wanted = scaled(record.actors, request.role, request.count)
+        config = self._board.config(record)
+        slots = config.generator.slots if request.role == "generator" else 0
+        wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
-            refuse_impossible(slots_of(wanted), self._reconciler.slots())
+            refuse_impossible(wanted, self._reconciler.slots())
+            check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
 
         def resize(current: JobRecord) -> JobRecord:
-            actors = scaled(current.actors, request.role, request.count)
+            actors = scaled(current.actors, request.role, request.count, slots)
             return current.model_copy(update={"actors": actors})
 
         return self._changed(await self._jobs.update(record, resize))
 
+    async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
+        """Change the priority of a job; it matters while the job, or a part of it, waits."""
+        record = await self._read(context, request.job)
+        if is_final(record):
+            raise StateError(
+                f"job {record.name} is {record.state}, its priority decides nothing any more",
+                hint="see what waits: `tinkermq ps`",
+            )
+        check_priority(context.user, request.priority, self._board.quota(context.user))
+
+        def change(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"priority": request.priority})
+
+        return self._changed(await self._jobs.update(record, change))
+
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""
-        record = await self._jobs.get(context.user, request.job)
+        record = await self._read(context, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
@@ -152,7 +179,7 @@ class Desk:
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let a paused job go on."""
-        record = await self._jobs.get(context.user, request.job)
+        record = await self._read(context, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":
@@ -164,6 +191,11 @@ class Desk:
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
         await tell_learner(self._broker, record, "resume")
         return self._changed(record)
+
+    async def _read(self, context: RequestContext, name: str) -> JobRecord:
+        """Return a job of the user as it is now; raises NotFoundError."""
+        known = self._board.get(context.user, name)
+        return self._board.enter(await self._jobs.get(known.user, known.job))
 
     def _changed(self, record: JobRecord) -> JobReply:
         self._reconciler.look(record)

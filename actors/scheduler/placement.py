@@ -1,20 +1,21 @@
-"""Which node gets which actor: pure, first come first served.
+"""Which node gets which actor, and which of its slots. Pure.
 
 A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
-the other half. A job that fits an idle pool but not this one waits at the head of the queue, and
-those behind it wait too: otherwise small jobs would keep a large one out for ever. A job that the
-pool of the moment cannot hold even when idle lets the others pass.
+the other half. The first job that has to wait keeps slots for itself: those that are free and
+would serve it, and more as they become free. Jobs behind it are placed on what is left (backfill),
+so they never delay it, and it is never starved.
 
-Not covered: topology (which GPUs share a link), quotas and priorities; they are further keys of
-`_best_node` and a further order of the queue.
+A job is packed onto one node if one can hold it, learner and generators together, within one
+group of linked slots if one can. An actor of several slots gets them on one node, and within one
+group wherever the pool has a group of that size.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from ...schemas.errors import PlacementError
 from ...schemas.job import ActorPlacement
-from .roster import slots_of
+from .queue import PlacementRequest, Shares, in_order
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,15 @@ class NodeSlots:
 
     name: str
     total: int
-    free: int
+    free: frozenset[int]
+    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    groups: tuple[frozenset[int], ...] = ()
+    """Slots that are linked closely; empty: all alike."""
 
-
-@dataclass(frozen=True)
-class PlacementRequest:
-    """Actors of one job that have no node yet."""
-
-    job: str
-    """Key of the job."""
-    actors: tuple[ActorPlacement, ...]
-    """In the order in which they are placed."""
-    home: str | None = None
-    """Node of the job's learner: its other actors are put there while there is room."""
-    whole: bool = True
-    """All at once or none; False for the missing actors of a job that runs."""
+    @property
+    def linked(self) -> tuple[frozenset[int], ...]:
+        """The groups, which cover all slots."""
+        return self.groups or (frozenset(range(self.total)),)
 
 
 @dataclass(frozen=True)
@@ -47,80 +42,212 @@ class Assignment:
     job: str
     actor: str
     node: str
+    devices: tuple[int, ...] = ()
+    """Numbers of the slots that it holds there."""
 
 
-def place(queue: Iterable[PlacementRequest], nodes: Sequence[NodeSlots]) -> list[Assignment]:
-    """Give out the free slots to the queue, oldest first.
+@dataclass
+class Placed:
+    """What came of a look at the queue."""
 
-    An over-full node (`free` below 0) gives nothing; an actor without slots needs only a node.
-    """
-    free = {node.name: node.free for node in nodes}
-    total = sum(node.total for node in nodes)
-    assignments: list[Assignment] = []
-    for request in queue:
-        tried = dict(free)
-        given = _place_one(request, tried)
-        complete = len(given) == len(request.actors)
-        if complete or not request.whole:
-            assignments += given
-            free = tried
-        elif slots_of(request.actors) <= total:
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    waits: dict[str, str] = field(default_factory=dict[str, str])
+    """Why each job that waits does so, in the order of the queue."""
+
+
+_Slots = dict[str, set[int]]
+
+
+def place(
+    queue: Iterable[PlacementRequest],
+    nodes: Sequence[NodeSlots],
+    shares: Shares | None = None,
+    now: float = 0.0,
+    most: int = 1 << 30,
+) -> Placed:
+    """Give out the free slots to the queue, to at most `most` jobs; `shares` is kept up to date."""
+    shares = shares or Shares()
+    pool = _Pool(nodes)
+    result = Placed()
+    free: _Slots = {node.name: set(node.free) for node in nodes}
+    num_free = sum(map(len, free.values()))
+    head: PlacementRequest | None = None
+    for request in in_order(queue, shares, now):
+        if most <= 0:
             break
-    return assignments
+        why = _refusal(request, nodes, shares, pool)
+        given: list[Assignment] = []
+        if not why and (request.need <= num_free or not request.whole):
+            given = pool.give(request, free)
+            num_free = sum(map(len, free.values())) if given else num_free
+            shares.take(request.user, sum(len(one.devices) for one in given))
+            result.assignments += given
+            most -= bool(given)
+        if len(given) == len(request.actors):
+            continue
+        if not why and head is None:
+            head = request
+            pool.keep(request, given, free)
+            num_free = sum(map(len, free.values()))
+            why = f"is next: slots are kept for it until it has {request.need}"
+        result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
+    return result
 
 
-def refuse_impossible(need: int, nodes: Sequence[NodeSlots]) -> None:
-    """Raise PlacementError if the pool could not hold `need` slots even when idle.
+def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
+    """Raise PlacementError if the pool could not hold the actors even when idle.
 
     A pool without any node is one that has not come up yet: everything may wait for it.
     """
-    total = sum(node.total for node in nodes)
-    if not nodes or need <= total:
+    if not nodes:
         return
+    idle = [NodeSlots(n.name, n.total, frozenset(range(n.total)), n.groups) for n in nodes]
+    if place([PlacementRequest("", tuple(actors))], idle).assignments:
+        return
+    need = sum(actor.slots for actor in actors)
+    total = sum(node.total for node in nodes)
     largest = max(nodes, key=lambda node: node.total)
-    raise PlacementError(
-        f"the job needs {need} slots (1 for the learner, 1 for each generator), the pool has "
-        f"{total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
-        f"{largest.total}",
-        hint=f"set generator.count to {max(total - 1, 0)} or less, or add nodes "
-        "(`tinkermq node --slots N`)",
+    widest = max(actors, key=lambda actor: actor.slots)
+    text = (
+        f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
+        f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
+        f"{largest.total}"
     )
+    others = need - sum(actor.slots for actor in actors if actor.role == "generator")
+    hint = f"set generator.count to {max(total - others, 0)} or less, or add nodes"
+    if widest.slots > largest.total:
+        hint = f"set {widest.role}.slots to {largest.total} or less, or add a larger node"
+    elif need <= total:
+        hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
+    raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
 
 
-def why_waiting(need: int, nodes: Sequence[NodeSlots]) -> str:
-    """Say what a queued job that was not placed waits for."""
+def _refusal(
+    request: PlacementRequest, nodes: Sequence[NodeSlots], shares: Shares, pool: "_Pool"
+) -> str:
+    """Say why a request is passed over, for reasons other than slots in use; empty if it is not."""
     if not nodes:
         return "waits for a node: none has joined the pool (`tinkermq node`)"
-    total = sum(node.total for node in nodes)
-    free = sum(max(node.free, 0) for node in nodes)
-    if need > total:
-        return f"waits for {need} slots: the pool has {total} now"
-    return f"waits for {need} slots: {free} of {total} are free"
+    if request.need > pool.total:
+        return f"waits for {request.need} slots: the pool has {pool.total} now"
+    bound = shares.quota(request.user).slots
+    if request.whole and request.need > shares.room(request.user):
+        return f"waits for {request.need} slots of its user's quota of {bound}"
+    if not pool.could_hold(request):
+        return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
+    return ""
 
 
-def _place_one(request: PlacementRequest, free: dict[str, int]) -> list[Assignment]:
-    """Place what fits of one job, taking the slots out of `free`."""
-    need = slots_of(request.actors)
-    home = request.home if request.home in free else _best_node(free, need)
-    given: list[Assignment] = []
-    for actor in request.actors:
-        node = home if home and _fits(actor, free[home]) else _best_node(free, actor.slots)
-        if node is None or not _fits(actor, free[node]):
-            continue
-        free[node] -= actor.slots
-        given.append(Assignment(request.job, actor.name, node))
-    return given
+class _Pool:
+    """The nodes while slots are given out."""
 
+    def __init__(self, nodes: Sequence[NodeSlots]) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self.total = sum(node.total for node in nodes)
+        self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
+        self._holds: dict[tuple[tuple[int, ...], str | None, bool], bool] = {}
 
-def _fits(actor: ActorPlacement, free: int) -> bool:
-    return actor.slots == 0 or actor.slots <= free
+    def could_hold(self, request: PlacementRequest) -> bool:
+        """Whether the idle pool could hold a request."""
+        shape = (tuple(actor.slots for actor in request.actors), request.home, request.whole)
+        if shape not in self._holds:
+            idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
+            self._holds[shape] = not request.whole or bool(self.give(request, idle))
+        return self._holds[shape]
 
+    def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
+        """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
+        given, left = self._fit(request, free, lambda name: (len(free[name]), name))
+        if request.whole and len(given) < len(request.actors):
+            return []
+        free.update(left)
+        return given
 
-def _best_node(free: dict[str, int], need: int) -> str | None:
-    """Return the fullest node that still holds `need`, else the emptiest; names break ties."""
-    if not free:
-        return None
-    holding = [name for name, slots in free.items() if slots >= need]
-    if holding:
-        return min(holding, key=lambda name: (free[name], name))
-    return min(free, key=lambda name: (-free[name], name))
+    def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
+        """Take out of `free` what serves a request that waits, on the nodes that serve it first."""
+        names = {one.actor for one in given}
+        rest = tuple(actor for actor in request.actors if actor.name not in names)
+        waiting = PlacementRequest(request.job, rest, home=request.home, whole=request.whole)
+        idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
+        kept, _ = self._fit(waiting, idle, lambda name: (-len(free[name]), name), prefer=free)
+        for one in kept:
+            free[one.node] -= set(one.devices)
+
+    def _fit(
+        self,
+        request: PlacementRequest,
+        available: _Slots,
+        rank: Callable[[str], tuple[int, str]],
+        prefer: _Slots | None = None,
+    ) -> tuple[list[Assignment], _Slots]:
+        """Return what fits and what is left of the nodes that were touched."""
+        left: _Slots = {}
+        mine: _Slots = {}
+        home = request.home if request.home in available else None
+        home = home or self._home(request, available, rank)
+
+        def choose(actor: ActorPlacement, name: str) -> tuple[int, ...] | None:
+            slots = left.get(name, available[name])
+            liked = slots if prefer is None else prefer[name]
+            return self._choose(actor.slots, name, slots, liked, mine.get(name, set()), need)
+
+        def full(name: str) -> tuple[int, str]:
+            return len(left.get(name, available[name])), name
+
+        given: list[Assignment] = []
+        need = request.need
+        for actor in sorted(request.actors, key=lambda one: -one.slots):
+            node, devices = home, choose(actor, home) if home else None
+            if devices is None:
+                order = sorted(available.keys() - {home}, key=full)
+                found = ((name, choose(actor, name)) for name in order)
+                node, devices = next((one for one in found if one[1] is not None), (None, None))
+            if node is None or devices is None:
+                continue
+            left[node] = left.get(node, available[node]) - set(devices)
+            mine.setdefault(node, set()).update(devices)
+            need -= actor.slots
+            given.append(Assignment(request.job, actor.name, node, devices))
+        return given, left
+
+    def _home(
+        self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]
+    ) -> str | None:
+        """Return the best node that holds all of it, else the one with the most slots."""
+        if not available:
+            return None
+        holding = [name for name, slots in available.items() if len(slots) >= request.need]
+        if holding:
+            return min(holding, key=rank)
+        return min(available, key=lambda name: (-len(available[name]), name))
+
+    def _choose(
+        self, count: int, node: str, slots: set[int], liked: set[int], near: set[int], need: int
+    ) -> tuple[int, ...] | None:
+        """Choose slots of one node, linked ones where the pool has so many; None: they do not fit.
+
+        Of several groups: the one with the most `liked` slots, the one that `near` slots belong
+        to, the smallest that holds all that is still needed, the largest.
+        """
+        if count == 0:
+            return ()
+        fitting = [
+            (slots & group, group)
+            for group in self._nodes[node].linked
+            if len(slots & group) >= count
+        ]
+        if fitting:
+            chosen, _ = min(
+                fitting,
+                key=lambda one: (
+                    -min(len(one[0] & liked), count),
+                    not one[1] & near,
+                    len(one[0]) if len(one[0]) >= need else (1 << 20) - len(one[0]),
+                    min(one[0]),
+                ),
+            )
+        elif count > self._largest_group and len(slots) >= count:
+            chosen = slots
+        else:
+            return None
+        return tuple(sorted(sorted(chosen, key=lambda slot: (slot not in liked, slot))[:count]))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from ...broker.connection import Broker
-from ...broker.kv import Bucket
+from ...broker.mirror import Mirror
 from ...broker.rpc import call
 from ...schemas.errors import TinkermqError
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync
@@ -31,6 +31,8 @@ class _Member:
     status: NodeStatus | None = None
     revision: int = 0
     silent_s: float = 0.0
+    asked: NodeSync | None = None
+    asked_at: float = float("-inf")
 
 
 class Pool:
@@ -39,9 +41,10 @@ class Pool:
     def __init__(self, broker: Broker, timing: Timing) -> None:
         """Know no node yet."""
         self._broker = broker
-        self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
+        self.records = Mirror(broker, BUCKET_NODES, NodeStatus)
         self._members: dict[str, _Member] = {}
         self._silent_s = timing.silent_s
+        self._resync_s = timing.resync_s
         self._looked = time.monotonic()
 
     def nodes(self) -> list[NodeStatus]:
@@ -68,7 +71,8 @@ class Pool:
 
     async def refresh(self) -> None:
         """Read the nodes' records; note who was heard and who was not."""
-        records = {entry.key: entry for entry in await self._records.items()}
+        await self.records.refresh()
+        records = self.records.entries
         now = time.monotonic()
         passed_s = min(now - self._looked, _LONGEST_STEP_S)
         self._looked = now
@@ -76,14 +80,14 @@ class Pool:
             member = self._members.setdefault(name, _Member())
             if entry.revision != member.revision:
                 member.revision = entry.revision
-                self._hear(name, member, member.status or entry.value)
+                self._hear(name, member, _newer(member.status, entry.value))
         for name, member in list(self._members.items()):
             member.silent_s += passed_s
             if name not in records and member.revision:
                 self._part(name, "left")
             elif member.silent_s >= self._silent_s and member.status is not None:
                 self._part(name, "silent")
-                await self._records.delete(name)
+                await self.records.bucket.delete(name)
 
     def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
         if member.status is None:
@@ -96,10 +100,21 @@ class Pool:
         self._members[name] = _Member(silent_s=self._silent_s)
 
     async def sync(self, requests: Mapping[str, NodeSync]) -> None:
-        """Ask all nodes at once; one that does not answer in time is asked again next time."""
+        """Ask those nodes at once that have not heard it or do not do it yet.
+
+        One that does not answer in time is asked again next time; the others now and then.
+        """
         async with asyncio.TaskGroup() as group:
             for name, request in requests.items():
-                group.create_task(self._sync_one(name, request))
+                if self._is_due(self._members[name], request):
+                    group.create_task(self._sync_one(name, request))
+
+    def _is_due(self, member: _Member, request: NodeSync) -> bool:
+        if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
+            return True
+        wanted = {(one.user, one.job, one.name): one.attempt for one in request.actors}
+        runs = member.status.actors if member.status else []
+        return wanted != {(one.user, one.job, one.name): one.attempt for one in runs}
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
         try:
@@ -115,4 +130,11 @@ class Pool:
         except TinkermqError as error:
             _log.debug("node_sync_failed", node=name, error=error.message)
             return
-        self._hear(name, self._members.setdefault(name, _Member()), status)
+        member = self._members.setdefault(name, _Member())
+        member.asked, member.asked_at = request, time.monotonic()
+        self._hear(name, member, status)
+
+
+def _newer(told: NodeStatus | None, record: NodeStatus) -> NodeStatus:
+    """Return which of a node's answers it gave later, by its own clock."""
+    return record if told is None or record.time >= told.time else told

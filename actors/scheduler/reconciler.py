@@ -1,78 +1,101 @@
 """The scheduler's loop: compares what the job records want with what the nodes say.
 
 It is level-triggered: every turn looks at everything that lives and does the next thing, so it
-does not matter which message was lost or which process died in between. A turn: read the live
-jobs and the nodes, give free slots to what waits, tell every node what it shall run, move the
-jobs by what the nodes answered, and pass on stops and pauses to learners that have not heard them.
+does not matter which message was lost or which process died in between. A turn: take up what
+changed in the records of jobs and nodes, give free slots to what waits, tell the nodes what they
+shall run, move the jobs by what the nodes answered, and pass on stops and pauses to learners that
+have not heard them. What has not changed costs a look in memory, no message.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import presences
-from ...schemas.config import JobConfig
-from ...schemas.errors import (
-    BrokerError,
-    ConfigError,
-    ConflictError,
-    DeadlineError,
-)
+from ...broker.streams import create_job_streams, settle_job_streams
+from ...schemas.errors import BrokerError, ConfigError, ConflictError, DeadlineError
 from ...schemas.job import ActorPlacement, JobRecord
-from ...schemas.load_config import parse_config
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
+from .board import Board, key_of
 from .lease import Lease
 from .messenger import Messenger
-from .placement import Assignment, NodeSlots, PlacementRequest, place, why_waiting
+from .placement import Assignment, NodeSlots, place
 from .pool import Pool
-from .roster import main_actor, slots_of, unplaced, wanted_actor
+from .queue import PlacementRequest
+from .roster import main_actor, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
 from .timing import Timing
 
 WHO = "scheduler"
-_LIST_S = 10.0
 _VERSION_S = 2.0
+_STARTS_PER_TURN = 32
+_PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+Wanted = Mapping[str, list[WantedActor]]
+
+
+@dataclass(frozen=True)
+class _View:
+    """What follows from one version of a job's record."""
+
+    record: JobRecord
+    request: PlacementRequest | None
+    wanted: Wanted
 
 
 class Reconciler:
     """Keeps jobs and nodes in step for as long as its lease lasts."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, pool: Pool, lease: Lease, timing: Timing
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: Board,
+        pool: Pool,
+        lease: Lease,
+        timing: Timing,
     ) -> None:
-        """Know no job yet; the first turn reads them all."""
+        """Work on what `board` and `pool` know."""
         self._broker = broker
         self._jobs = jobs
+        self._board = board
         self._pool = pool
         self._lease = lease
         self._timing = timing
-        self._live: dict[str, JobRecord] = {}
-        self._listed = self._versions_read = float("-inf")
-        self._configs: dict[tuple[str, int], JobConfig] = {}
+        self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
+        self._views: dict[str, _View] = {}
+
+    def hurry(self) -> None:
+        """Take the next turn at once."""
+        self._hurry.set()
 
     def look(self, record: JobRecord) -> None:
         """Take up a new or changed job at once."""
-        self._live[JobScope(record.user, record.job).key] = record
+        self._board.enter(record)
         self._hurry.set()
 
     def slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
-        return [self._slots_of(node) for node in self._pool.nodes()]
+        wanted = self._wanted()
+        return [_slots_of(node, wanted[node.node]) for node in self._pool.nodes()]
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Turn until `stopping` is set; a broker that is away is waited for."""
         async with asyncio.TaskGroup() as group:
             stop = group.create_task(stopping.wait(), name="stop of the scheduler")
             while not stopping.is_set():
+                self._hurry.clear()
                 try:
                     if self._lease.is_fresh:
                         await self._turn(group)
@@ -83,154 +106,163 @@ class Reconciler:
                     {stop, hurry}, timeout=self._timing.turn_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 hurry.cancel()
-                self._hurry.clear()
+                await asyncio.sleep(_PAUSE_S)
 
     async def _turn(self, group: asyncio.TaskGroup) -> None:
-        await self._read_jobs()
+        await self._board.refresh()
+        await self._fail_unreadable()
         await self._pool.refresh()
         await self._place()
         await self._sync()
-        for key, record in list(self._live.items()):
-            await self._advance(key, record, group)
+        for record in list(self._board.live.values()):
+            if not _queued(record) or record.stop != "no":
+                await self._advance(record, group)
         await self._read_versions()
 
-    async def _read_jobs(self) -> None:
-        """Read the live jobs anew; all records only now and then."""
-        if time.monotonic() - self._listed >= _LIST_S:
-            for record in await self._jobs.live():
-                self._live.setdefault(_key(record), record)
-            self._listed = time.monotonic()
-        known = list(self._live.items())
-        records = await asyncio.gather(
-            *(self._jobs.find(record.user, record.job) for _, record in known)
-        )
-        for (key, _), record in zip(known, records, strict=True):
-            if record is None or is_final(record):
-                self._forget(key)
-            else:
-                self._live[key] = await self._readable(key, record)
-
-    async def _readable(self, key: str, record: JobRecord) -> JobRecord:
-        """Fail a job whose configuration this release does not take; it must not fail others."""
-        if not record.configured:
-            return record
-        try:
-            self._config(key, record)
-        except ConfigError as error:
-            return await self._move(record, Transition("FAILED", str(error)))
-        return record
+    async def _fail_unreadable(self) -> None:
+        """Fail jobs whose configuration this release does not take; they must not fail others."""
+        for record in self._board.unread():
+            try:
+                self._board.config(record)
+            except ConfigError as error:
+                await self._move(record, Transition("FAILED", str(error)))
 
     # -- placing ------------------------------------------------------------------------------
 
     async def _place(self) -> None:
         queue = self._waiting()
-        nodes = self.slots()
-        given = place(queue, nodes)
-        for request in queue:
-            mine = [one for one in given if one.job == request.job]
-            with contextlib.suppress(ConflictError):  # the job moved meanwhile: next turn
-                self._live[request.job] = await self._give(request, mine, nodes)
+        if not queue:
+            return
+        placed = place(
+            queue, self.slots(), self._board.shares(), time.time(), most=_STARTS_PER_TURN
+        )
+        given: dict[str, list[Assignment]] = defaultdict(list)
+        for one in placed.assignments:
+            given[one.job].append(one)
+        if len(given) >= _STARTS_PER_TURN:
+            self.hurry()
+        live = self._board.live
+        waits = [(key, why) for key, why in placed.waits.items() if _queued(live[key])]
+        self._board.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
+        await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
+        changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
+        await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
     def _waiting(self) -> list[PlacementRequest]:
-        """Return what has no node: first actors that running jobs lack, then queued jobs."""
-        records = sorted(self._live.items(), key=lambda item: item[1].created)
-        missing: list[PlacementRequest] = []
-        queued: list[PlacementRequest] = []
-        for key, record in records:
-            if record.state == "QUEUED" and record.configured and record.stop == "no":
-                queued.append(PlacementRequest(key, tuple(unplaced(record.actors))))
-            elif record.state in ACTIVE:
-                lacking = tuple(actor for actor in record.actors if actor.node is None)
-                home = record.actors[0].node
-                if lacking:
-                    missing.append(PlacementRequest(key, lacking, home=home, whole=False))
-        return missing + queued
+        """Return what has no node: actors that running jobs lack, and queued jobs."""
+        found = (self._view(key, record).request for key, record in self._board.live.items())
+        requests = [one for one in found if one is not None]
+        requests.sort(key=lambda request: (request.whole, request.created))
+        return requests
 
-    async def _give(
-        self, request: PlacementRequest, given: list[Assignment], nodes: Sequence[NodeSlots]
-    ) -> JobRecord:
-        record = self._live[request.job]
-        node_of = {one.actor: one.node for one in given}
-        if not request.whole:
-            return await self._jobs.update(record, lambda now: _placed(now, now.actors, node_of))
-        if given:
-            actors = _placed(record, request.actors, node_of).actors
-            where = ", ".join(sorted(set(node_of.values())))
-            return await self._jobs.transition(
-                record, "STARTING", f"placed on {where}", WHO, actors=actors
-            )
-        why = why_waiting(slots_of(request.actors), nodes)
-        return await self._jobs.update(
-            record, lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now
+    def _view(self, key: str, record: JobRecord) -> "_View":
+        """Return what follows from a record, made once for each version of it."""
+        view = self._views.get(key)
+        if view is None or view.record is not record:
+            view = self._views[key] = _View(record, _request(key, record), self._wanted_by(record))
+        return view
+
+    async def _give(self, key: str, given: Sequence[Assignment]) -> None:
+        record = self._board.live[key]
+        by_actor = {one.actor: one for one in given}
+        try:
+            if not _queued(record):
+                record = await self._jobs.update(record, lambda now: _placed(now, by_actor))
+            else:
+                record = await self._start(record, by_actor)
+        except ConflictError:  # the job moved meanwhile: next turn
+            return
+        self._board.enter(record)
+
+    async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
+        limits = self._board.config(record).limits
+        try:
+            await create_job_streams(self._broker, _scope(record), limits)
+        except BrokerError as error:
+            return await self._move(record, Transition("FAILED", str(error)))
+        fresh = record.model_copy(update={"actors": unplaced(record.actors)})
+        where = ", ".join(sorted({one.node for one in by_actor.values()}))
+        actors = _placed(fresh, by_actor).actors
+        return await self._jobs.transition(
+            record, "STARTING", f"placed on {where}", WHO, actors=actors
         )
 
-    def _slots_of(self, node: NodeStatus) -> NodeSlots:
-        """Count what a node has promised, and what still runs there although unwanted."""
-        wanted = self._wanted_on(node.node)
-        promised = sum(actor.slots for actor in wanted)
-        leaving = sum(status.slots for status in _unwanted(node, wanted))
-        return NodeSlots(node.node, node.slots, node.slots - promised - leaving)
+    async def _explain(self, key: str, why: str) -> None:
+        """Write into a queued job's record why it waits, if that has changed."""
+        with contextlib.suppress(ConflictError):
+            changed = await self._jobs.update(
+                self._board.live[key],
+                lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
+            )
+            self._board.enter(changed)
 
     # -- telling nodes ------------------------------------------------------------------------
 
+    def _wanted(self) -> Wanted:
+        """Return the actors that each node shall run, by node."""
+        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        self._views = {key: one for key, one in self._views.items() if key in self._board.live}
+        for key, record in self._board.live.items():
+            for node, actors in self._view(key, record).wanted.items():
+                wanted[node] += actors
+        return wanted
+
+    def _wanted_by(self, record: JobRecord) -> Wanted:
+        wanted: dict[str, list[WantedActor]] = defaultdict(list)
+        if record.state in ACTIVE:
+            config = self._board.config(record)
+            for actor in record.actors:
+                if actor.node is not None:
+                    wanted[actor.node].append(wanted_actor(record, actor, config))
+        return wanted
+
     async def _sync(self) -> None:
-        requests: dict[str, NodeSync] = {}
-        for node in self._pool.nodes():
-            wanted = self._wanted_on(node.node)
-            requests[node.node] = NodeSync(
-                scheduler=self._lease.holder,
-                epoch=self._lease.epoch,
-                actors=wanted,
-                kill=await self._to_kill(_unwanted(node, wanted)),
-            )
-        await self._pool.sync(requests)
+        wanted = self._wanted()
+        await self._pool.sync(
+            {
+                node.node: NodeSync(
+                    scheduler=self._lease.holder,
+                    epoch=self._lease.epoch,
+                    actors=wanted[node.node],
+                    kill=self._to_kill(_unwanted(node, wanted[node.node])),
+                )
+                for node in self._pool.nodes()
+            }
+        )
 
-    def _wanted_on(self, node: str) -> list[WantedActor]:
-        return [
-            wanted_actor(record, actor, self._config(key, record))
-            for key, record in self._live.items()
-            if record.state in ACTIVE
-            for actor in record.actors
-            if actor.node == node
-        ]
-
-    def _config(self, key: str, record: JobRecord) -> JobConfig:
-        """Return the parsed configuration; it cannot change within an attempt."""
-        cached = self._configs.get((key, record.attempt))
-        if cached is None:
-            cached = self._configs[key, record.attempt] = parse_config(record.config)
-        return cached
-
-    async def _to_kill(self, unwanted: list[ActorStatus]) -> list[str]:
+    def _to_kill(self, unwanted: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        kill: list[str] = []
-        for user, job in sorted({(status.user, status.job) for status in unwanted}):
-            record = await self._jobs.find(user, job)
-            if record is None or record.stop == "now":
-                kill.append(JobScope(user, job).key)
-        return kill
+        found = {(one.user, one.job): self._board.find(one.user, one.job) for one in unwanted}
+        return sorted(
+            JobScope(user, job).key
+            for (user, job), record in found.items()
+            if record is None or record.stop == "now"
+        )
 
     # -- moving jobs --------------------------------------------------------------------------
 
-    async def _advance(self, key: str, record: JobRecord, group: asyncio.TaskGroup) -> None:
+    async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)
         statuses = self._statuses(record)
+        max_losses = self._board.config(record).limits.max_losses if record.configured else 0
+
+        def told(now: JobRecord) -> JobRecord:
+            return now.model_copy(update={"actors": told_placements(now, statuses, silent)})
+
         try:
-            record = await self._jobs.update(
-                record,
-                lambda now: now.model_copy(
-                    update={"actors": told_placements(now, statuses, silent)}
-                ),
-            )
-            step = next_state(record, statuses, silent)
+            if told(record) != record:
+                record = await self._jobs.update(record, told)
+                self._board.enter(record)
+            step = next_state(record, statuses, silent, max_losses)
             if step is not None:
                 record = await self._move(record, step)
         except ConflictError:  # a client moved it meanwhile: next turn
             return
-        self._keep(key, record)
-        if record.actors:
+        if is_final(record):
+            self._messenger.forget(key_of(record))
+        elif record.actors:
             main = statuses.get(main_actor(record.actors).name)
-            self._messenger.pass_on(key, record, main, group)
+            self._messenger.pass_on(key_of(record), record, main, group)
 
     def _statuses(self, record: JobRecord) -> dict[str, ActorStatus]:
         told = (
@@ -241,49 +273,86 @@ class Reconciler:
 
     async def _move(self, record: JobRecord, step: Transition) -> JobRecord:
         _log.info("job_moved", job=record.job, state=step.state, reason=step.reason)
-        changes = {"actors": unplaced(record.actors)} if step.state == "QUEUED" else {}
+        changes: dict[str, object] = {}
+        if step.state == "QUEUED":
+            changes["actors"] = unplaced(record.actors)
+        elif step.state == "LOST":
+            changes["losses"] = record.losses + 1
         self._hurry.set()
-        return await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
-
-    def _keep(self, key: str, record: JobRecord) -> None:
-        if is_final(record):
-            self._forget(key)
-        else:
-            self._live[key] = record
-
-    def _forget(self, key: str) -> None:
-        self._live.pop(key, None)
-        self._messenger.forget(key)
-        self._configs = {at: one for at, one in self._configs.items() if at[0] != key}
+        moved = await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
+        self._board.enter(moved)
+        if is_final(moved):
+            await settle_job_streams(self._broker, _scope(moved))
+        return moved
 
     async def _read_versions(self) -> None:
         """Enter the version that each learner's heartbeat tells."""
         if time.monotonic() - self._versions_read < _VERSION_S:
             return
         self._versions_read = time.monotonic()
-        for key, record in list(self._live.items()):
-            entry = await presences(self._broker).get(f"{key}.learner")
-            version = entry.value.version if entry else None
-            if version is not None and version > record.version:
-                with contextlib.suppress(ConflictError):
-                    self._live[key] = await self._jobs.update(
-                        record, lambda now, to=version: now.model_copy(update={"version": to})
-                    )
+        active = [one for one in self._board.live.values() if one.state in ACTIVE]
+        await asyncio.gather(*map(self._read_version, active))
+
+    async def _read_version(self, record: JobRecord) -> None:
+        entry = await presences(self._broker).get(f"{key_of(record)}.learner")
+        version = entry.value.version if entry else None
+        if version is not None and version > record.version:
+            with contextlib.suppress(ConflictError):
+                changed = await self._jobs.update(
+                    record, lambda now: now.model_copy(update={"version": version})
+                )
+                self._board.enter(changed)
 
 
-def _placed(
-    record: JobRecord, actors: Sequence[ActorPlacement], node_of: dict[str, str]
-) -> JobRecord:
+def _request(key: str, record: JobRecord) -> PlacementRequest | None:
+    """Return what a job waits to be given, or None."""
+    if _queued(record) and record.configured and record.stop == "no":
+        actors, home, whole = unplaced(record.actors), None, True
+    elif record.state in ACTIVE:
+        actors = [actor for actor in record.actors if actor.node is None]
+        home, whole = record.actors[0].node, False
+    else:
+        return None
+    if not actors:
+        return None
+    return PlacementRequest(
+        key,
+        tuple(actors),
+        user=record.user,
+        priority=record.priority,
+        created=record.created,
+        home=home,
+        whole=whole,
+    )
+
+
+def _placed(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
     """Return the record with nodes for those of its actors that have none."""
-    placed = [
-        actor.model_copy(update={"node": node_of.get(actor.name)}) if actor.node is None else actor
-        for actor in actors
-    ]
-    return record.model_copy(update={"actors": placed})
+    actors = [_on_its_node(actor, by_actor.get(actor.name)) for actor in record.actors]
+    return record.model_copy(update={"actors": actors})
+
+
+def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacement:
+    if given is None or actor.node is not None:
+        return actor
+    return actor.model_copy(update={"node": given.node, "devices": list(given.devices)})
 
 
 def _queued(record: JobRecord) -> bool:
     return record.state == "QUEUED"
+
+
+def _slots_of(node: NodeStatus, wanted: Sequence[WantedActor]) -> NodeSlots:
+    """Return the slots of a node that are neither promised nor still held by what leaves."""
+    held = {slot for actor in wanted for slot in actor.devices}
+    leaving = [status for status in _unwanted(node, wanted) if status.slots]
+    held |= {slot for status in leaving for slot in status.devices}
+    return NodeSlots(
+        node.node,
+        node.slots,
+        frozenset(range(node.slots)) - held,
+        tuple(frozenset(group) for group in node.groups),
+    )
 
 
 def _unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStatus]:
@@ -292,5 +361,5 @@ def _unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStat
     return [status for status in node.actors if (status.user, status.job, status.name) not in names]
 
 
-def _key(record: JobRecord) -> str:
-    return JobScope(record.user, record.job).key
+def _scope(record: JobRecord) -> JobScope:
+    return JobScope(record.user, record.job)

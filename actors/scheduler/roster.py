@@ -1,8 +1,8 @@
 """Which actors a job is made of, and what they hold.
 
 On a node a slot is a GPU or a CPU share. The learner and each generator compute all the time and
-hold one slot; the evaluator and the environment hosts hold none, so that a laptop with two cores
-runs a whole job.
+hold as many as their configuration says; the evaluator and the environment hosts hold none, so
+that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Sequence
@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from ...schemas.config import JobConfig
 from ...schemas.job import ActorPlacement, JobRecord, Role
 from ...schemas.node import WantedActor
-
-SLOTS: dict[Role, int] = {"learner": 1, "generator": 1, "evaluator": 0, "environment": 0}
-
 
 KINDS = ("train", "eval")
 """Kinds of jobs that this pool runs."""
@@ -23,8 +20,11 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
-    actors = [_actor("learner", "learner")]
-    actors += [_actor("generator", f"generator-{i}") for i in range(config.generator.count)]
+    actors = [_actor("learner", "learner", config.learner.slots)]
+    actors += [
+        _actor("generator", f"generator-{i}", config.generator.slots)
+        for i in range(config.generator.count)
+    ]
     if config.env.num_val > 0:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
@@ -35,8 +35,13 @@ def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
     return actors[0]
 
 
-def scaled(actors: Sequence[ActorPlacement], role: Role, count: int) -> list[ActorPlacement]:
-    """Return the actors with `count` of one role: the newest leave first, free names are reused."""
+def scaled(
+    actors: Sequence[ActorPlacement], role: Role, count: int, slots: int = 0
+) -> list[ActorPlacement]:
+    """Return the actors with `count` of one role: the newest leave first, free names are reused.
+
+    New ones hold `slots` slots each.
+    """
     kept: list[ActorPlacement] = []
     left = count
     for actor in actors:
@@ -47,7 +52,7 @@ def scaled(actors: Sequence[ActorPlacement], role: Role, count: int) -> list[Act
         kept.append(actor)
     taken = {actor.name for actor in kept}
     free = (name for i in range(1 + len(taken) + left) if (name := f"{role}-{i}") not in taken)
-    return kept + [_actor(role, next(free)) for _ in range(left)]
+    return kept + [_actor(role, next(free), slots) for _ in range(left)]
 
 
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
@@ -69,6 +74,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         name=actor.name,
         role=actor.role,
         slots=actor.slots,
+        devices=actor.devices,
         attempt=record.attempt,
         run_dir=record.run_dir,
         threads=threads.get(actor.role, 1),
@@ -76,5 +82,5 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
     )
 
 
-def _actor(role: Role, name: str) -> ActorPlacement:
-    return ActorPlacement(name=name, role=role, slots=SLOTS[role])
+def _actor(role: Role, name: str, slots: int = 0) -> ActorPlacement:
+    return ActorPlacement(name=name, role=role, slots=slots)

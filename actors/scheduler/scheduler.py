@@ -10,6 +10,7 @@ from ...broker.jobs import JobStore
 from ...broker.rpc import Service
 from ...schemas.errors import BrokerError, DeadlineError, FencedError
 from ..runtime import ActorContext
+from .board import Board
 from .desk import Desk
 from .lease import Lease
 from .pool import Pool
@@ -40,8 +41,8 @@ async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
 async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
-    jobs, pool = JobStore(broker), Pool(broker, timing)
-    reconciler = Reconciler(broker, jobs, pool, lease, timing)
+    jobs, board, pool = JobStore(broker), Board(broker), Pool(broker, timing)
+    reconciler = Reconciler(broker, jobs, board, pool, lease, timing)
     async with (
         await Service.start(
             broker,
@@ -52,9 +53,15 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
         asyncio.TaskGroup() as group,
     ):
         holding = group.create_task(lease.hold(), name="scheduler lease")
-        await pool.refresh()
-        await Desk(broker, jobs, pool, reconciler).open(service)
-        await reconciler.run(context.stopping)
+        try:
+            await board.open(reconciler.hurry)
+            await pool.records.open(reconciler.hurry)
+            await pool.refresh()
+            await Desk(broker, jobs, board, pool, reconciler).open(service)
+            await reconciler.run(context.stopping)
+        finally:
+            await board.close()
+            await pool.records.close()
         holding.cancel()
 
 

@@ -20,7 +20,10 @@ class Transition:
 
 
 def next_state(
-    record: JobRecord, statuses: Mapping[str, ActorStatus], silent: frozenset[str]
+    record: JobRecord,
+    statuses: Mapping[str, ActorStatus],
+    silent: frozenset[str],
+    max_losses: int,
 ) -> Transition | None:
     """Return the state that the job moves to now, or None if it stays.
 
@@ -30,7 +33,7 @@ def next_state(
     if record.state in FINAL_STATES:
         return None
     if record.state in {"QUEUED", "LOST"}:
-        return _waiting(record)
+        return _waiting(record, max_losses)
     said = {
         actor.name: status
         for actor in record.actors
@@ -46,12 +49,14 @@ def next_state(
     )
 
 
-def _waiting(record: JobRecord) -> Transition | None:
+def _waiting(record: JobRecord, max_losses: int) -> Transition | None:
     """Judge a job none of whose actors run."""
     if record.stop != "no":
         return Transition("CANCELLED", "stopped while it waited for a node")
+    if record.state == "LOST" and record.losses > max_losses:
+        return Transition("FAILED", f"lost its node {record.losses} times: {record.reason}")
     if record.state == "LOST":
-        return Transition("QUEUED", f"queued again: {record.reason}")
+        return Transition("QUEUED", f"queued again from its last checkpoint: {record.reason}")
     return None
 
 
@@ -126,7 +131,7 @@ def _told(
     silent: frozenset[str],
 ) -> ActorPlacement:
     if actor.node in silent and actor.name != main_actor(record.actors).name:
-        return actor.model_copy(update={"node": None, "state": "placed"})
+        return actor.model_copy(update={"node": None, "devices": [], "state": "placed"})
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor
     state = "running" if status.state == "restarting" else status.state

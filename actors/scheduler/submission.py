@@ -15,12 +15,20 @@ from ulid import ULID
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore
-from ...broker.streams import create_job_streams
+from ...broker.streams import create_job_feeds
 from ...schemas.config import LimitsConfig
-from ...schemas.errors import ConfigError, MessageError, NotFoundError, StateError
-from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ...schemas.errors import (
+    ConfigError,
+    MessageError,
+    NotFoundError,
+    QuotaError,
+    StateError,
+    TinkermqError,
+)
+from ...schemas.job import ConfigureRequest, JobRecord, Quota, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import JobScope, token
+from .board import Board
 from .naming import run_name
 from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
@@ -29,14 +37,19 @@ from .run_folder import make_run_dir, pin_checkpoint
 
 
 class Submission:
-    """Makes jobs, one at a time so that no two get the same name."""
+    """Makes jobs; a name is taken from the moment it is given."""
 
-    def __init__(self, broker: Broker, jobs: JobStore, reconciler: Reconciler) -> None:
+    def __init__(
+        self, broker: Broker, jobs: JobStore, board: Board, reconciler: Reconciler
+    ) -> None:
         """Make jobs that `reconciler` takes up."""
         self._broker = broker
         self._jobs = jobs
+        self._board = board
         self._reconciler = reconciler
         self._lock = asyncio.Lock()
+        self._names: set[tuple[str, str]] = set()
+        self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
     async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
         """Make a job, or return the one that this request id made before.
@@ -48,15 +61,24 @@ class Submission:
                 f"this pool does not run jobs of kind {request.kind!r}",
                 hint=f"submit one of kind {' or '.join(KINDS)}",
             )
+        check_priority(user, request.priority, self._board.quota(user))
         if request.configured:
             parse_config(request.config)
         else:
             check_keys(request.config)
-        async with self._lock:
-            job = await self._jobs.job_of_request(user, request.request_id, str(ULID()).lower())
-            record = await self._jobs.find(user, job)
-            if record is None:
-                record = await self._create(user, job, request)
+        key = (user, request.request_id)
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.ensure_future(self._make(user, request))
+            making.add_done_callback(lambda _: self._making.pop(key))
+        return await asyncio.shield(making)
+
+    async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
+        fresh = str(ULID()).lower()
+        job = await self._jobs.job_of_request(user, request.request_id, fresh)
+        record = None if job == fresh else await self._jobs.by_id(user, job)
+        if record is None:
+            record = await self._create(user, job, request)
         self._reconciler.look(record)
         return record
 
@@ -64,20 +86,29 @@ class Submission:
         fork_of, fork_dir = await self._fork(user, request.fork_of)
         blank = JobRecord(
             job=job,
-            name=await self._free_name(user, job, request.config),
+            name=self._free_name(user, job, request.config),
             user=user,
             kind=request.kind,
             state="QUEUED",
             reason="waits for its configuration",
+            priority=request.priority,
             config=request.config,
             configured=False,
             fork_of=fork_of,
             fork_dir=fork_dir,
             created=time.time(),
         )
-        record = await self._complete(blank) if request.configured else blank
-        await create_job_streams(self._broker, JobScope(user, job), _limits(record.config))
-        return await self._jobs.create(record, WHO)
+        self._names.add((user, blank.name))
+        try:
+            limits = _limits(blank.config)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(create_job_feeds(self._broker, JobScope(user, job), limits))
+                making = group.create_task(self._complete(blank)) if request.configured else None
+            return await self._jobs.create(making.result() if making else blank, WHO)
+        except* TinkermqError as errors:
+            raise first_of(errors) from None
+        finally:
+            self._names.discard((user, blank.name))
 
     async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
         """Lay keys over those of a job without a complete configuration; maybe start it.
@@ -85,7 +116,7 @@ class Submission:
         Raises StateError if the job has started, and what `submit` raises.
         """
         async with self._lock:
-            record = await self._jobs.get(user, request.job)
+            record = self._board.get(user, request.job)
             config = merged(record.config, request.config)
             if record.configured:
                 return _already(record, config)
@@ -96,22 +127,20 @@ class Submission:
             check_keys(config)
             name = record.name
             if request.config.get("name") is not None:
-                name = await self._free_name(user, record.job, config)
+                name = self._free_name(user, record.job, config)
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
                 changed = await self._complete(changed)
-                await create_job_streams(
-                    self._broker, JobScope(user, record.job), _limits(changed.config)
-                )
             record = await self._jobs.update(record, lambda _: changed)
-        self._reconciler.look(record)
+            self._reconciler.look(record)
         return record
 
     async def _complete(self, record: JobRecord) -> JobRecord:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
-        refuse_impossible(slots_of(actors), self._reconciler.slots())
+        refuse_impossible(actors, self._reconciler.slots())
+        check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config)
         fork_dir = record.fork_dir
         if fork_dir:
@@ -126,9 +155,11 @@ class Submission:
         }
         return record.model_copy(update=fields)
 
-    async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
+    def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
         """Return the configured name if no other run has it, else a new one."""
-        taken = {other.name for other in await self._jobs.list_jobs(user) if other.job != job}
+        mine = self._board.find(user, job)
+        taken = self._board.names(user) - {mine.name if mine else None}
+        taken |= {name for owner, name in self._names if owner == user}
         name = config.get("name")
         if name is None:
             return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
@@ -150,7 +181,7 @@ class Submission:
                 f"fork_of={source!r} does not name a checkpoint",
                 hint="write run@step, such as my-run@40",
             )
-        origin = await self._jobs.get(user, run)
+        origin = self._board.get(user, run)
         folder = Path(origin.run_dir) / "checkpoints" / f"step_{int(step):06d}"
         if not await asyncio.to_thread(folder.is_dir):
             raise NotFoundError(
@@ -170,6 +201,31 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
+
+
+def first_of(errors: BaseExceptionGroup[TinkermqError]) -> TinkermqError:
+    """Return the first error of a group."""
+    error = errors.exceptions[0]
+    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+def check_quota(user: str, need: int, quota: Quota) -> None:
+    """Raise QuotaError if a job needs more slots than its user may ever hold."""
+    if quota.slots is not None and need > quota.slots:
+        raise QuotaError(
+            f"the job needs {need} slots, the quota of user {user!r} is {quota.slots}",
+            hint=f"set generator.count so that it needs {quota.slots} or less, or ask an admin",
+        )
+
+
+def check_priority(user: str, priority: int, quota: Quota) -> None:
+    """Raise QuotaError if a user may not give jobs this priority."""
+    if priority > quota.max_priority:
+        raise QuotaError(
+            f"priority {priority} is above the highest that user {user!r} may give, "
+            f"{quota.max_priority}",
+            hint="give a lower one, or ask an admin",
+        )
 
 
 def check_name(name: Any) -> None:

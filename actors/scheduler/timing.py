@@ -15,3 +15,5 @@ class Timing:
     """A lease that stood still for this long may be taken over."""
     silent_s: float = 10.0
     """A node that was not heard of for this long has left."""
+    resync_s: float = 5.0
+    """Between two requests to a node that does what it shall."""

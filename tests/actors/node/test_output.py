@@ -61,8 +61,10 @@ def test_without_a_told_error_the_reason_is_the_end_of_the_output() -> None:
 async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: Path) -> None:
     sent: list[str] = []
     away = True
+    tried = asyncio.Event()
 
     async def send(lines: LogLines) -> None:
+        tried.set()
         if away:
             raise BrokerError("away")
         sent.extend(lines.lines)
@@ -70,7 +72,7 @@ async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: 
     output = ActorOutput("a", 1, LogFile(tmp_path / "a.log"), send)
     flusher = asyncio.create_task(output.flush_forever())
     output.take(["first"])
-    await asyncio.sleep(0.3)
+    await tried.wait()
     output.take([str(number) for number in range(MAX_WAITING_LINES + 1)])
     away = False
     await output.drain()

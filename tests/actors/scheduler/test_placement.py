@@ -1,98 +1,198 @@
-"""Which node gets which actor."""
+"""Which node gets which actor, and which of its slots."""
+
+import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.placement import (
-    Assignment,
-    NodeSlots,
-    PlacementRequest,
-    place,
-    refuse_impossible,
-    why_waiting,
-)
+from tinkermq.actors.scheduler.placement import Assignment, NodeSlots, place, refuse_impossible
+from tinkermq.actors.scheduler.queue import PlacementRequest, Shares
 from tinkermq.schemas.errors import PlacementError
-from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.job import ActorPlacement, Quota
 
-LEARNER = ActorPlacement(name="learner", role="learner", slots=1)
 EVALUATOR = ActorPlacement(name="evaluator-0", role="evaluator", slots=0)
 HOST = ActorPlacement(name="environment-0", role="environment", slots=0)
 
 
-def generators(count: int) -> tuple[ActorPlacement, ...]:
+def learner(slots: int = 1) -> ActorPlacement:
+    return ActorPlacement(name="learner", role="learner", slots=slots)
+
+
+def generators(count: int, slots: int = 1) -> tuple[ActorPlacement, ...]:
     return tuple(
-        ActorPlacement(name=f"generator-{i}", role="generator", slots=1) for i in range(count)
+        ActorPlacement(name=f"generator-{i}", role="generator", slots=slots) for i in range(count)
     )
 
 
-def job(key: str, num_generators: int) -> PlacementRequest:
-    return PlacementRequest(key, (LEARNER, *generators(num_generators), EVALUATOR, HOST))
+def job(key: str, num_generators: int, **more: object) -> PlacementRequest:
+    actors = (learner(), *generators(num_generators), EVALUATOR, HOST)
+    return PlacementRequest(key, actors, **{"user": "ann", **more})
 
 
-def node(name: str, total: int, free: int | None = None) -> NodeSlots:
-    return NodeSlots(name, total, total if free is None else free)
+def node(name: str, total: int, free: int | None = None, group: int = 0) -> NodeSlots:
+    groups = [frozenset(range(i, i + group)) for i in range(0, total, group)] if group else ()
+    return NodeSlots(name, total, frozenset(range(total if free is None else free)), tuple(groups))
 
 
-def nodes_of(assignments: list[Assignment], key: str) -> dict[str, str]:
-    return {given.actor: given.node for given in assignments if given.job == key}
+def given_to(assignments: list[Assignment], key: str) -> dict[str, str]:
+    return {one.actor: one.node for one in assignments if one.job == key}
+
+
+def started(queue: list[PlacementRequest], nodes: list[NodeSlots], **more: object) -> list[str]:
+    found = [one.job for one in place(queue, nodes, **more).assignments]
+    return list(dict.fromkeys(found))
 
 
 def test_a_laptop_with_two_slots_runs_learner_generator_evaluator_and_host() -> None:
-    given = nodes_of(place([job("a", 1)], [node("laptop", 2)]), "a")
-    assert given == dict.fromkeys(
+    placed = place([job("a", 1)], [node("laptop", 2)])
+    assert given_to(placed.assignments, "a") == dict.fromkeys(
         ["learner", "generator-0", "evaluator-0", "environment-0"], "laptop"
     )
+    assert {one.actor: one.devices for one in placed.assignments} == {
+        "learner": (0,),
+        "generator-0": (1,),
+        "evaluator-0": (),
+        "environment-0": (),
+    }
 
 
 def test_a_job_stays_on_one_node_if_it_fits_there() -> None:
-    given = nodes_of(place([job("a", 2)], [node("one", 2), node("three", 3)]), "a")
+    given = given_to(place([job("a", 2)], [node("one", 2), node("three", 3)]).assignments, "a")
     assert set(given.values()) == {"three"}
 
 
 def test_the_fullest_node_that_fits_is_taken_so_that_large_ones_stay_free() -> None:
-    given = nodes_of(place([job("a", 1)], [node("big", 8), node("small", 2)]), "a")
+    given = given_to(place([job("a", 1)], [node("big", 8), node("small", 2)]).assignments, "a")
     assert set(given.values()) == {"small"}
 
 
 def test_a_job_too_large_for_one_node_spreads() -> None:
-    given = nodes_of(place([job("a", 3)], [node("one", 2), node("two", 2)]), "a")
+    given = given_to(place([job("a", 3)], [node("one", 2), node("two", 2)]).assignments, "a")
     assert sorted(given.values()).count("one") == 4  # two slots, evaluator and host
     assert sorted(given.values()).count("two") == 2
 
 
 def test_a_job_starts_whole_or_not_at_all() -> None:
-    assert place([job("a", 2)], [node("n", 3, free=2)]) == []
+    assert place([job("a", 2)], [node("n", 3, free=2)]).assignments == []
 
 
-def test_those_behind_a_job_that_waits_for_slots_wait_too() -> None:
-    assert place([job("large", 2), job("small", 1)], [node("n", 3, free=2)]) == []
+def test_learner_and_generators_share_a_group_of_linked_slots() -> None:
+    nodes = [NodeSlots("n", 8, frozenset({1, 2, 4, 5, 6}), node("n", 8, group=4).groups)]
+    placed = place([job("a", 2)], nodes)
+    used = {slot for one in placed.assignments for slot in one.devices}
+    assert used == {4, 5, 6}
+
+
+def test_a_tensor_parallel_generator_gets_linked_slots_or_waits_for_them() -> None:
+    request = PlacementRequest("a", (learner(), *generators(1, slots=4)), user="ann")
+    apart = [NodeSlots("n", 8, frozenset({0, 1, 2, 4, 5, 6}), node("n", 8, group=4).groups)]
+    placed = place([request], apart)
+    assert placed.assignments == []
+    assert "is next" in placed.waits["a"]
+    together = [NodeSlots("n", 8, frozenset({0, 1, 2, 3, 6}), node("n", 8, group=4).groups)]
+    assert {one.actor: one.devices for one in place([request], together).assignments} == {
+        "learner": (6,),
+        "generator-0": (0, 1, 2, 3),
+    }
+
+
+def test_where_no_slots_are_linked_so_closely_any_of_one_node_do() -> None:
+    request = PlacementRequest("a", (learner(), *generators(1, slots=3)), user="ann")
+    placed = place([request], [node("n", 4, group=2)])
+    assert len(placed.assignments) == 2
+
+
+def test_jobs_behind_one_that_waits_fill_what_it_cannot_use() -> None:
+    nodes = [node("n", 4, free=1), node("m", 2)]
+    assert started([job("large", 3), job("small", 1)], nodes) == ["small"]
+    nodes = [node("n", 4, free=3)]
+    placed = place([job("large", 3), job("small", 1)], nodes)
+    assert placed.assignments == []
+    assert placed.waits == {
+        "large": "is next: slots are kept for it until it has 4",
+        "small": "waits for 2 slots behind jobs before it",
+    }
+
+
+def test_a_large_job_is_not_starved_by_small_ones_that_keep_coming() -> None:
+    rng, running, clock = random.Random(5), dict[str, tuple[int, list[Assignment]]](), 0
+    nodes = [node("n", 8), node("m", 4)]
+    queue: list[PlacementRequest] = []
+    for clock in range(400):
+        running = {key: one for key, one in running.items() if one[0] > clock}
+        queue += [job(f"s{clock}-{i}", 1, created=clock) for i in range(2)]
+        if clock == 50:
+            queue.append(job("large", 7, created=clock, priority=1))
+        busy = {
+            (g.node, slot) for _, given in running.values() for g in given for slot in g.devices
+        }
+        now = [
+            NodeSlots(n.name, n.total, frozenset(s for s in n.free if (n.name, s) not in busy))
+            for n in nodes
+        ]
+        placed = place(queue, now)
+        for key in {one.job for one in placed.assignments}:
+            given = [one for one in placed.assignments if one.job == key]
+            running[key] = (clock + rng.randint(3, 15), given)
+        queue = [one for one in queue if one.job not in running]
+        if "large" in running:
+            break
+        assert clock < 50 or any(one.job == "large" for one in queue)
+    assert "large" in running
+    assert clock <= 50 + 15
 
 
 def test_a_job_over_the_whole_pool_lets_the_others_pass() -> None:
-    given = place([job("huge", 9), job("small", 1)], [node("n", 2)])
-    assert {one.job for one in given} == {"small"}
+    placed = place([job("huge", 9), job("small", 1)], [node("n", 2)])
+    assert {one.job for one in placed.assignments} == {"small"}
+    assert placed.waits["huge"] == "waits for 10 slots: the pool has 2 now"
 
 
 def test_slots_given_to_the_first_job_are_gone_for_the_second() -> None:
-    given = place([job("a", 1), job("b", 1)], [node("n", 3)])
-    assert {one.job for one in given} == {"a"}
+    assert started([job("a", 1), job("b", 1)], [node("n", 3)]) == ["a"]
 
 
-def test_missing_actors_of_a_running_job_come_as_far_as_there_is_room() -> None:
-    request = PlacementRequest("a", generators(3), home="n", whole=False)
-    given = nodes_of(place([request], [node("n", 4, free=1), node("m", 2, free=1)]), "a")
-    assert given == {"generator-0": "n", "generator-1": "m"}
+def test_missing_actors_of_a_running_job_come_first_and_as_far_as_there_is_room() -> None:
+    missing = PlacementRequest("a", generators(3), home="n", whole=False)
+    placed = place([missing, job("b", 0)], [node("n", 4, free=1), node("m", 2, free=1)])
+    assert given_to(placed.assignments, "a") == {"generator-0": "n", "generator-1": "m"}
+    assert given_to(placed.assignments, "b") == {}
 
 
 def test_an_actor_without_slots_needs_only_a_node() -> None:
     request = PlacementRequest("a", (EVALUATOR,), whole=False)
-    assert nodes_of(place([request], [node("n", 1, free=0)]), "a") == {"evaluator-0": "n"}
-    assert place([request], []) == []
+    placed = place([request], [node("n", 1, free=0)])
+    assert given_to(placed.assignments, "a") == {"evaluator-0": "n"}
+    assert place([request], []).assignments == []
+
+
+def test_priority_goes_before_age_and_age_becomes_priority() -> None:
+    two = [node("n", 2)]
+    assert started([job("old", 1), job("urgent", 1, priority=3, created=9.0)], two) == ["urgent"]
+    late = {"now": 4 * 3600.0}
+    assert started(
+        [job("old", 1), job("urgent", 1, priority=3, created=4 * 3600.0)], two, **late
+    ) == ["old"]
+
+
+def test_between_users_the_one_who_holds_less_for_their_weight_comes_first() -> None:
+    queue = [job(f"a{i}", 1, created=float(i)) for i in range(4)]
+    queue += [job(f"b{i}", 1, user="bob", created=10.0 + i) for i in range(4)]
+    assert started(queue, [node("n", 8)]) == ["a0", "b0", "a1", "b1"]
+    heavy = Shares(quotas={"bob": Quota(weight=3)})
+    assert started(queue, [node("n", 8)], shares=heavy) == ["a0", "b0", "b1", "b2"]
+
+
+def test_a_quota_bounds_what_a_user_holds_and_lets_others_pass() -> None:
+    shares = Shares(held={"ann": 2}, quotas={"ann": Quota(slots=3)})
+    placed = place([job("a", 1), job("b", 1, user="bob", created=1.0)], [node("n", 8)], shares)
+    assert {one.job for one in placed.assignments} == {"b"}
+    assert placed.waits == {"a": "waits for 2 slots of its user's quota of 3"}
 
 
 def test_a_job_that_can_never_fit_is_refused_with_need_largest_and_remedy() -> None:
     with pytest.raises(PlacementError) as raised:
-        refuse_impossible(5, [node("a", 2), node("b", 1)])
+        refuse_impossible(job("", 4).actors, [node("a", 2), node("b", 1)])
     text = str(raised.value)
     assert "needs 5 slots" in text
     assert "has 3 on 2 node(s)" in text
@@ -100,29 +200,41 @@ def test_a_job_that_can_never_fit_is_refused_with_need_largest_and_remedy() -> N
     assert "generator.count to 2 or less" in text
 
 
+def test_an_actor_wider_than_every_node_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"set generator\.slots to 2 or less"):
+        refuse_impossible((learner(), *generators(1, slots=4)), [node(n, 2) for n in "abcd"])
+
+
 def test_a_pool_that_has_no_node_yet_refuses_nothing() -> None:
-    refuse_impossible(99, [])
-    assert "none has joined" in why_waiting(2, [])
-
-
-def test_the_wait_of_a_queued_job_says_what_is_free() -> None:
-    assert why_waiting(2, [node("n", 2, free=1)]) == "waits for 2 slots: 1 of 2 are free"
-    assert why_waiting(4, [node("n", 2)]) == "waits for 4 slots: the pool has 2 now"
+    refuse_impossible(job("", 98).actors, [])
+    assert "none has joined" in place([job("a", 1)], []).waits["a"]
 
 
 @given(
-    st.lists(st.integers(0, 5), max_size=6),
-    st.lists(st.tuples(st.integers(0, 6), st.integers(-2, 6)), max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(0, 3)), max_size=4),
 )
 def test_no_slot_is_given_twice_and_jobs_are_whole(
-    counts: list[int], sizes: list[tuple[int, int]]
+    wanted: list[tuple[int, int]], sizes: list[tuple[int, int, int]]
 ) -> None:
-    queue = [job(f"j{i}", count) for i, count in enumerate(counts)]
-    nodes = [node(f"n{i}", total, free=min(free, total)) for i, (total, free) in enumerate(sizes)]
-    given = place(queue, nodes)
-    slots = {(r.job, a.name): a.slots for r in queue for a in r.actors}
-    for one in nodes:
-        used = sum(slots[a.job, a.actor] for a in given if a.node == one.name)
-        assert used <= max(one.free, 0)
-    for request in queue:
-        assert len(nodes_of(given, request.job)) in {0, len(request.actors)}
+    queue = [
+        PlacementRequest(
+            f"j{i}", (learner(), *generators(count, slots), EVALUATOR), user=f"u{i % 2}"
+        )
+        for i, (count, slots) in enumerate(wanted)
+    ]
+    nodes = [
+        node(f"n{i}", total, min(free, total), group)
+        for i, (total, free, group) in enumerate(sizes)
+    ]
+    placed = place(queue, nodes)
+    given = [(one.node, slot) for one in placed.assignments for slot in one.devices]
+    assert len(given) == len(set(given))
+    assert all(slot in n.free for n in nodes for name, slot in given if n.name == name)
+    by_job = {request.job: request for request in queue}
+    for key in {one.job for one in placed.assignments}:
+        mine = {one.actor: one for one in placed.assignments if one.job == key}
+        assert set(mine) == {actor.name for actor in by_job[key].actors}
+        for actor in by_job[key].actors:
+            assert len(mine[actor.name].devices) == actor.slots
+    assert set(placed.waits) == set(by_job) - {one.job for one in placed.assignments}

@@ -2,11 +2,16 @@
 
 from pathlib import Path
 
+import pytest
 from tinkermq.broker.feed import read_events
+from tinkermq.broker.kv import Bucket
 from tinkermq.broker.presence import presences
-from tinkermq.schemas.job import JobRequest, ScaleRequest, StopRequest
+from tinkermq.broker.streams import stream_info
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.errors import QuotaError
+from tinkermq.schemas.job import JobRequest, PriorityRequest, Quota, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.subjects import BUCKET_QUOTAS, JobScope
 
 from tests.waiting import eventually
 
@@ -153,7 +158,7 @@ async def test_generators_and_hosts_come_and_go_while_the_job_runs(stack: Stack)
 async def test_a_second_job_waits_for_slots_and_says_so(stack: Stack) -> None:
     first = await stack.running()
     second = await stack.submit()
-    second = await stack.until(second, lambda now: "0 of 2 are free" in now.reason)
+    second = await stack.until(second, lambda now: "is next" in now.reason)
     assert second.state == "QUEUED"
     stack.do(first, "learner", "done")
     await stack.until(second, "RUNNING")
@@ -178,3 +183,47 @@ async def test_a_node_that_drains_hands_its_jobs_to_another(stack: Stack) -> Non
     assert job.attempt == 1
     kinds = [e.kind for e in await read_events(stack.broker, JobScope(job.user, job.job))]
     assert kinds.count("job_lost") == 1
+
+
+async def test_priority_decides_which_job_starts_next(stack: Stack) -> None:
+    first = await stack.running()
+    second, third = await stack.submit(), await stack.submit()
+    await stack.until(third, lambda now: "behind jobs before it" in now.reason)
+    told = await stack.ask("get", JobRequest(job=third.name))
+    assert told.reason.endswith("(2 of 2 in the queue)")
+    await stack.ask("priority", PriorityRequest(job=third.name, priority=2))
+    await stack.until(third, lambda now: "is next" in now.reason)
+    stack.do(first, "learner", "done")
+    await stack.until(third, "RUNNING")
+    assert (await stack.jobs.get("local", second.job)).state == "QUEUED"
+
+
+async def test_a_quota_refuses_what_can_never_be_and_holds_back_the_rest(stack: Stack) -> None:
+    await Bucket(stack.broker, BUCKET_QUOTAS, Quota).put("local", Quota(slots=2, max_priority=0))
+    first = await stack.running(slots=8)
+    with pytest.raises(QuotaError, match=r"needs 4 slots, the quota of user 'local' is 2"):
+        await stack.submit(generator={"count": 3})
+    with pytest.raises(QuotaError, match="priority 1 is above the highest"):
+        await stack.ask("priority", PriorityRequest(job=first.name, priority=1))
+    with pytest.raises(QuotaError, match="needs 3 slots"):
+        await stack.ask("scale", ScaleRequest(job=first.job, role="generator", count=2))
+    second = await stack.until(await stack.submit(), lambda now: "quota of 2" in now.reason)
+    await Bucket(stack.broker, BUCKET_QUOTAS, Quota).put("local", Quota(slots=4))
+    await stack.until(second, "RUNNING")
+
+
+async def test_a_job_that_has_ended_gives_its_room_in_the_broker_back(stack: Stack) -> None:
+    job = await stack.running()
+    scope = JobScope(job.user, job.job)
+    reserved = (await stack.broker.api("INFO"))["reserved_storage"]
+    stack.do(job, "learner", "fail")
+    await stack.until(job, "FAILED")
+
+    async def settled() -> bool:
+        return (await stack.broker.api("INFO"))["reserved_storage"] < reserved - (60 << 30)
+
+    await eventually(settled, "the streams to be settled")
+    await stack.ask("resume", JobRequest(job=job.name))
+    await stack.until(job, "RUNNING")
+    info = await stream_info(stack.broker, scope.stream_rollout)
+    assert info["config"]["max_bytes"] == LimitsConfig().rollout_bytes

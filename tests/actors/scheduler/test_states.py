@@ -7,6 +7,7 @@ from tinkermq.actors.scheduler.states import Transition, next_state, told_placem
 from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, ActorPlacement, JobRecord
 from tinkermq.schemas.node import ActorStatus
 
+MAX_LOSSES = 2
 NOBODY: frozenset[str] = frozenset()
 
 
@@ -32,7 +33,7 @@ def said(name: str, state: str, **changes: Any) -> ActorStatus:
 
 
 def after(job: JobRecord, *statuses: ActorStatus, silent: frozenset[str] = NOBODY) -> str | None:
-    step = next_state(job, {status.name: status for status in statuses}, silent)
+    step = next_state(job, {status.name: status for status in statuses}, silent, MAX_LOSSES)
     if step is None:
         return None
     assert step.state in MAY_FOLLOW[job.state]
@@ -76,7 +77,7 @@ def test_other_actors_may_end_without_ending_the_job() -> None:
 @pytest.mark.parametrize("state", ["STARTING", "RUNNING", "PAUSED"])
 def test_an_actor_that_failed_for_good_fails_the_job_with_its_error(state: str) -> None:
     status = said("generator-0", "failed", exit_code=2, error="model: no such folder\n  hint")
-    step = next_state(record(state), {"generator-0": status}, NOBODY)
+    step = next_state(record(state), {"generator-0": status}, NOBODY, MAX_LOSSES)
     assert step == Transition("FAILED", "generator-0 failed: model: no such folder\n  hint")
 
 
@@ -105,7 +106,7 @@ def test_a_job_stopped_now_waits_for_nobody() -> None:
 
 
 def test_a_job_whose_learner_vanished_with_its_node_is_lost_and_queued_again() -> None:
-    lost = next_state(record("RUNNING"), {}, frozenset({"n1"}))
+    lost = next_state(record("RUNNING"), {}, frozenset({"n1"}), MAX_LOSSES)
     assert lost is not None
     assert lost.state == "LOST"
     assert "'n1'" in lost.reason

@@ -42,7 +42,7 @@ async def test_a_job_gets_a_readable_name_streams_and_a_run_folder(stack: Stack)
     assert Path(job.run_dir).is_dir()  # noqa: ASYNC240  a local folder, in a test
     assert [actor.name for actor in job.actors] == ["learner", "generator-0", "generator-1"]
     assert parse_config(job.config).name == job.name
-    info = await stream_info(stack.broker, JobScope(job.user, job.job).stream_rollout)
+    info = await stream_info(stack.broker, JobScope(job.user, job.job).stream_feed)
     assert info["config"]["description"]
     assert (await stack.ask("get", JobRequest(job=job.name))).job == job.job
 

@@ -1,0 +1,145 @@
+"""The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
+
+from collections.abc import Callable
+
+from ...broker.connection import Broker
+from ...broker.jobs import is_final
+from ...broker.kv import Entry
+from ...broker.mirror import Mirror
+from ...schemas.config import JobConfig
+from ...schemas.errors import NotFoundError
+from ...schemas.job import ActorPlacement, JobRecord, Quota
+from ...schemas.load_config import parse_config
+from ...schemas.subjects import BUCKET_JOBS, BUCKET_QUOTAS, JobScope
+from .queue import Shares
+from .roster import slots_of
+from .states import ACTIVE
+
+
+class Board:
+    """All job records as of the last `refresh`, or newer."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Know nothing yet; `open` and `refresh` change that."""
+        self._jobs = Mirror(broker, BUCKET_JOBS, JobRecord)
+        self._quotas = Mirror(broker, BUCKET_QUOTAS, Quota)
+        self.live: dict[str, JobRecord] = {}
+        """Jobs that have not ended, by key."""
+        self.waits: dict[str, tuple[int, str]] = {}
+        """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        self._names: dict[tuple[str, str], str] = {}
+        self._configs: dict[tuple[str, int], JobConfig] = {}
+
+    async def open(self, on_change: Callable[[], None]) -> None:
+        """Listen for changes and read everything."""
+        await self._jobs.open(on_change)
+        await self._quotas.open(on_change)
+        await self.refresh()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._jobs.close()
+        await self._quotas.close()
+
+    async def refresh(self) -> None:
+        """Read what has changed."""
+        for key in await self._jobs.refresh():
+            entry = self._jobs.entries.get(key)
+            if entry is None:
+                self._forget(key)
+            else:
+                self.enter(entry.value)
+        await self._quotas.refresh()
+
+    def enter(self, record: JobRecord) -> JobRecord:
+        """Enter a record that was just read or written; returns it."""
+        key = key_of(record)
+        self._jobs.put(key, Entry(key, record, 0))
+        self._names[record.user, record.name] = key
+        if is_final(record):
+            self._forget(key)
+        else:
+            self.live[key] = record
+        return record
+
+    def _forget(self, key: str) -> None:
+        self.live.pop(key, None)
+        self.waits.pop(key, None)
+        for at in [at for at in self._configs if at[0] == key]:
+            del self._configs[at]
+
+    def find(self, user: str, name: str) -> JobRecord | None:
+        """Return a job of `user` by its id or by the name of its run, or None."""
+        key = f"{user}.{name}"
+        entry = self._jobs.entries.get(key) or self._jobs.entries.get(
+            self._names.get((user, name), key)
+        )
+        return None if entry is None else entry.value
+
+    def get(self, user: str, name: str) -> JobRecord:
+        """Return a job of `user`; raises NotFoundError."""
+        record = self.find(user, name)
+        if record is None:
+            raise NotFoundError(
+                f"user {user!r} has no job or run {name!r}",
+                hint="list them with `tinkermq ps --all`",
+            )
+        return record
+
+    def records(self, user: str) -> list[JobRecord]:
+        """Return the jobs of a user, newest first."""
+        mine = [entry.value for entry in self._jobs.entries.values() if entry.value.user == user]
+        return sorted(mine, key=lambda record: record.created, reverse=True)
+
+    def names(self, user: str) -> set[str]:
+        """Return the names of the runs of a user."""
+        return {name for owner, name in self._names if owner == user}
+
+    def unread(self) -> list[JobRecord]:
+        """Return the live jobs whose configuration was not parsed yet."""
+        return [
+            record
+            for key, record in self.live.items()
+            if record.configured and (key, record.attempt) not in self._configs
+        ]
+
+    def config(self, record: JobRecord) -> JobConfig:
+        """Return the parsed configuration, which cannot change within an attempt.
+
+        Raises ConfigError.
+        """
+        at = (key_of(record), record.attempt)
+        if at not in self._configs:
+            self._configs[at] = parse_config(record.config)
+        return self._configs[at]
+
+    def quota(self, user: str) -> Quota:
+        """Return what a user may hold."""
+        entry = self._quotas.entries.get(user)
+        return Quota() if entry is None else entry.value
+
+    def shares(self) -> Shares:
+        """Return what each user holds and may hold."""
+        shares = Shares(quotas={key: one.value for key, one in self._quotas.entries.items()})
+        for record in self.live.values():
+            if record.state in ACTIVE:
+                shares.take(record.user, slots_of(placed(record.actors)))
+        return shares
+
+    def told(self, record: JobRecord) -> JobRecord:
+        """Return a record as its owner is told it: a queued one with its place in the queue."""
+        place, why = self.waits.get(key_of(record), (0, ""))
+        if record.state != "QUEUED" or not place:
+            return record
+        reason = f"{why} ({place} of {len(self.waits)} in the queue)"
+        return record.model_copy(update={"reason": reason})
+
+
+def key_of(record: JobRecord) -> str:
+    """Return the key of a job in the shared buckets."""
+    return JobScope(record.user, record.job).key
+
+
+def placed(actors: list[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors that have a node."""
+    return [actor for actor in actors if actor.node is not None]

@@ -1,0 +1,85 @@
+"""A copy of a key-value bucket in memory, kept up to date by the broker.
+
+Every write to the bucket is heard on its subject, without a consumer; what was heard is read again
+at the next `refresh`, and everything is read again after a reconnect and now and then.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from nats.aio.msg import Msg
+
+from ..schemas.errors import MessageError
+from ..schemas.message import Message
+from .connection import Broker, Listening
+from .kv import Bucket, Entry
+
+M = TypeVar("M", bound=Message)
+
+RELIST_S = 30.0
+_AT_ONCE = 64
+
+
+class Mirror(Generic[M]):
+    """The entries of a bucket as of the last `refresh`."""
+
+    def __init__(self, broker: Broker, name: str, model: type[M]) -> None:
+        """Hold nothing yet; `open` starts listening."""
+        self.bucket = Bucket(broker, name, model)
+        self.entries: dict[str, Entry[M]] = {}
+        self._broker = broker
+        self._stale: set[str] = set()
+        self._listed = float("-inf")
+        self._closers: list[Callable[[], None]] = []
+        self._listening: Listening | None = None
+
+    async def open(self, on_change: Callable[[], None]) -> None:
+        """Listen; `on_change` is called whenever a refresh would find something new."""
+        prefix = f"$KV.{self.bucket.name}."
+
+        def heard(message: Msg) -> None:
+            self._stale.add(message.subject[len(prefix) :])
+            on_change()
+
+        def reconnected() -> None:
+            self._listed = float("-inf")
+            on_change()
+
+        self._listening = await self._broker.listen(f"{prefix}>", heard)
+        self._closers.append(self._broker.on_reconnect(reconnected))
+
+    async def close(self) -> None:
+        """Stop listening."""
+        for close in self._closers:
+            close()
+        if self._listening is not None:
+            await self._listening.stop()
+
+    def put(self, key: str, entry: Entry[M]) -> None:
+        """Enter what the caller has just read or written."""
+        self.entries[key] = entry
+
+    async def refresh(self) -> set[str]:
+        """Read what has changed; return the keys that were read, present or gone."""
+        if time.monotonic() - self._listed >= RELIST_S:
+            self._stale.clear()
+            self._listed = time.monotonic()
+            before = set(self.entries)
+            self.entries = {entry.key: entry for entry in await self.bucket.items()}
+            return before | set(self.entries)
+        keys, self._stale = sorted(self._stale), set()
+        for first in range(0, len(keys), _AT_ONCE):
+            await asyncio.gather(*map(self._read, keys[first : first + _AT_ONCE]))
+        return set(keys)
+
+    async def _read(self, key: str) -> None:
+        try:
+            entry = await self.bucket.get(key)
+        except MessageError:  # not of this kind; `items` logs it
+            entry = None
+        if entry is None:
+            self.entries.pop(key, None)
+        else:
+            self.entries[key] = entry
