@@ -220,7 +220,7 @@ async def list_queue(request: Request) -> Response:
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:
     """Return the jobs that wait, in the order in which they are looked at."""
     waiting = [record for record in records if record.state == "QUEUED"]
-    return sorted(waiting, key=lambda one: (-(getattr(one, "priority", 0) or 0), one.created))
+    return sorted(waiting, key=lambda one: (-one.priority, one.created))
 
 
 async def who_am_i(request: Request) -> Response:

@@ -118,7 +118,14 @@ def _nodes(nodes: Sequence[NodeStatus]) -> list[GaugeMetricFamily]:
     for node in nodes:
         slots.add_metric([node.node, node.slot_kind], node.slots)
         used.add_metric([node.node], sum(actor.slots for actor in node.actors))
-    return [slots, used]
+    labels = ["node", "gpu", "model"]
+    busy = GaugeMetricFamily("tinkermq_gpu_utilization", "Share of time computing", labels=labels)
+    memory = GaugeMetricFamily("tinkermq_gpu_memory_used_bytes", "Memory in use", labels=labels)
+    for node in nodes:
+        for gpu in node.gpus:
+            busy.add_metric([node.node, str(gpu.index), gpu.model], gpu.utilization)
+            memory.add_metric([node.node, str(gpu.index), gpu.model], gpu.used_bytes)
+    return [slots, used, busy, memory]
 
 
 def _actors(actors: Sequence[tuple[str, Presence]]) -> list[GaugeMetricFamily]:

@@ -7,6 +7,7 @@ bucket, because they are too few to be in a sample.
 
 import asyncio
 from collections import OrderedDict
+from contextlib import aclosing
 from typing import Any
 
 import structlog
@@ -14,7 +15,8 @@ from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.connection import Broker
 from ...broker.kv import Bucket
-from ...broker.stored import StoredMessage, get_batch, stored_message
+from ...broker.reader import StreamReader
+from ...broker.stored import StoredMessage, get_batch, get_last, stored_message
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.metric import EvalRecord, Metric
@@ -24,9 +26,10 @@ from .curves import Curves
 MAX_JOBS = 64
 EXACT_ENTRIES = 3000
 """Feeds of up to so many entries are read whole before the page gets its curves."""
-SAMPLES = 600
+SAMPLES = 300
 _SAMPLING_AT_ONCE = 64
 _DEADLINE_S = 30.0
+_ENTER_AT_ONCE = 500
 
 _log = structlog.get_logger()
 
@@ -75,12 +78,12 @@ class History:
         if self._next_seq == 1:
             self._sampled = await self._sample(broker, start, last)
         self._reading = asyncio.create_task(
-            self._read_on(broker, start, last), name=f"curves of {self._scope.key}"
+            self._read_on(broker, start), name=f"curves of {self._scope.key}"
         )
 
-    async def _read_on(self, broker: Broker, start: int, last: int) -> None:
+    async def _read_on(self, broker: Broker, start: int) -> None:
         try:
-            await self._read(broker, start, last)
+            await self._read_long(broker, start)
             self._sampled = None
         except (TinkermqError, TimeoutError) as error:
             _log.warning("curves_not_read", job=self._scope.job, error=str(error))
@@ -88,7 +91,7 @@ class History:
             self._reading = None
 
     async def _read(self, broker: Broker, start: int, last: int) -> None:
-        """Enter the metrics from `start` to `last`, in batches that leave others their turn."""
+        """Enter the metrics from `start` to `last`: a few requests."""
         while start <= last:
             messages, more = await broker.retry(
                 lambda start=start: get_batch(
@@ -97,12 +100,34 @@ class History:
                 deadline_s=_DEADLINE_S,
                 waiting_for=f"the metrics of job {self._scope.job}",
             )
+            self._enter(messages)
+            if not messages or not more:
+                self._next_seq = max(self._next_seq, last + 1)
+                return
+            start = messages[-1].seq + 1
+
+    async def _read_long(self, broker: Broker, start: int) -> None:
+        """Enter all metrics from `start` on through a consumer, leaving others their turn."""
+        newest = await get_last(broker, self._scope.stream_feed, self._scope.metric)
+        if newest is None:
+            return
+        reader = StreamReader(broker, self._scope.stream_feed, [self._scope.metric], from_seq=start)
+        messages: list[StoredMessage] = []
+        async with aclosing(reader.messages()) as stored:
+            async for message in stored:
+                messages.append(message)
+                if len(messages) < _ENTER_AT_ONCE and message.seq < newest.seq:
+                    continue
+                self._enter(messages)
+                messages = []
+                if message.seq >= newest.seq:
+                    return
+                await asyncio.sleep(0)
+
+    def _enter(self, messages: list[StoredMessage]) -> None:
+        if messages:
             self._curves.add(_metrics(messages))
-            start = messages[-1].seq + 1 if messages else last + 1
-            self._next_seq = start
-            if not more:
-                break
-            await asyncio.sleep(0)
+            self._next_seq = messages[-1].seq + 1
 
     async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
         """Return the curves of metrics at equal distances, and of all evaluations."""
@@ -118,17 +143,18 @@ class History:
             return stored_message(reply)
 
         found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
-        evaluations = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
         curves = Curves()
         curves.add(_metrics([message for message in found if message is not None]))
-        curves.add(
-            [
-                Metric(step=entry.value.step, values=entry.value.values, time=0.0)
-                for entry in evaluations
-                if entry.value.values
-            ]
-        )
+        curves.add(await self._evaluations(broker))
         return curves
+
+    async def _evaluations(self, broker: Broker) -> list[Metric]:
+        try:
+            entries = await Bucket(broker, BUCKET_EVALS, EvalRecord).items(self._scope.key)
+        except TinkermqError:
+            return []  # the bucket is not there, or not for this user: the whole feed has them
+        told = [entry.value for entry in entries if entry.value.values]
+        return [Metric(step=one.step, values=one.values, time=0.0) for one in told]
 
 
 class Histories:

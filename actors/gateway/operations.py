@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError, MessageError
-from ...schemas.job import JobRecord
+from ...schemas.job import JobRecord, Priority
 from ...schemas.load_config import apply_override, parse_config
 from ...schemas.message import summarize
 from .scheduler import Scheduler
@@ -33,6 +33,8 @@ class SubmitBody(Body):
     """What the job does."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
+    priority: Priority = 0
+    """Jobs of a higher priority are placed first."""
     request_id: str | None = Field(default=None, min_length=1, max_length=64)
     """Made by the caller; the same id returns the same job."""
 
@@ -56,8 +58,8 @@ class ScaleBody(Body):
 class PriorityBody(Body):
     """A job's place in the queue."""
 
-    priority: int = Field(ge=-1_000_000, le=1_000_000)
-    """Jobs of a higher priority start first."""
+    priority: Priority
+    """Jobs of a higher priority are placed first."""
 
 
 class EmptyBody(Body):
@@ -89,7 +91,11 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     config = config_of(body)
     parse_config(config)
     return await scheduler.submit(
-        config, kind=body.kind, fork_of=body.fork_of, request_id=body.request_id
+        config,
+        kind=body.kind,
+        fork_of=body.fork_of,
+        priority=body.priority,
+        request_id=body.request_id,
     )
 
 

@@ -34,7 +34,7 @@ from .overview import glance
 from .records import GROUPS, row, select
 from .render import VERSION, render
 from .scheduler import Scheduler, scope_of
-from .sessions import COOKIE, SESSION_S, LogInError
+from .sessions import COOKIE, SESSION_S, LogInError, Visitor
 from .web import form_of, gateway_of, number_in, scheduler_of, visitor_of
 
 _EVENTS = 12
@@ -122,8 +122,9 @@ async def submit_page(request: Request) -> Response:
         text = to_yaml({key: value for key, value in record.config.items() if key != "name"})
         at = number_in(request, "at")
         fork_of = "" if at is None else f"{record.job}@{at}"
-    shown = {"config": text, "overrides": "", "fork_of": fork_of, "error": None, "checked": None}
-    return render(request, "submit.html", {"user": visitor.user, **shown})
+    shown = {"config": text, "overrides": "", "fork_of": fork_of, "priority": "0"}
+    more = {"user": visitor.user, "error": None, "checked": None}
+    return render(request, "submit.html", {**shown, **more})
 
 
 async def submit_form(request: Request) -> Response:
@@ -134,6 +135,7 @@ async def submit_form(request: Request) -> Response:
         "config": form.get("config", ""),
         "overrides": form.get("overrides", ""),
         "fork_of": form.get("fork_of", ""),
+        "priority": form.get("priority", "0"),
         "error": None,
         "checked": None,
     }
@@ -142,6 +144,7 @@ async def submit_form(request: Request) -> Response:
             config=from_yaml(shown["config"]),
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
+            priority=int(shown["priority"] or 0),
             request_id=form.get("request_id") or None,
         )
         if form.get("do") == "check":
@@ -169,8 +172,9 @@ async def act_form(request: Request) -> Response:
     return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
 
 
-async def _job_page(request: Request, tab: str, more: dict[str, Any]) -> Response:
-    visitor, record = await job_of(request)
+async def _job_page(
+    request: Request, visitor: Visitor, record: JobRecord, tab: str, more: dict[str, Any]
+) -> Response:
     seen = await glance(gateway_of(request), visitor, record)
     shown = {"user": visitor.user, "record": record, "tab": tab, **seen, **more}
     return render(request, f"job_{tab}.html", shown)
@@ -190,7 +194,8 @@ async def job(request: Request) -> Response:
     scope = scope_of(record)
     seq = await _last_seq(visitor.broker, scope.stream_feed)
     events = await logs.tail_of_events(visitor.broker, scope, limit=_EVENTS)
-    return await _job_page(request, "curves", {"charts": CHARTS, "events": events, "seq": seq})
+    more = {"charts": CHARTS, "events": events, "seq": seq}
+    return await _job_page(request, visitor, record, "curves", more)
 
 
 async def job_events(request: Request) -> Response:
@@ -199,7 +204,7 @@ async def job_events(request: Request) -> Response:
     scope = scope_of(record)
     seq = await _last_seq(visitor.broker, scope.stream_feed)
     events = await logs.tail_of_events(visitor.broker, scope, limit=500)
-    return await _job_page(request, "events", {"events": events, "seq": seq})
+    return await _job_page(request, visitor, record, "events", {"events": events, "seq": seq})
 
 
 async def job_logs(request: Request) -> Response:
@@ -208,7 +213,8 @@ async def job_logs(request: Request) -> Response:
     scope, actor = scope_of(record), actor_in(request)
     seq = await _last_seq(visitor.broker, scope.stream_log)
     lines = await logs.tail_of_log(visitor.broker, scope, actor=actor)
-    return await _job_page(request, "logs", {"lines": lines, "actor": actor, "seq": seq})
+    more = {"lines": lines, "actor": actor, "seq": seq}
+    return await _job_page(request, visitor, record, "logs", more)
 
 
 async def job_rollouts(request: Request) -> Response:
@@ -219,28 +225,28 @@ async def job_rollouts(request: Request) -> Response:
     rewards = [one["reward"] for group in page.groups for one in group["episodes"]]
     low, high = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
     shown = {"page": page, "asked": asked, "low": low, "high": high}
-    return await _job_page(request, "rollouts", shown)
+    return await _job_page(request, visitor, record, "rollouts", shown)
 
 
 async def job_episode(request: Request) -> Response:
     """Show one episode."""
     visitor, record = await job_of(request)
     episode = await read_episode(visitor, record, request)
-    return await _job_page(request, "episode", {"episode": episode})
+    return await _job_page(request, visitor, record, "episode", {"episode": episode})
 
 
 async def job_config(request: Request) -> Response:
     """Show a job's configuration."""
-    _, record = await job_of(request)
+    visitor, record = await job_of(request)
     texts = {"given": to_yaml(record.config), "effective": to_yaml(effective(record.config))}
-    return await _job_page(request, "config", texts)
+    return await _job_page(request, visitor, record, "config", texts)
 
 
 async def job_checkpoints(request: Request) -> Response:
     """Show a job's checkpoints."""
-    _, record = await job_of(request)
+    visitor, record = await job_of(request)
     found = await asyncio.to_thread(checkpoints.list_checkpoints, record)
-    return await _job_page(request, "checkpoints", {"checkpoints": found})
+    return await _job_page(request, visitor, record, "checkpoints", {"checkpoints": found})
 
 
 async def pool(request: Request) -> Response:

@@ -13,11 +13,13 @@ from ...broker.connection import Broker
 from ...broker.recent import recent_values
 from ...schemas.errors import TinkermqError
 from ...schemas.job import FINAL_STATES, JobRecord
-from .scheduler import priority_of, scope_of
+from .scheduler import scope_of
 
 PAGE = 50
 FIGURES_AGE_S = 2.0
 MAX_FIGURES = 4096
+PATIENCE_S = 0.25
+"""A page does not wait longer than this for the figures of its jobs."""
 GROUPS: dict[str, frozenset[str]] = {
     "active": frozenset({"STARTING", "RUNNING", "PAUSED", "LOST"}),
     "queued": frozenset({"QUEUED"}),
@@ -94,11 +96,21 @@ class Figures:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._reading: set[asyncio.Future[dict[str, float]]] = set()
 
     async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
-        """Return what the table shows of each job."""
-        values = await asyncio.gather(*(self.values(broker, record) for record in records))
-        return [row(record, found) for record, found in zip(records, values, strict=True)]
+        """Return what the table shows of each job; figures that take long come next time."""
+        if not records:
+            return []
+        reading = [asyncio.ensure_future(self.values(broker, record)) for record in records]
+        self._reading.update(reading)
+        for task in reading:
+            task.add_done_callback(self._reading.discard)
+        await asyncio.wait(reading, timeout=PATIENCE_S)
+        return [
+            row(record, task.result() if task.done() else {})
+            for record, task in zip(records, reading, strict=True)
+        ]
 
     async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
         """Return the newest value of each metric of a job; none where its feed is gone."""
@@ -130,7 +142,7 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "kind": record.kind,
         "state": record.state,
         "reason": record.reason,
-        "priority": priority_of(record),
+        "priority": record.priority,
         "game": game_of(record),
         "model": model_of(record),
         "step": int(values.get("step", record.version)),

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from ...broker.rpc import call
 from ...schemas.errors import BrokerError, NotFoundError
@@ -13,6 +13,7 @@ from ...schemas.job import (
     JobReply,
     JobRequest,
     ListRequest,
+    PriorityRequest,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -26,15 +27,6 @@ R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 20.0
 LIST_AGE_S = 1.0
-
-
-class PriorityRequest(Message):
-    """Change a job's place in the queue: `priority`."""
-
-    job: str
-    """Job id or run name."""
-    priority: int
-    """Jobs of a higher priority start first."""
 
 
 class Scheduler:
@@ -62,6 +54,7 @@ class Scheduler:
         *,
         kind: Literal["train", "infer", "eval", "sft"] = "train",
         fork_of: str | None = None,
+        priority: int = 0,
         request_id: str | None = None,
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same one."""
@@ -72,6 +65,7 @@ class Scheduler:
                 kind=kind,
                 config=dict(config),
                 fork_of=fork_of,
+                priority=priority,
             ),
         )
 
@@ -132,8 +126,3 @@ class Scheduler:
 def scope_of(record: JobRecord) -> JobScope:
     """Return the names of a job."""
     return JobScope(record.user, record.job)
-
-
-def priority_of(record: JobRecord) -> int | None:
-    """Return a job's priority; None where the scheduler knows of none."""
-    return cast("int | None", getattr(record, "priority", None))

@@ -82,20 +82,41 @@
     };
   };
 
+  const drawOne = (figure, lines) => {
+    const shape = `${data.width}:${lines.map((line) => line.name)}`;
+    const old = charts.get(figure);
+    if (old && old.shape === shape) old.plot.setData(columns(lines));
+    else {
+      old?.plot.destroy();
+      const plot = new uPlot(options(figure, lines), columns(lines), figure.querySelector(".plot"));
+      charts.set(figure, { plot, shape });
+    }
+    legend(figure, lines, charts.get(figure).plot.cursor.idx);
+  };
+
+  // What can be seen is drawn at once, the rest when it comes into sight.
+  const sight = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (!isIntersecting) seen.delete(target);
+      else {
+        seen.add(target);
+        if (stale.delete(target)) drawOne(target, linesOf(target));
+      }
+    }
+  }, { rootMargin: "200px" });
+  const seen = new Set();
+  const stale = new Set();
+
   const draw = () => {
     for (const figure of figures) {
       const lines = linesOf(figure);
       figure.hidden = !lines.length;
       if (!lines.length) continue;
-      const shape = `${data.width}:${lines.map((line) => line.name)}`;
-      const old = charts.get(figure);
-      if (old && old.shape === shape) old.plot.setData(columns(lines));
+      if (seen.has(figure)) drawOne(figure, lines);
       else {
-        old?.plot.destroy();
-        const plot = new uPlot(options(figure, lines), columns(lines), figure.querySelector(".plot"));
-        charts.set(figure, { plot, shape });
+        stale.add(figure);
+        sight.observe(figure);
       }
-      legend(figure, lines, charts.get(figure).plot.cursor.idx);
     }
     const points = data.x.length;
     document.getElementById("charts").dataset.points = String(points);
@@ -107,7 +128,7 @@
   const redraw = () => {
     for (const { plot } of charts.values()) plot.destroy();
     charts.clear();
-    draw();
+    for (const figure of figures) if (!figure.hidden) (seen.has(figure) ? drawOne(figure, linesOf(figure)) : stale.add(figure));
   };
 
   const append = ({ step, values }) => {
