@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv chromium test lint format check docs bench
+.PHONY: help quickstart venv chromium test lint format check docs screenshots bench
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -43,6 +43,9 @@ check: lint test  ## lint, then test
 
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m tinkermq.schemas.docs docs
+
+screenshots: $(VENV)/dev.stamp chromium  ## Take the pictures of docs/dashboard.md anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
 
 bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks

@@ -26,10 +26,11 @@ from .curves import Curves
 MAX_JOBS = 64
 EXACT_ENTRIES = 3000
 """Feeds of up to so many entries are read whole before the page gets its curves."""
-SAMPLES = 300
+SAMPLES = 250
 _SAMPLING_AT_ONCE = 64
 _DEADLINE_S = 30.0
 _ENTER_AT_ONCE = 500
+_SETTLE_S = 1.0
 
 _log = structlog.get_logger()
 
@@ -83,6 +84,7 @@ class History:
 
     async def _read_on(self, broker: Broker, start: int) -> None:
         try:
+            await asyncio.sleep(_SETTLE_S)  # the page comes first
             await self._read_long(broker, start)
             self._sampled = None
         except (TinkermqError, TimeoutError) as error:
