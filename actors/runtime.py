@@ -26,9 +26,10 @@ import uvloop
 from ..broker.connection import Broker, connect
 from ..broker.feed import publish_event
 from ..broker.kv import Bucket
+from ..broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import Service
-from ..broker.streams import create_shared
+from ..broker.streams import create_shared, wait_for_shared
 from ..schemas.config import JobConfig
 from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.errors import NotFoundError, StateError, TinkermqError
@@ -37,6 +38,7 @@ from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
 from ..schemas.subjects import BUCKET_JOBS, JobScope
 from .logging import configure_logging
+from .systemd import told_to_systemd
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1
@@ -44,7 +46,10 @@ EXIT_FAILED = 2
 EXIT_DRAINED = 3
 """Told to stop before the work was done: to be gone on with elsewhere."""
 SLOW_CALLBACK_S = 0.05
+MAKERS = frozenset({"local", "scheduler", "auth"})
+"""Who makes the buckets that all jobs share; others have no right to and wait for them."""
 _CONNECT_DEADLINE_S = 30.0
+_SHARED_DEADLINE_S = 60.0
 _NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
 
 T = TypeVar("T")
@@ -238,7 +243,10 @@ def run_service_actor(
     """Run an actor that belongs to no job (scheduler, node); return the exit code."""
 
     async def body(broker: Broker, stopping: asyncio.Event) -> None:
-        await create_shared(broker)
+        if broker.user in MAKERS:
+            await create_shared(broker)
+        else:
+            await wait_for_shared(broker, _SHARED_DEADLINE_S)
         service = await _start_service(broker, role, name, None)
         context = ActorContext(
             broker=broker,
@@ -249,7 +257,7 @@ def run_service_actor(
             service=service,
             presence=_presence(role, name),
         )
-        async with PresenceBeat(broker, f"pool.{name}", context.beat):
+        async with PresenceBeat(broker, f"pool.{name}", context.beat), told_to_systemd():
             await main(context)
         await service.stop()
 
@@ -300,6 +308,8 @@ def _run(
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
         broker = await connect(nats, name=bound["actor"], deadline_s=_CONNECT_DEADLINE_S)
+        for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
+            os.environ.pop(secret, None)  # not for the processes that this one starts
         try:
             return await body(broker, stopping) or EXIT_DONE
         finally:

@@ -47,7 +47,7 @@ class BulkLink:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0
-        self.inbox = f"_INBOX_{broker.user}.bulk-{uuid.uuid4().hex}"
+        self.inbox = f"{broker.inbox_prefix}.bulk-{uuid.uuid4().hex}"
 
     def open(self) -> None:
         """Connect, log in, and listen on the inbox.
@@ -62,6 +62,8 @@ class BulkLink:
             if self._closed:
                 self.close()
             info = json.loads(self._line().split(b" ", 1)[1])
+            if url.scheme == "tls" and not info.get("tls_required"):
+                raise BrokerError("the server does not encrypt, as its tls:// URL demands")
             if info.get("tls_required"):
                 context: ssl.SSLContext = self._broker.nc.ssl_context
                 self._socket = context.wrap_socket(self._socket, server_hostname=url.hostname)

@@ -14,26 +14,27 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import nats.errors
 import structlog
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
-from ..schemas.subjects import token
 from . import faults
+from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
+from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
 from .listening import Callbacks, Listening
+from .login import Login, find_login, tls_options
 from .replies import Replies, checked
 
 __all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 T = TypeVar("T")
 
-RECONNECT_WAIT_S = 0.05
 REQUEST_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
@@ -46,12 +47,15 @@ _log = structlog.get_logger()
 class Broker:
     """A connection; make one with `connect`."""
 
-    def __init__(self, url: str, name: str, user: str) -> None:
+    def __init__(self, url: str, name: str, login: Login) -> None:
         """Prepare a connection that `connect` opens."""
         self.url = url
         self.name = name
-        self.user = user
-        self.nc = Client()
+        self.user = login.user
+        self.inbox_prefix = login.inbox
+        self._login = login
+        self._door = Door("", is_guest=False)
+        self.nc = CarefulClient()
         self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
         """nats-py's own JetStream calls, for what this package does not wrap."""
         self.closed = asyncio.Event()
@@ -63,9 +67,7 @@ class Broker:
         self._was_open = False
         self._on_reconnect = Callbacks[Callable[[], None]]()
         self._on_disconnect = Callbacks[Callable[[], None]]()
-        self._on_error = Callbacks[Callable[[BrokerError], None]]()
-        self._refusal: asyncio.Future[BrokerError] | None = None
-        self._last_error: Exception | None = None
+        self._complaints = Complaints(url, login.user, self.nc, lambda: self._replies)
 
     @property
     def max_payload_bytes(self) -> int:
@@ -92,7 +94,7 @@ class Broker:
 
     def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
-        return self._on_error.add(callback)
+        return self._complaints.callbacks.add(callback)
 
     async def close(self) -> None:
         """Send what is pending and close."""
@@ -112,7 +114,7 @@ class Broker:
     def check_open(self) -> None:
         """Raise BrokerError if the connection is closed for good."""
         if self.nc.is_closed:
-            raise faults.closed(self.url, self._last_error)
+            raise faults.closed(self.url, self._complaints.last)
 
     async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
         """Wait until the connection is up; `deadline` is a loop time.
@@ -203,7 +205,21 @@ class Broker:
         Raises nats' APIError for a refusal, and what `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
-        return checked(await self.request(f"$JS.API.{verb}", payload))
+        return checked(await self.request(self._door.api(verb), payload))
+
+    def direct_get(self, stream: str) -> str:
+        """Subject on which stored messages of a stream are asked for."""
+        return self._door.direct_get(stream)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this connection reaches what is stored through the door only."""
+        return self._door.is_guest
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether this connection has the rights of a user or of a process of one job."""
+        return bool(self._door.subject)
 
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
@@ -242,8 +258,10 @@ class Broker:
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
 
+        place = self._door.store(subject)
+
         async def attempt() -> int:
-            return int(checked(await self.request(subject, payload, headers=headers))["seq"])
+            return int(checked(await self.request(place, payload, headers=headers))["seq"])
 
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
@@ -261,24 +279,22 @@ class Broker:
         )
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
-        """Connect for the first time; `connect` calls this."""
-        self._refusal = asyncio.get_running_loop().create_future()
+        """Connect for the first time; raises BrokerError when the server is away or refuses."""
+        refusal = self._complaints.expect_refusal()
         opening = asyncio.create_task(self._open(credentials))
         try:
             done, _ = await asyncio.wait(
-                {opening, self._refusal},
-                timeout=deadline_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                {opening, refusal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
             )
             if opening in done:
                 return await opening
             raise (
-                self._refusal.result()
+                refusal.result()
                 if done
-                else faults.unreachable(self.url, deadline_s, self._last_error)
+                else faults.unreachable(self.url, deadline_s, self._complaints.last)
             )
         finally:
-            self._refusal = None
+            self._complaints.expects = None
             await _end(opening)
 
     async def _open(self, credentials: Mapping[str, Any]) -> None:
@@ -286,7 +302,7 @@ class Broker:
             await self.nc.connect(
                 self.url,
                 name=self.name,
-                error_cb=self._error,
+                error_cb=self._complaints.take,
                 disconnected_cb=self._disconnected,
                 reconnected_cb=self._reconnected,
                 closed_cb=self._closed,
@@ -295,46 +311,19 @@ class Broker:
                 connect_timeout=2,
                 ping_interval=10,
                 pending_size=PENDING_BYTES,
-                inbox_prefix=f"_INBOX_{self.user}",
-                **credentials,
+                inbox_prefix=self.inbox_prefix,
+                **{**self._login.options, **tls_options(self.url), **credentials},
             )
         except asyncio.CancelledError:
             await self.nc.close()
             raise
+        if cast("Any", self.nc)._server_info.get("auth_required"):
+            self._door = Door(self._login.door, is_guest=self._login.is_guest)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
         await self.listen(f"{inbox}.*", self._replies.take)
         self._was_open = True
         self._connected.set()
-
-    async def _error(self, error: Exception) -> None:
-        """Take what nats-py tells only to its error callback."""
-        self._last_error = error
-        if denied := faults.denied_subject(error):
-            self._deny(*denied)
-        elif isinstance(error, nats.errors.SlowConsumerError):
-            self._report("messages_dropped", faults.dropped(error.subject))
-        elif faults.is_refusal(error):
-            self._refuse(error)
-        elif self.nc.is_connected and not isinstance(error, nats.errors.UnexpectedEOF):
-            _log.warning("broker_error", error=repr(error))
-
-    def _deny(self, operation: str, subject: str) -> None:
-        error = faults.denied(self.user, operation, subject)
-        self._replies.deny(subject, error)
-        self._report("subject_denied", error)
-
-    def _refuse(self, error: Exception) -> None:
-        refusal = faults.refused(self.url, error)
-        if self._refusal is not None and not self._refusal.done():
-            self._refusal.set_result(refusal)
-        else:
-            self._report("connection_refused", refusal)
-
-    def _report(self, event: str, error: BrokerError) -> None:
-        _log.error(event, message=error.message, hint=error.hint)
-        for callback in self._on_error:
-            callback(error)
 
     async def _disconnected(self) -> None:
         if self._connected.is_set() and not self._closing:
@@ -353,7 +342,7 @@ class Broker:
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))
         self._reconnected_at = time.monotonic()
-        self._last_error = None
+        self._complaints.forget()
         self._connected.set()
         for callback in self._on_reconnect:
             callback()
@@ -362,24 +351,34 @@ class Broker:
         self.closed.set()
         self._connected.set()  # wakes those who wait; they find it closed
         if not self._closing and self._was_open:
-            self._report("broker_connection_closed", faults.closed(self.url, self.nc.last_error))
+            error = self.nc.last_error or self._complaints.last
+            self._complaints.report("broker_connection_closed", faults.closed(self.url, error))
 
 
 async def connect(
-    url: str, *, name: str, user: str = "local", deadline_s: float = 10.0, **credentials: Any
+    url: str,
+    *,
+    name: str,
+    user: str = "local",
+    api_key: str | None = None,
+    credentials_file: Path | None = None,
+    deadline_s: float = 10.0,
+    **credentials: Any,
 ) -> Broker:
     """Connect to the broker and check that it has JetStream.
 
-    `credentials` are nats-py's (`user_credentials`, `password` …); a user and password may also
-    stand in the URL.
+    Who connects is told by `credentials_file` (a service's), by `api_key`, or by what the
+    environment holds (`login.py`); else it is `user`, at a broker without authentication.
+    `credentials` are further options of nats-py's.
 
     Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
-    has JetStream disabled.
+    has JetStream disabled; AuthError for a malformed key.
     """
-    token(user, what="user")
     faults.check_url(url)
-    broker = Broker(url, name, user)
+    broker = Broker(url, name, find_login(user, api_key, credentials_file))
     await broker.open(deadline_s, credentials)
+    if broker.is_guest:
+        return broker
     try:
         await broker.retry(
             lambda: broker.api("INFO"), deadline_s=deadline_s, waiting_for="JetStream"

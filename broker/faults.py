@@ -1,6 +1,7 @@
 """What can go wrong with a connection, in words that a user can act on."""
 
 import re
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -16,6 +17,9 @@ TRANSIENT = (
     NoStreamResponseError,
 )
 """Errors of nats-py after which the same request may succeed."""
+DOOR = "store"
+NO_STREAM = "Tmq-No-Stream"
+"""Header by which the door says that a stream is not there."""
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
@@ -26,6 +30,23 @@ class ConnectionLost(BrokerError):
 
 class NoResponders(BrokerError):
     """Nobody listens on the subject of a request."""
+
+
+def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
+    """Return the error of a request that nobody took.
+
+    The door answers for streams that are not there, and says so; when it is itself away, it comes
+    back.
+    """
+    if f".{DOOR}." in subject and NO_STREAM not in headers:
+        return ConnectionLost(
+            f"nobody answers at {subject}: the auth service of the pool is away",
+            hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
+        )
+    return NoResponders(
+        f"nobody listens on {subject}",
+        hint="see whether the actor that answers there runs (`nats micro ls`)",
+    )
 
 
 def shown_url(url: str) -> str:

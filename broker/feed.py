@@ -105,12 +105,13 @@ async def follow(
     kinds: Collection[FeedKind] = ALL_KINDS,
     *,
     from_start: bool = True,
+    started: asyncio.Event | None = None,
     stop: asyncio.Event | None = None,
 ) -> AsyncGenerator[FeedMessage, None]:
     """Yield metrics, events and log lines as they are stored, until `stop` is set.
 
     Each kind comes in order and without gaps, also across restarts of the server. Without
-    `from_start` only what is stored from now on. Leave it through `contextlib.aclosing`.
+    `from_start` only what is stored once `started` is set. Leave it through `contextlib.aclosing`.
 
     Raises NotFoundError when the job is gone.
     """
@@ -118,6 +119,8 @@ async def follow(
     readers = _readers(broker, scope, kinds, from_start)
     for reader, _ in readers:
         await reader.start()
+    if started is not None:
+        started.set()
     tasks: set[asyncio.Task[object]] = {
         asyncio.create_task(_pump(reader, parse, queue), name=f"follow {scope.key}")
         for reader, parse in readers

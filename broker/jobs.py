@@ -66,14 +66,14 @@ class JobStore:
             )
         return record
 
-    async def by_id(self, user: str, job: str) -> JobRecord | None:
+    async def find_by_id(self, user: str, job: str) -> JobRecord | None:
         """Return a job of `user` by its id, or None."""
         entry = await self._jobs.get(JobScope(user, job).key)
         return None if entry is None else entry.value
 
     async def find(self, user: str, name: str) -> JobRecord | None:
         """Return a job of `user` by its id or by the name of its run, or None."""
-        record = await self.by_id(user, name)
+        record = await self.find_by_id(user, name)
         if record is not None:
             return record
         return next((one for one in await self.list_jobs(user) if one.name == name), None)

@@ -5,13 +5,14 @@ at the next `refresh`, and everything is read again after a reconnect and now an
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from nats.aio.msg import Msg
 
-from ..schemas.errors import MessageError
+from ..schemas.errors import MessageError, NotFoundError
 from ..schemas.message import Message
 from .connection import Broker, Listening
 from .kv import Bucket, Entry
@@ -25,8 +26,12 @@ _AT_ONCE = 64
 class Mirror(Generic[M]):
     """The entries of a bucket as of the last `refresh`."""
 
-    def __init__(self, broker: Broker, name: str, model: type[M]) -> None:
-        """Hold nothing yet; `open` starts listening."""
+    def __init__(self, broker: Broker, name: str, model: type[M], *, prefix: str = "") -> None:
+        """Hold nothing yet; `open` starts listening.
+
+        `prefix` are the leading tokens of the keys that count. A bucket that is not there is empty.
+        """
+        self._prefix = prefix
         self.bucket = Bucket(broker, name, model)
         self.entries: dict[str, Entry[M]] = {}
         self._broker = broker
@@ -37,17 +42,18 @@ class Mirror(Generic[M]):
 
     async def open(self, on_change: Callable[[], None]) -> None:
         """Listen; `on_change` is called whenever a refresh would find something new."""
-        prefix = f"$KV.{self.bucket.name}."
+        below = f"{self._prefix}." if self._prefix else ""
+        bucket = f"$KV.{self.bucket.name}."
 
         def heard(message: Msg) -> None:
-            self._stale.add(message.subject[len(prefix) :])
+            self._stale.add(message.subject[len(bucket) :])
             on_change()
 
         def reconnected() -> None:
             self._listed = float("-inf")
             on_change()
 
-        self._listening = await self._broker.listen(f"{prefix}>", heard)
+        self._listening = await self._broker.listen(f"{bucket}{below}>", heard)
         self._closers.append(self._broker.on_reconnect(reconnected))
 
     async def close(self) -> None:
@@ -67,7 +73,9 @@ class Mirror(Generic[M]):
             self._stale.clear()
             self._listed = time.monotonic()
             before = set(self.entries)
-            self.entries = {entry.key: entry for entry in await self.bucket.items()}
+            with contextlib.suppress(NotFoundError):
+                found = await self.bucket.items(self._prefix)
+                self.entries = {entry.key: entry for entry in found}
             return before | set(self.entries)
         keys, self._stale = sorted(self._stale), set()
         for first in range(0, len(keys), _AT_ONCE):

@@ -92,7 +92,8 @@ class ObjectStore:
         Raises DigestMismatch, NotFoundError when it was deleted, DeadlineError.
         """
         assert len(buffer) == info.num_bytes
-        reading = _Reading(self._stream, self._chunk_subject(info.nuid), buffer)
+        asking = self._broker.direct_get(self._stream)
+        reading = _Reading(self._stream, asking, self._chunk_subject(info.nuid), buffer)
         if info.num_bytes:
             await self._persist(
                 lambda: self._with_link(reading.run),
@@ -209,8 +210,9 @@ class ObjectStore:
 class _Reading:
     """Receives the chunks of one object into its buffer, and digests them in another thread."""
 
-    def __init__(self, stream: str, subject: str, buffer: memoryview) -> None:
+    def __init__(self, stream: str, asking: str, subject: str, buffer: memoryview) -> None:
         self._stream = stream
+        self._asking = asking
         self._subject = subject
         self._buffer = buffer
         self._next_seq = 1
@@ -238,8 +240,7 @@ class _Reading:
             "batch": 1_000_000,
             "max_bytes": GET_WINDOW_BYTES,
         }
-        subject = f"$JS.API.DIRECT.GET.{self._stream}"
-        link.publish(subject, json.dumps(request).encode(), f"{link.inbox}.get")
+        link.publish(self._asking, json.dumps(request).encode(), f"{link.inbox}.get")
 
     def _take(self, link: BulkLink, message: Incoming) -> None:
         end = self._num_bytes + message.num_bytes

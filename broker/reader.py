@@ -1,161 +1,120 @@
 """Reading a stream from any sequence on, live, across restarts of the server.
 
-The position is the reader's own: its consumer is ephemeral, acknowledges nothing, and is made
-again from the last sequence that was yielded whenever the connection or the consumer is lost or a
-delivery is missing. So a reader yields every stored message once and in order, and what is under
-way is bounded in bytes.
+There is no consumer: the position is the reader's own. What is stored is read by direct gets in
+batches that are bounded in bytes, one ahead; once there is no more, a plain subscription to the
+stream's subjects says when to look again. What is heard there is only a sign: a message counts
+when it is read from the stream, so a reader yields every stored message once and in order, whatever
+was lost on the way, and needs no right to create anything.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
-from typing import Any
 
-import structlog
 from nats.aio.msg import Msg
-from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError
-from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
-from .pull import NS, ConsumerGone, PullInbox
-from .stored import StoredMessage, missing
+from .connection import Broker, Listening, NoResponders
+from .stored import Batch, BatchInbox, StoredMessage, missing
+from .streams import stream_info
 
-PULL_MESSAGES = 256
-PULL_BYTES = 16 * 2**20
-_EXPIRES_S = 20.0
-_HEARTBEAT_S = 1.0
-_SILENCE_S = 3.0
-_INACTIVE_S = 30.0
+FIRST_PAUSE_S = 0.005
+LAST_PAUSE_S = 1.0
+BATCH_MESSAGES = 250
+BATCH_BYTES = 8 * 2**20
+_EVERYTHING = ">"
 _DEADLINE_S = 60.0
-
-_log = structlog.get_logger()
 
 
 class StreamReader:
     """Yields the messages of a stream in order, and then new ones as they are stored."""
 
     def __init__(
-        self,
-        broker: Broker,
-        stream: str,
-        subjects: list[str],
-        *,
-        from_seq: int | None = 1,
-        description: str = "",
+        self, broker: Broker, stream: str, subjects: list[str], *, from_seq: int | None = 1
     ) -> None:
         """`from_seq` is the first sequence to yield; None starts behind the last one."""
         self._broker = broker
         self._stream = stream
         self._subjects = subjects
         self._next_seq = from_seq
-        self._description = description or f"Reader {broker.name}"
-        self._inbox = PullInbox(broker)
-        self._consumer: str | None = None
-        self._delivered = 0
+        self._inbox = BatchInbox(broker, BATCH_MESSAGES, BATCH_BYTES)
+        self._sign = asyncio.Event()
+        self._listening: list[Listening] = []
+
+    async def start(self) -> None:
+        """Fix the position now, so that what is stored from here on is not missed.
+
+        Raises NotFoundError when the stream is not there, DeadlineError.
+        """
+        if not self._listening:
+            self._listening = [await self._broker.listen(s, self._hear) for s in self._subjects]
+        if self._next_seq is not None:
+            return
+        try:
+            state = (await stream_info(self._broker, self._stream))["state"]
+        except NatsNotFound as error:
+            raise missing(self._stream) from error
+        self._next_seq = int(state["last_seq"]) + 1
 
     async def messages(self) -> AsyncGenerator[StoredMessage, None]:
-        """Iterate for ever; leaving the loop (`aclose`) frees the consumer.
+        """Iterate for ever; leave the loop through `aclose`.
 
         Raises NotFoundError when the stream is gone, DeadlineError when the server stays away.
         """
-        await self._inbox.open()
+        remove = self._broker.on_reconnect(self._sign.set)
+        pause_s = FIRST_PAUSE_S
+        ahead: asyncio.Task[Batch] | None = None
         try:
+            await self.start()
             while True:
-                try:
-                    async for message in self._pull():
+                self._sign.clear()
+                messages, more = await (ahead or self._read())
+                if messages:
+                    self._next_seq = messages[-1].seq + 1
+                    pause_s = FIRST_PAUSE_S
+                ahead = asyncio.create_task(self._read()) if more else None
+                for message in messages:
+                    if self._is_wanted(message):
                         yield message
-                except (ConnectionLost, ConsumerGone, TimeoutError, NoResponders) as error:
-                    _log.info("reader_renewed", stream=self._stream, reason=str(error))
-                    self._consumer = None
-                    await asyncio.sleep(RETRY_PAUSE_S)
+                if not more and await self._rest(pause_s):
+                    pause_s = FIRST_PAUSE_S
+                elif not more:
+                    pause_s = min(2 * pause_s, LAST_PAUSE_S)
         finally:
+            remove()
+            if ahead is not None:
+                ahead.cancel()
+                await asyncio.wait({ahead})
             await self._close()
 
-    async def start(self) -> None:
-        """Fix the position now, so that what is stored from here on is not missed."""
-        await self._inbox.open()
-        await self._make_consumer()
-
-    async def _pull(self) -> AsyncGenerator[StoredMessage, None]:
-        consumer = self._consumer or await self._make_consumer()
-        request = {
-            "batch": PULL_MESSAGES,
-            "max_bytes": PULL_BYTES,
-            "expires": int(_EXPIRES_S * NS),
-            "idle_heartbeat": int(_HEARTBEAT_S * NS),
-        }
-        await self._inbox.ask(self._stream, consumer, request)
-        for _ in range(PULL_MESSAGES):
-            message = await self._inbox.next(_SILENCE_S)
-            if message is None:
-                return
-            stored = self._in_order(message)
-            self._next_seq = stored.seq + 1
-            yield stored
-
-    def _in_order(self, message: Msg) -> StoredMessage:
-        """Read sequence and delivery number from the reply subject, and check that none is lost."""
-        tokens = message.reply.split(".")
-        # $JS.ACK.<stream>.<consumer>.<deliveries>.<stream seq>.<consumer seq>.<time>.<pending>
-        seq, delivered = int(tokens[-4]), int(tokens[-3])
-        if delivered != self._delivered + 1:
-            raise ConsumerGone(f"delivery {self._delivered + 1} is missing, {delivered} came")
-        self._delivered = delivered
-        return StoredMessage(message.subject, seq, message.data, message.headers or {})
-
-    async def _make_consumer(self) -> str:
-        waiting_for = f"a consumer of {self._stream}"
+    async def _read(self) -> Batch:
+        """Return the next messages, and whether there may be more."""
+        seq = max(self._next_seq or 1, 1)
+        subject = self._subjects[0] if len(self._subjects) == 1 else _EVERYTHING
         try:
-            if self._next_seq is None:  # fixed now: a consumer made again must not skip any
-                info = await self._ask(f"STREAM.INFO.{self._stream}", {}, waiting_for)
-                self._next_seq = int(info["state"]["last_seq"]) + 1
-            answer = await self._ask(
-                f"CONSUMER.CREATE.{self._stream}",
-                {"stream_name": self._stream, "config": self._config(self._next_seq)},
-                waiting_for,
+            return await self._broker.retry(
+                lambda: self._inbox.get(self._stream, seq, subject),
+                deadline_s=_DEADLINE_S,
+                waiting_for=f"stream {self._stream}",
             )
-        except NatsNotFound as error:
+        except NoResponders as error:
             raise missing(self._stream) from error
-        except APIError as error:
-            raise BrokerError(
-                f"the server refuses a consumer of {self._stream}: {error.description}",
-                hint="look at the stream with `nats stream info`",
-            ) from error
-        self._inbox.forget()
-        self._delivered = 0
-        self._consumer = str(answer["name"])
-        return self._consumer
 
-    def _config(self, seq: int) -> dict[str, Any]:
-        subjects: dict[str, Any] = (
-            {"filter_subject": self._subjects[0]}
-            if len(self._subjects) == 1
-            else {"filter_subjects": self._subjects}
-        )
-        return {
-            "description": self._description,
-            "deliver_policy": "by_start_sequence",
-            "opt_start_seq": max(seq, 1),
-            "ack_policy": "none",
-            "mem_storage": True,
-            "num_replicas": 1,
-            "inactive_threshold": int(_INACTIVE_S * NS),
-            **subjects,
-        }
+    def _is_wanted(self, message: StoredMessage) -> bool:
+        return len(self._subjects) == 1 or message.subject in self._subjects
 
-    async def _ask(self, verb: str, request: dict[str, Any], waiting_for: str) -> dict[str, Any]:
-        return await self._broker.retry(
-            lambda: self._broker.api(verb, request),
-            deadline_s=_DEADLINE_S,
-            waiting_for=waiting_for,
-        )
+    async def _rest(self, pause_s: float) -> bool:
+        """Wait for a sign, or `pause_s`: the sign may come before the message is stored."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_s):
+                await self._sign.wait()
+        return self._sign.is_set()
+
+    def _hear(self, _: Msg) -> None:
+        self._sign.set()
 
     async def _close(self) -> None:
+        listening, self._listening = self._listening, []
+        for one in listening:
+            await one.stop()
         await self._inbox.close()
-        if self._consumer is None or not self._broker.is_connected:
-            return
-        try:
-            await self._broker.api(f"CONSUMER.DELETE.{self._stream}.{self._consumer}")
-        except (BrokerError, TimeoutError, APIError) as error:
-            # harmless: an unused consumer goes by itself
-            _log.debug("consumer_left", stream=self._stream, error=str(error))

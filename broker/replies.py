@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError
-from .faults import NoResponders
+from .faults import nobody_listens
 
 _NO_RESPONDERS = "503"
 
@@ -67,12 +67,8 @@ class Replies:
         if waiting is None or waiting.future.done():
             return
         if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
-            waiting.future.set_exception(
-                NoResponders(
-                    f"nobody listens on {waiting.subject}",
-                    hint="see whether the actor that answers there runs (`nats micro ls`)",
-                )
-            )
+            error = nobody_listens(waiting.subject, message.headers or {})
+            waiting.future.set_exception(error)
         else:
             waiting.future.set_result(message)
 

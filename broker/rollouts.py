@@ -116,13 +116,8 @@ class RolloutLog:
 
         Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is gone.
         """
-        reader = StreamReader(
-            self._broker,
-            self._stream,
-            [self._scope.rollout("*")],
-            from_seq=from_seq,
-            description=f"{self._broker.name} reads the rollouts of job {self._scope.job}",
-        )
+        subjects = [self._scope.rollout("*")]
+        reader = StreamReader(self._broker, self._stream, subjects, from_seq=from_seq)
         async with aclosing(reader.messages()) as messages:
             async for message in messages:
                 yield read_entry(message)

@@ -36,6 +36,7 @@ Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
 
 MAX_RUNNING = 1024
+INBOXES = "_INBOX"
 VERSION = "0.1.0"
 _ERROR_CODE = "Nats-Service-Error-Code"
 _ERROR_TEXT = "Nats-Service-Error"
@@ -160,6 +161,9 @@ class _Endpoint:
         self._count(time.perf_counter_ns() - started, headers)
         reply = cast("Any", request)._msg.reply
         if not reply:
+            return
+        if not reply.startswith(INBOXES):  # we may publish where the caller may not
+            _log.warning("reply_refused", subject=request.subject, reply=reply)
             return
         try:  # not `respond`, which echoes the request's headers
             await self._broker.publish(reply, payload, headers)

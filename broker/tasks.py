@@ -22,9 +22,14 @@ from ..schemas.task import Task
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 from .pull import NS, ConsumerGone, PullInbox
 from .stored import missing
-from .streams import numbers_of, stream_subjects
+from .streams import (
+    MAX_LEASES,
+    ensure_task_consumer,
+    numbers_of,
+    stream_info,
+    stream_subjects,
+)
 
-MAX_LEASES = 8192
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0
 _PULL_GRACE_S = 1.0
@@ -207,32 +212,16 @@ class TaskQueue:
         return Lease(task, num_delivered, message, self._broker)
 
     async def _make_consumer(self) -> None:
-        config = {
-            "durable_name": TASK_CONSUMER,
-            "description": f"Generators of job {self._scope.job}",
-            "ack_policy": "explicit",
-            "ack_wait": int(self._ack_wait_s * NS),
-            "max_deliver": -1,
-            "max_ack_pending": self._max_leases,
-            "max_waiting": 4096,
-            "deliver_policy": "all",
-            "filter_subject": self._scope.task("*"),
-        }
-        request = {"stream_name": self._stream, "config": config}
-        verb = f"CONSUMER.CREATE.{self._stream}.{TASK_CONSUMER}.{self._scope.task('*')}"
+        """Make the consumer, or, without the right to, see that the stream is there."""
         try:
-            await self._broker.retry(
-                lambda: self._broker.api(verb, request),
-                deadline_s=_API_DEADLINE_S,
-                waiting_for=f"the consumer of {self._stream}",
-            )
+            if self._broker.is_limited:
+                await stream_info(self._broker, self._stream)
+            else:
+                await ensure_task_consumer(
+                    self._broker, self._scope, self._ack_wait_s, self._max_leases
+                )
         except NatsNotFound as error:
             raise missing(self._stream) from error
-        except APIError as error:
-            raise BrokerError(
-                f"the server refuses the consumer of {self._stream}: {error.description}",
-                hint="look at it with `nats consumer info`",
-            ) from error
         self._has_consumer = True
 
     def _refused(self, task: Task, error: APIError) -> BrokerError:

@@ -67,6 +67,11 @@ class Home:
         """Folder of the logs of supervisor, scheduler and node."""
         return self.folder / "logs"
 
+    @property
+    def secrets(self) -> Path:
+        """Folder of the secrets of a pool with authentication; `tinkermq init` makes it."""
+        return self.folder / "secrets"
+
     def running(self) -> StackState | None:
         """Return the state of the stack that runs here, or None."""
         if not self.state_path.exists() or not self.held():

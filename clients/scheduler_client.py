@@ -220,15 +220,14 @@ class SchedulerClient:
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:
-    """Connect on behalf of a client; the API key travels as the connection's token."""
+    """Connect on behalf of a client, with the API key given or that of $TINKERMQ_API_KEY."""
     quiet_logs()
-    credentials = {} if api_key is None else {"token": api_key}
     return await connect(
         url,
         name="tinkermq-client",
         user=DEFAULT_USER,
+        api_key=api_key,
         deadline_s=CONNECT_DEADLINE_S,
-        **credentials,
     )
 
 

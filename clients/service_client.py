@@ -42,8 +42,10 @@ class AsyncServiceClient:
         project_name: str | None = None,
         experiment_name: str | None = None,
         logger_backends: Sequence[str] | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned."""
+        self._api_key = api_key
         self._address = parse_server_url(server_url)
         self._project_name = project_name
         self._experiment_name = experiment_name
@@ -185,7 +187,7 @@ class AsyncServiceClient:
 
     async def _connected(self) -> Pool:
         if self._pool is None:
-            self._pool = Pool(await open_broker(self._address.broker_url, None))
+            self._pool = Pool(await open_broker(self._address.broker_url, self._api_key))
         return self._pool
 
 
@@ -201,13 +203,17 @@ class ServiceClient:
         project_name: str | None = None,
         experiment_name: str | None = None,
         logger_backends: Sequence[str] | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned.
 
         `logger_backends` (console, jsonl, tensorboard, wandb, trackio) run in this process, under
-        `project_name` and `experiment_name`; the pool writes its own beside the run.
+        `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
+        is that of the job's owner; without it $TINKERMQ_API_KEY counts.
         """
-        self.aio = AsyncServiceClient(server_url, project_name, experiment_name, logger_backends)
+        self.aio = AsyncServiceClient(
+            server_url, project_name, experiment_name, logger_backends, api_key
+        )
         """The async twin that does the work."""
 
     @property

@@ -67,6 +67,12 @@ class BrokerError(TinkermqError):
     code = "broker"
 
 
+class AuthError(TinkermqError, PermissionError):
+    """An API key that is no key, or a user without the right to do this."""
+
+    code = "auth"
+
+
 class ConflictError(TinkermqError):
     """A compare-and-set lost: somebody else wrote first."""
 

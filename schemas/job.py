@@ -167,17 +167,6 @@ class PriorityRequest(Message):
     """The new one."""
 
 
-class Quota(Message):
-    """What a user may hold, in the KV bucket of quotas; without an entry the defaults hold."""
-
-    slots: int | None = Field(default=None, ge=0)
-    """Slots that the user's jobs hold at most at the same time; None: no bound."""
-    weight: float = Field(default=1.0, gt=0, le=1000)
-    """Share of the pool, relative to that of other users who wait."""
-    max_priority: int = Field(default=MAX_PRIORITY, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Highest priority that the user's jobs may have."""
-
-
 class ListRequest(Message):
     """List jobs: `list`."""
 

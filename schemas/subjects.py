@@ -17,10 +17,17 @@ BUCKET_ACTORS = "tmq-actors"
 BUCKET_EVALS = "tmq-evals"
 BUCKET_REQUESTS = "tmq-requests"
 BUCKET_LEASES = "tmq-leases"
-BUCKET_QUOTAS = "tmq-quotas"
+BUCKET_USERS = "tmq-users"
+STREAM_AUDIT = "tmq-audit"
+AUDIT = f"{PREFIX}.audit"
 
 TASK_CONSUMER = "generators"
+SERVICES = ("auth", "scheduler", "node", "gateway")
+"""Services of the pool, each with credentials of its own."""
+RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys"})
+"""Names that no user may have: they stand for something else in subjects, keys and inboxes."""
 
+_USER = re.compile(r"^[a-z0-9][a-z0-9_]{0,31}$")
 _TOKEN = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 
 
@@ -38,6 +45,31 @@ def token(value: str, *, what: str) -> str:
 def rpc(user: str, service: str, method: str) -> str:
     """Subject of a request to a service on behalf of `user` (`*` for a service's own listening)."""
     return f"{PREFIX}.rpc.{user}.{service}.{method}"
+
+
+def user_name(value: str) -> str:
+    """Return `value` if a user may have this name, else raise MessageError.
+
+    There is no '-' in it: stream names join user, job and kind by it.
+    """
+    if not _USER.match(value):
+        raise MessageError(
+            f"{value!r} cannot be the name of a user",
+            hint="use 1 to 32 lower-case letters, digits and '_', starting with a letter or digit",
+        )
+    if value in RESERVED_USERS:
+        raise MessageError(f"the name {value!r} is reserved", hint="choose another name")
+    return value
+
+
+def inbox(user: str) -> str:
+    """Prefix of the inboxes of a user or service; nobody else may listen there."""
+    return f"_INBOX_{user}"
+
+
+def user_door(user: str) -> str:
+    """Subject below which a user asks the door for what is stored."""
+    return rpc(user, "store", "").rstrip(".")
 
 
 def node(name: str, verb: str) -> str:
@@ -133,6 +165,14 @@ class JobScope:
     def env(self, host: str, verb: str) -> str:
         """Subject of `step` or `close` at the host that holds the episode."""
         return self._subject(f"env.{host}.{verb}")
+
+    def door(self, role: str) -> str:
+        """Subject below which the job's actors of one role ask the door for what is stored."""
+        return self._subject(f"store.{role}")
+
+    def inbox(self, actor: str) -> str:
+        """Prefix of the inboxes of one actor (`>` below the job: of all)."""
+        return f"_INBOX_job.{self.user}.{self.job}.{actor}"
 
     def control(self, actor: str) -> str:
         """Subject of control requests to one actor."""

@@ -42,6 +42,20 @@ from .metric import EvalRecord, Event, LogLines, Metric, Presence
 from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
 from .rollout import Group
 from .task import DeadLetter, Task
+from .user import (
+    AddUser,
+    AuditRecord,
+    Invite,
+    JobKeyRequest,
+    NameUser,
+    NewKey,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserRecord,
+    UserReply,
+)
 from .weights import Manifest, WeightsAnnouncement
 
 _SCOPE = subjects.JobScope("u", "j")
@@ -95,6 +109,12 @@ def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Top
     return Topic(subject, "request", message, reply, "client → scheduler")
 
 
+def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
+    caller = "invited" if who == "somebody invited" else "<u>"
+    subject = subjects.rpc(caller, "users", method)
+    return Topic(subject, "request", message, reply, f"{who} → auth service")
+
+
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
     _scheduler("configure", ConfigureRequest, JobReply),
@@ -106,6 +126,22 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
+    _users("add", AddUser, NewKey),
+    _users("list", Empty, UserList),
+    _users("rotate", RotateKey, NewKey, "admin, the user himself"),
+    _users("revoke", NameUser, UserReply),
+    _users("quota", SetQuota, UserReply),
+    _users("invite", Invite, NewKey),
+    _users("me", Empty, UserReply, "user"),
+    _users("register", Register, NewKey, "somebody invited"),
+    Topic(
+        subjects.rpc("node", "keys", "job"),
+        "request",
+        JobKeyRequest,
+        NewKey,
+        "node → auth service",
+    ),
+    Topic(subjects.AUDIT, "stream", AuditRecord, None, "auth service → people"),
     Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
@@ -243,6 +279,20 @@ STORES: tuple[Store, ...] = (
         "`scheduler`",
         SchedulerLease,
         "until its holder ends",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`user.<u>`, and `invitation.<id>`",
+        UserRecord,
+        "for good",
+    ),
+    Store(
+        subjects.STREAM_AUDIT,
+        "stream",
+        "`tmq.v1.audit`",
+        AuditRecord,
+        "up to a byte bound, the oldest go first; nothing can be deleted",
     ),
 )
 """Every stream, bucket and object store of the system."""

@@ -139,9 +139,7 @@ class History:
         async def one(seq: int) -> StoredMessage | None:
             request = f'{{"seq":{seq},"next_by_subj":"{self._scope.metric}"}}'.encode()
             async with free:
-                reply = await broker.request(
-                    f"$JS.API.DIRECT.GET.{self._scope.stream_feed}", request
-                )
+                reply = await broker.request(broker.direct_get(self._scope.stream_feed), request)
             return stored_message(reply)
 
         found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import structlog
 import uvicorn
 
-from ...broker.connection import Broker
+from ...broker.connection import connect
+from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.presence import PresenceBeat
 from ...broker.rpc import Service
-from ...broker.streams import create_shared
+from ...broker.streams import create_shared, wait_for_shared
 from ...schemas.errors import ConfigError, StorageError
 from ...schemas.metric import Presence
+from ..systemd import told_to_systemd
 from .app import make_app
 from .guard import LOOPBACK
 from .sessions import Sessions, asks_for_keys
@@ -141,29 +143,37 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 @contextlib.asynccontextmanager
 async def _announced(options: Options, sessions: Sessions) -> AsyncIterator[None]:
-    """Be an actor like others where no key is needed: a micro service with a heartbeat."""
-    if sessions.with_keys:
-        yield
+    """Be an actor like others: a micro service with a heartbeat, watched by systemd.
+
+    Where the broker asks for keys that needs the gateway's own credentials; they let it do nothing
+    else.
+    """
+    if sessions.with_keys and not os.environ.get(CREDENTIALS_VARIABLE):
+        async with told_to_systemd():
+            yield
         return
-    visitor = await sessions.visitor_of_key("")
-    broker: Broker = visitor.broker
-    await create_shared(broker)
-    presence = Presence(
+    async with await connect(options.nats, name=options.name) as broker:
+        for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
+            os.environ.pop(secret, None)
+        if sessions.with_keys:
+            await wait_for_shared(broker, _CONNECT_S)
+        else:
+            await create_shared(broker)
+        service = await Service.start(
+            broker, name="tinkermq-gateway", description=f"tinkermq gateway {options.name}"
+        )
+        beat = PresenceBeat(broker, f"pool.{options.name}", lambda: _presence(options, sessions))
+        async with service, beat, told_to_systemd():
+            yield
+
+
+def _presence(options: Options, sessions: Sessions) -> Presence:
+    return Presence(
         actor=options.name,
         role="gateway",
         host=socket.gethostname(),
         pid=os.getpid(),
         state="working",
+        numbers={"visitors": float(sessions.num_visitors)},
         time=time.time(),
     )
-
-    def beat() -> Presence:
-        numbers = {"visitors": float(sessions.num_visitors)}
-        return presence.model_copy(update={"time": time.time(), "numbers": numbers})
-
-    service = await Service.start(
-        broker, name="tinkermq-gateway", description=f"tinkermq gateway {options.name}"
-    )
-    with visitor.held():
-        async with service, PresenceBeat(broker, f"pool.{options.name}", beat):
-            yield

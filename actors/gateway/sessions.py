@@ -13,15 +13,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 import structlog
 
 from ...broker.connection import Broker, connect
 from ...broker.faults import shown_url
-from ...schemas.errors import BrokerError, MessageError, TinkermqError
+from ...broker.keys import user_of_key
+from ...schemas.errors import AuthError, BrokerError, MessageError, TinkermqError
 from ...schemas.job import JobRecord
-from ...schemas.subjects import token
 
 LOCAL_USER = "local"
 COOKIE = "tinkermq_session"
@@ -33,7 +33,6 @@ _CONNECT_DEADLINE_S = 5.0
 _INFO_DEADLINE_S = 5.0
 _CONNECTING_AT_ONCE = 8
 _SWEEP_S = 30.0
-_MAX_KEY_CHARS = 256
 
 _log = structlog.get_logger()
 
@@ -195,14 +194,9 @@ class Sessions:
 
 async def _connect_as(url: str, user: str, key: str) -> Broker:
     """Open a connection with a user's key; the only place that hands a key on."""
-    parts = urlsplit(url)
-    place = f"{quote(user, safe='')}:{quote(key, safe='')}@{parts.netloc.rpartition('@')[2]}"
     try:
         return await connect(
-            urlunsplit(parts._replace(netloc=place)),
-            name=f"gateway-{user}",
-            user=user,
-            deadline_s=_CONNECT_DEADLINE_S,
+            url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
         )
     except BrokerError as error:
         if "refuses" not in error.message:
@@ -215,15 +209,11 @@ async def _connect_as(url: str, user: str, key: str) -> Broker:
 
 def user_of(key: str) -> str:
     """Return the user that a key `tmq_<user>_<secret>` names; raises LogInError."""
-    prefix, _, rest = key.partition("_")
-    user, separator, secret = rest.rpartition("_")
     try:
-        if prefix != "tmq" or not separator or not secret or len(key) > _MAX_KEY_CHARS:
-            raise MessageError("not a key")
-        return token(user, what="user")
-    except MessageError as error:
+        return user_of_key(key)
+    except (AuthError, MessageError) as error:
         raise LogInError(
-            "this is not an API key", hint="a key looks like tmq_<user>_<secret>"
+            "this is not an API key of a user", hint="a key looks like tmq_<user>_<secret>"
         ) from error
 
 

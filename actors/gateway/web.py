@@ -20,6 +20,7 @@ from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 
 _STATUS = {
+    "auth": 403,
     "not_found": 404,
     "state": 409,
     "conflict": 409,

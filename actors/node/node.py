@@ -32,6 +32,7 @@ from ...schemas.subjects import BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
 from .children import ActorStarter, StartChild
 from .gpus import Gpus
+from .job_keys import with_job_keys
 from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
@@ -65,6 +66,8 @@ class Node:
         self._slots = len(gpus) if gpus else slots
         self._starter = ActorStarter()
         self._start_child = start or self._starter.start
+        if broker.user == "node":  # as a service of a pool with authentication
+            self._start_child = with_job_keys(broker, self._start_child)
         self._stop_deadline_s = stop_deadline_s
         self._actors: dict[ActorKey, ActorProcess] = {}
         self._tasks: asyncio.TaskGroup | None = None

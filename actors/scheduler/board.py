@@ -6,11 +6,13 @@ from ...broker.connection import Broker
 from ...broker.jobs import is_final
 from ...broker.kv import Entry
 from ...broker.mirror import Mirror
+from ...broker.users import USER
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError
-from ...schemas.job import ActorPlacement, JobRecord, Quota
+from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.load_config import parse_config
-from ...schemas.subjects import BUCKET_JOBS, BUCKET_QUOTAS, JobScope
+from ...schemas.subjects import BUCKET_JOBS, BUCKET_USERS, JobScope
+from ...schemas.user import Quota, UserRecord
 from .queue import Shares
 from .roster import slots_of
 from .states import ACTIVE
@@ -22,7 +24,7 @@ class Board:
     def __init__(self, broker: Broker) -> None:
         """Know nothing yet; `open` and `refresh` change that."""
         self._jobs = Mirror(broker, BUCKET_JOBS, JobRecord)
-        self._quotas = Mirror(broker, BUCKET_QUOTAS, Quota)
+        self._users = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
         self.live: dict[str, JobRecord] = {}
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
@@ -33,13 +35,13 @@ class Board:
     async def open(self, on_change: Callable[[], None]) -> None:
         """Listen for changes and read everything."""
         await self._jobs.open(on_change)
-        await self._quotas.open(on_change)
+        await self._users.open(on_change)
         await self.refresh()
 
     async def close(self) -> None:
         """Stop listening."""
         await self._jobs.close()
-        await self._quotas.close()
+        await self._users.close()
 
     async def refresh(self) -> None:
         """Read what has changed."""
@@ -49,7 +51,7 @@ class Board:
                 self._forget(key)
             else:
                 self.enter(entry.value)
-        await self._quotas.refresh()
+        await self._users.refresh()
 
     def enter(self, record: JobRecord) -> JobRecord:
         """Enter a record that was just read or written; returns it."""
@@ -115,12 +117,13 @@ class Board:
 
     def quota(self, user: str) -> Quota:
         """Return what a user may hold."""
-        entry = self._quotas.entries.get(user)
+        entry = self._users.entries.get(f"{USER}.{user}")
         return Quota() if entry is None else entry.value
 
     def shares(self) -> Shares:
         """Return what each user holds and may hold."""
-        shares = Shares(quotas={key: one.value for key, one in self._quotas.entries.items()})
+        users = [entry.value for entry in self._users.entries.values()]
+        shares = Shares(quotas={one.user: one for one in users})
         for record in self.live.values():
             if record.state in ACTIVE:
                 shares.take(record.user, slots_of(placed(record.actors)))

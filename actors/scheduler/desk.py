@@ -19,7 +19,7 @@ from ...schemas.job import (
     SubmitRequest,
 )
 from ...schemas.message import Empty, Message
-from ...schemas.node import NodeList
+from ...schemas.node import NodeList, NodeStatus
 from ...schemas.subjects import rpc
 from .board import Board
 from .messenger import tell_learner
@@ -82,9 +82,9 @@ class Desk:
             records=[self._board.told(one) for one in records if request.all or not is_final(one)]
         )
 
-    async def nodes(self, _: Empty) -> NodeList:
-        """Return the nodes that are there."""
-        return NodeList(nodes=self._pool.nodes())
+    async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
+        """Return the nodes that are there; of others' actors only what they hold."""
+        return NodeList(nodes=[_shown(node, context.user) for node in self._pool.nodes()])
 
     async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
         """Stop a job: the learner drains with a checkpoint, or everything ends now.
@@ -113,7 +113,7 @@ class Desk:
                 return JobReply(record=record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            refuse_impossible(record.actors, self._reconciler.slots())
+            refuse_impossible(record.actors, self._reconciler.capacity())
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -139,7 +139,7 @@ class Desk:
         slots = config.generator.slots if request.role == "generator" else 0
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
-            refuse_impossible(wanted, self._reconciler.slots())
+            refuse_impossible(wanted, self._reconciler.capacity())
             check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
 
         def resize(current: JobRecord) -> JobRecord:
@@ -200,3 +200,10 @@ class Desk:
     def _changed(self, record: JobRecord) -> JobReply:
         self._reconciler.look(record)
         return JobReply(record=record)
+
+
+def _shown(node: NodeStatus, user: str) -> NodeStatus:
+    """Return a node without the names of other users, their jobs and their errors."""
+    nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
+    actors = [one if one.user == user else one.model_copy(update=nobody) for one in node.actors]
+    return node.model_copy(update={"actors": actors})

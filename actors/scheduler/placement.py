@@ -95,14 +95,13 @@ def place(
 
 
 def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
-    """Raise PlacementError if the pool could not hold the actors even when idle.
+    """Raise PlacementError if idle nodes could not hold the actors.
 
     A pool without any node is one that has not come up yet: everything may wait for it.
     """
     if not nodes:
         return
-    idle = [NodeSlots(n.name, n.total, frozenset(range(n.total)), n.groups) for n in nodes]
-    if place([PlacementRequest("", tuple(actors))], idle).assignments:
+    if place([PlacementRequest("", tuple(actors))], nodes).assignments:
         return
     need = sum(actor.slots for actor in actors)
     total = sum(node.total for node in nodes)
@@ -130,7 +129,7 @@ def _refusal(
         return "waits for a node: none has joined the pool (`tinkermq node`)"
     if request.need > pool.total:
         return f"waits for {request.need} slots: the pool has {pool.total} now"
-    bound = shares.quota(request.user).slots
+    bound = shares.quota(request.user).max_slots
     if request.whole and request.need > shares.room(request.user):
         return f"waits for {request.need} slots of its user's quota of {bound}"
     if not pool.could_hold(request):

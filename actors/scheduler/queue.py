@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...schemas.job import ActorPlacement, Quota
+from ...schemas.job import ActorPlacement
+from ...schemas.user import Quota
 from .roster import slots_of
 
 AGING_S = 3600.0
@@ -62,7 +63,7 @@ class Shares:
 
     def room(self, user: str) -> float:
         """Return the slots that a user may still be given."""
-        bound = self.quota(user).slots
+        bound = self.quota(user).max_slots
         return float("inf") if bound is None else bound - self.held.get(user, 0)
 
     def usage(self, user: str) -> float:

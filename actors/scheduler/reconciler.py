@@ -38,6 +38,7 @@ WHO = "scheduler"
 _VERSION_S = 2.0
 _STARTS_PER_TURN = 32
 _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
+_IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Wanted = Mapping[str, list[WantedActor]]
@@ -85,7 +86,11 @@ class Reconciler:
         self._board.enter(record)
         self._hurry.set()
 
-    def slots(self) -> list[NodeSlots]:
+    def capacity(self) -> list[NodeSlots]:
+        """Return the nodes as if nothing ran on them."""
+        return [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+
+    def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
         wanted = self._wanted()
         return [_slots_of(node, wanted[node.node]) for node in self._pool.nodes()]
@@ -96,17 +101,19 @@ class Reconciler:
             stop = group.create_task(stopping.wait(), name="stop of the scheduler")
             while not stopping.is_set():
                 self._hurry.clear()
+                started = time.monotonic()
                 try:
                     if self._lease.is_fresh:
                         await self._turn(group)
                 except (BrokerError, DeadlineError) as error:
                     _log.warning("turn_failed", error=error.message)
+                took_s = time.monotonic() - started
                 hurry = asyncio.create_task(self._hurry.wait())
                 await asyncio.wait(
                     {stop, hurry}, timeout=self._timing.turn_s, return_when=asyncio.FIRST_COMPLETED
                 )
                 hurry.cancel()
-                await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(min(max(_PAUSE_S, _IDLE_SHARE * took_s), self._timing.turn_s))
 
     async def _turn(self, group: asyncio.TaskGroup) -> None:
         await self._board.refresh()
@@ -134,7 +141,7 @@ class Reconciler:
         if not queue:
             return
         placed = place(
-            queue, self.slots(), self._board.shares(), time.time(), most=_STARTS_PER_TURN
+            queue, self._slots(), self._board.shares(), time.time(), most=_STARTS_PER_TURN
         )
         given: dict[str, list[Assignment]] = defaultdict(list)
         for one in placed.assignments:
@@ -175,9 +182,14 @@ class Reconciler:
         self._board.enter(record)
 
     async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
-        limits = self._board.config(record).limits
+        config = self._board.config(record)
         try:
-            await create_job_streams(self._broker, _scope(record), limits)
+            await create_job_streams(
+                self._broker,
+                _scope(record),
+                config.limits,
+                ack_wait_s=config.generator.ack_wait_s,
+            )
         except BrokerError as error:
             return await self._move(record, Transition("FAILED", str(error)))
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
@@ -342,10 +354,10 @@ def _queued(record: JobRecord) -> bool:
     return record.state == "QUEUED"
 
 
-def _slots_of(node: NodeStatus, wanted: Sequence[WantedActor]) -> NodeSlots:
+def _slots_of(node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False) -> NodeSlots:
     """Return the slots of a node that are neither promised nor still held by what leaves."""
     held = {slot for actor in wanted for slot in actor.devices}
-    leaving = [status for status in _unwanted(node, wanted) if status.slots]
+    leaving = [] if idle else [status for status in _unwanted(node, wanted) if status.slots]
     held |= {slot for status in leaving for slot in status.devices}
     return NodeSlots(
         node.node,

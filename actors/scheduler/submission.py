@@ -25,9 +25,10 @@ from ...schemas.errors import (
     StateError,
     TinkermqError,
 )
-from ...schemas.job import ConfigureRequest, JobRecord, Quota, SubmitRequest
+from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import JobScope, token
+from ...schemas.user import Quota
 from .board import Board
 from .naming import run_name
 from .placement import refuse_impossible
@@ -76,7 +77,7 @@ class Submission:
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
         fresh = str(ULID()).lower()
         job = await self._jobs.job_of_request(user, request.request_id, fresh)
-        record = None if job == fresh else await self._jobs.by_id(user, job)
+        record = None if job == fresh else await self._jobs.find_by_id(user, job)
         if record is None:
             record = await self._create(user, job, request)
         self._reconciler.look(record)
@@ -139,7 +140,7 @@ class Submission:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
-        refuse_impossible(actors, self._reconciler.slots())
+        refuse_impossible(actors, self._reconciler.capacity())
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config)
         fork_dir = record.fork_dir
@@ -211,10 +212,10 @@ def first_of(errors: BaseExceptionGroup[TinkermqError]) -> TinkermqError:
 
 def check_quota(user: str, need: int, quota: Quota) -> None:
     """Raise QuotaError if a job needs more slots than its user may ever hold."""
-    if quota.slots is not None and need > quota.slots:
+    if quota.max_slots is not None and need > quota.max_slots:
         raise QuotaError(
-            f"the job needs {need} slots, the quota of user {user!r} is {quota.slots}",
-            hint=f"set generator.count so that it needs {quota.slots} or less, or ask an admin",
+            f"the job needs {need} slots, the quota of user {user!r} is {quota.max_slots}",
+            hint=f"set generator.count so that it needs {quota.max_slots} or less, or ask an admin",
         )
 
 

@@ -1,4 +1,4 @@
-"""`tinkermq scheduler|node|gateway|learner|generator|…`: one actor in the foreground.
+"""`tinkermq auth`, `scheduler`, `node`, `gateway`, `learner` …: one actor in the foreground.
 
 The actor takes the place of this process: the command line never imports one.
 """
@@ -17,6 +17,11 @@ Words = Annotated[str, Parameter(allow_leading_hyphen=True)]
 def scheduler(*words: Words) -> None:
     """Run a scheduler; several may run, one leads. `-- --help` shows its own options."""
     _become("scheduler", words)
+
+
+def auth(*words: Words) -> None:
+    """Run the auth service of a pool that `tinkermq init` has made."""
+    _become("auth", words)
 
 
 def node(*words: Words) -> None:

@@ -17,6 +17,7 @@ _GROUPS: dict[str, list[_Command]] = {
     "Stack": [
         _Command("up", "stack:up", "Start broker, scheduler, node and dashboard on this machine."),
         _Command("down", "stack:down", "Stop what `up` started."),
+        _Command("init", "init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
         _Command("version", "version:version", "Print versions."),
     ],
@@ -39,7 +40,17 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("replay", "evals:replay", "Train a finished run again from its log."),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),
     ],
+    "Users": [
+        _Command("user add", "users:add", "Make a user; shows the key once."),
+        _Command("user list", "users:list_users", "List the users."),
+        _Command("user rotate", "users:rotate", "Replace a user's key by a new one."),
+        _Command("user revoke", "users:revoke", "Shut a user out, and close his connections."),
+        _Command("user quota", "users:quota", "Change a user's share of the pool."),
+        _Command("user invite", "users:invite", "Let people register themselves."),
+        _Command("register", "users:register", "Become a user by an invitation."),
+    ],
     "Single actors, for debugging": [
+        _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
         _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
         _Command("node", "actor:node", "Run a node in the foreground: it joins the pool."),
         _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
@@ -57,8 +68,9 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
 }
 _FAMILIES = {
-    "config": "Look at the configuration of a job.",
-    "env": "List, check and serve games.",
+    "config": ("Writing one", "Look at the configuration of a job."),
+    "env": ("Writing one", "List, check and serve games."),
+    "user": ("Users", "Manage the users of a pool with authentication."),
 }
 
 
@@ -79,7 +91,7 @@ def build_app() -> App:
         group="Stack", help="Install shell completion."
     )
     families = {
-        name: App(name=name, help=text, group="Writing one") for name, text in _FAMILIES.items()
+        name: App(name=name, help=text, group=group) for name, (group, text) in _FAMILIES.items()
     }
     for family in families.values():
         app.command(family)

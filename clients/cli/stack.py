@@ -13,6 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from ...broker.credentials import PoolSecrets
+from ...broker.login import KEY_VARIABLE
 from ...broker.process import die_with
 from ...schemas.errors import ConfigError, DeadlineError, error_from_reply
 from ..home import HOME_VARIABLE, Home, StackState, default_folder
@@ -21,6 +23,7 @@ from .output import duration, note, print_json, say
 if TYPE_CHECKING:
     from .supervisor import StackOptions
 
+LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 UP_DEADLINE_S = 60.0
 DOWN_DEADLINE_S = 60.0
 GATEWAY_PORT = 8780
@@ -31,7 +34,10 @@ _GATEWAY_NEEDS = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus
 def up(
     *,
     nats_url: str | None = None,
+    host: str = "127.0.0.1",
     port: int = 4222,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
     slots: int | None = None,
     store: Path | None = None,
     gateway_port: int | None = None,
@@ -41,12 +47,19 @@ def up(
 ) -> int:
     """Start broker, scheduler, one node and the dashboard on this machine; harmless when they run.
 
-    They go on in the background, and each is started again if it dies, until `tinkermq down`.
+    They go on in the background, and each is started again if it dies, until `tinkermq down`. In a
+    folder where `tinkermq init` has made secrets, the broker lets nobody in without a key.
 
     Parameters
     ----------
     nats_url
         Use a NATS server that runs already (with JetStream) instead of starting one.
+    host
+        Address that the server listens on; beyond this machine only with authentication.
+    tls_cert
+        Certificate of the server in PEM: connections are encrypted.
+    tls_key
+        Its private key.
     port
         Port of the server that is started; 0 takes a free one.
     slots
@@ -66,6 +79,7 @@ def up(
     if slots is not None and slots < 1:
         raise ConfigError(f"--slots is {slots}", hint="give at least 1")
     folder = (store or default_folder()).resolve()
+    _check_listening(Home(folder), host, nats_url, tls_cert, tls_key)
     running = Home(folder).running()
     if running is None:
         from .supervisor import StackOptions
@@ -74,7 +88,10 @@ def up(
         options = StackOptions(
             home=folder,
             nats_url=nats_url,
+            host=host,
             port=port or None,
+            tls_cert=tls_cert.resolve() if tls_cert else None,
+            tls_key=tls_key.resolve() if tls_key else None,
             slots=slots,
             gateway_port=gateway,
         )
@@ -124,6 +141,25 @@ def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
     with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
         return GATEWAY_PORT
     return 0
+
+
+def _check_listening(
+    home: Home, host: str, nats_url: str | None, tls_cert: Path | None, tls_key: Path | None
+) -> None:
+    """Refuse a broker that the world could use, and half a certificate."""
+    if (tls_cert is None) != (tls_key is None):
+        raise ConfigError("--tls-cert and --tls-key belong together", hint="give both, or neither")
+    is_secured = PoolSecrets(home.secrets).exist
+    if host not in LOOPBACK and not is_secured:
+        raise ConfigError(
+            f"a broker on {host} without authentication could be used by everybody",
+            hint="make users first: `tinkermq init`",
+        )
+    if nats_url is not None and is_secured:
+        raise ConfigError(
+            f"{home.folder} has secrets for a broker of its own, not for {nats_url}",
+            hint="start the actors by hand with their credentials (docs/security.md)",
+        )
 
 
 def start_detached(options: "StackOptions", *, die_with_parent: bool = False) -> StackState:
@@ -199,6 +235,8 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         say(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
         say(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
+    if "auth" in state.children and not os.environ.get(KEY_VARIABLE):
+        say(f"  it lets in who has a key: set {KEY_VARIABLE}")
     if foreground:
         say("  Ctrl-C stops it")
         return

@@ -1,4 +1,4 @@
-"""The process behind `tinkermq up`: broker, scheduler, node and gateway, kept running.
+"""The process behind `tinkermq up`: broker, auth service, scheduler, node, gateway, kept alive.
 
 It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that
 it outlives the terminal; `up` reads one line of JSON from its standard output that says whether
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
+from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.server import NatsServer
 from ...schemas.errors import DeadlineError, TinkermqError
 from ..home import URL_VARIABLE, Home, StackState
@@ -39,8 +41,14 @@ class StackOptions:
     """Folder of the stack."""
     nats_url: str | None = None
     """A broker that runs already; None starts one."""
+    host: str = "127.0.0.1"
+    """Address that the broker listens on."""
     port: int | None = None
     """Port of the broker that is started; None takes a free one."""
+    tls_cert: Path | None = None
+    """Certificate of the broker; None: connections are not encrypted."""
+    tls_key: Path | None = None
+    """Its private key."""
     slots: int | None = None
     """Slots of the node; None lets it count."""
     node: str | None = None
@@ -53,7 +61,10 @@ class StackOptions:
         words = ["--home", str(self.home)]
         for flag, value in (
             ("--nats-url", self.nats_url),
+            ("--host", self.host),
             ("--port", self.port),
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
             ("--slots", self.slots),
             ("--node", self.node),
             ("--gateway-port", self.gateway_port),
@@ -74,6 +85,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.home = Home(self.options.home)
+        self.secrets = PoolSecrets(self.home.secrets)
         self.started = time.time()
         self.gateway: str | None = None
 
@@ -96,11 +108,11 @@ class Supervisor:
     def _start(self) -> str:
         self.home.logs.mkdir(parents=True, exist_ok=True)
         url = self.options.nats_url or self._start_server()
-        environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         node: list[str] = []
         for flag, value in (("--name", self.options.node), ("--slots", self.options.slots)):
             node += [] if value is None else [flag, str(value)]
         commands = {
+            "auth": ["-m", "tinkermq.actors.auth"],
             "scheduler": ["-m", "tinkermq.actors.scheduler"],
             "node": ["-m", "tinkermq.actors.node", *node],
         }
@@ -108,24 +120,48 @@ class Supervisor:
             port = self.options.gateway_port or _free_port()
             self.gateway = f"http://127.0.0.1:{port}"
             commands["gateway"] = ["-m", "tinkermq.actors.gateway", "--port", str(port)]
+        if not self.secrets.exist:
+            del commands["auth"]
         for name, words in commands.items():
             log = self.home.logs / f"{name}.log"
             log.unlink(missing_ok=True)
-            child = Child(name, [sys.executable, *words], log=log, environment=environment)
+            command = [sys.executable, *words]
+            child = Child(name, command, log=log, environment=self._environment(name, url))
             child.start()
             self.children.append(child)
         self._wait_until_ready(url)
         return url
 
+    def _environment(self, name: str, url: str) -> dict[str, str]:
+        """Return the environment of a child: secrets travel as names of files."""
+        environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        if self.secrets.exist:
+            environment.pop(KEY_VARIABLE, None)
+            environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
+        if name == "auth":
+            environment[SECRETS_VARIABLE] = str(self.secrets.folder)
+        return environment
+
+    def _credentials(self) -> Path | None:
+        return self.secrets.credentials("scheduler") if self.secrets.exist else None
+
     def _start_server(self) -> str:
-        self.server = NatsServer(self.home.store, port=self.options.port)
+        options = self.options
+        tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
+        self.server = NatsServer(
+            self.home.store,
+            host=options.host,
+            port=options.port,
+            tls=tls,
+            extra_config=self.secrets.server_config() if self.secrets.exist else "",
+        )
         self.server.start()
         return self.server.url
 
     def _wait_until_ready(self, url: str) -> None:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
-            heard = asyncio.run(_heard(url))
+            heard = asyncio.run(_heard(url, self._credentials()))
             missing = [child.name for child in self.children if not self._answers(child, heard)]
             if not missing:
                 return
@@ -202,13 +238,13 @@ def _place(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def _heard(url: str) -> set[int]:
-    """Return the process ids of the schedulers and nodes that are heard of."""
+async def _heard(url: str, credentials: Path | None) -> set[int]:
+    """Return the process ids of the pool's actors that are heard of."""
     from ...broker.connection import connect
     from ...broker.presence import list_presences
     from ...schemas.errors import NotFoundError
 
-    async with await connect(url, name="tinkermq-up") as broker:
+    async with await connect(url, name="tinkermq-up", credentials_file=credentials) as broker:
         try:
             return {entry.value.pid for entry in await list_presences(broker, "pool")}
         except NotFoundError:
@@ -231,7 +267,10 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser = argparse.ArgumentParser(prog="python -m tinkermq.clients.cli.supervisor")
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--nats-url")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--slots", type=int)
     parser.add_argument("--node")
     parser.add_argument("--gateway-port", type=int)

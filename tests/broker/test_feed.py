@@ -53,8 +53,10 @@ class Follower:
         from_start: bool = True,
     ) -> None:
         self.messages: list[FeedMessage] = []
-        self.stop = asyncio.Event()
-        self._feed = follow(broker, scope, kinds, from_start=from_start, stop=self.stop)
+        self.stop, self.started = asyncio.Event(), asyncio.Event()
+        self._feed = follow(
+            broker, scope, kinds, from_start=from_start, started=self.started, stop=self.stop
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Follower":
@@ -72,12 +74,9 @@ class Follower:
             async for message in feed:
                 self.messages.append(message)
 
-    async def ready(self, broker: Broker, *streams: str) -> None:
-        """Wait until the feed has taken its position in these streams."""
-        async with asyncio.timeout(PATIENCE_S):
-            for stream in streams:
-                while not (await stream_info(broker, stream))["state"]["consumer_count"]:
-                    await asyncio.sleep(0.01)
+    async def ready(self) -> None:
+        """Wait until the feed has taken its position."""
+        await asyncio.wait_for(self.started.wait(), PATIENCE_S)
 
     async def reach(self, count: int) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -103,7 +102,7 @@ async def test_all_kinds_are_followed_from_the_start_and_live(
 async def test_only_the_wanted_kinds_and_only_what_is_new(broker: Broker, scope: JobScope) -> None:
     await publish_metric(broker, scope, _metric(0))
     async with Follower(broker, scope, ("metric",), from_start=False) as follower:
-        await follower.ready(broker, scope.stream_feed)
+        await follower.ready()
         await publish_event(broker, scope, _event("unwanted"))
         await publish_metric(broker, scope, _metric(1))
         await follower.reach(1)
@@ -115,7 +114,7 @@ async def test_following_goes_on_across_a_kill_without_gap_or_repetition(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
     async with Follower(own_broker, own_scope, ("metric", "log"), from_start=False) as follower:
-        await follower.ready(own_broker, own_scope.stream_feed, own_scope.stream_log)
+        await follower.ready()
         for step in range(30):
             await publish_metric(own_broker, own_scope, _metric(step))
             if step % 10 == 5:
@@ -159,9 +158,11 @@ async def test_the_oldest_lines_go_first_when_the_log_is_full(
     assert info["state"]["last_seq"] == 100
 
 
-async def test_following_leaves_no_consumer_behind(broker: Broker, scope: JobScope) -> None:
+async def test_following_makes_no_consumer(broker: Broker, scope: JobScope) -> None:
     async with Follower(broker, scope) as follower:
-        await follower.ready(broker, scope.stream_feed, scope.stream_log)
+        await follower.ready()
+        await publish_metric(broker, scope, _metric(1))
+        await follower.reach(1)
     for stream in (scope.stream_feed, scope.stream_log):
         assert (await stream_info(broker, stream))["state"]["consumer_count"] == 0
 

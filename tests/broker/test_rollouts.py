@@ -12,7 +12,7 @@ from tinkermq.broker.reader import StreamReader
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import StoredMessage
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import BrokerError, MessageError, NotFoundError
 from tinkermq.schemas.subjects import JobScope
@@ -261,16 +261,27 @@ def test_whatever_an_entry_holds_it_is_read_as_a_group_or_an_error(
         assert entry.payload == payload
 
 
-async def test_one_consumer_serves_a_reader_over_many_pulls(
+async def test_a_reader_makes_no_consumer(broker: Broker, scope: JobScope) -> None:
+    log = RolloutLog(broker, scope)
+    await asyncio.gather(*(log.append(make_tombstone(number)) for number in range(50)))
+    async with tailing(broker, scope) as tail:
+        await tail.reach(50)
+        info = await stream_info(broker, scope.stream_rollout)
+    assert info["state"]["consumer_count"] == 0
+
+
+async def test_a_reader_of_two_subjects_passes_over_the_others(
     broker: Broker, scope: JobScope
 ) -> None:
     log = RolloutLog(broker, scope)
-    await asyncio.gather(*(log.append(make_tombstone(number)) for number in range(600)))
-    reader = StreamReader(broker, scope.stream_rollout, [scope.rollout("*")])
-    await reader.start()
-    made = reader._consumer
+    for number in range(5):
+        await log.append(make_tombstone(number))
+    subjects = [scope.rollout(1), scope.rollout(4)]
+    reader = StreamReader(broker, scope.stream_rollout, subjects)
+    seen: list[str] = []
     async with asyncio.timeout(PATIENCE_S), aclosing(reader.messages()) as messages:
         async for message in messages:
-            if message.seq == 600:
+            seen.append(message.subject)
+            if len(seen) == 2:
                 break
-        assert reader._consumer == made
+    assert seen == subjects

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from tinkermq.actors.scheduler.placement import Assignment, NodeSlots, place, refuse_impossible
 from tinkermq.actors.scheduler.queue import PlacementRequest, Shares
 from tinkermq.schemas.errors import PlacementError
-from tinkermq.schemas.job import ActorPlacement, Quota
+from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.user import Quota
 
 EVALUATOR = ActorPlacement(name="evaluator-0", role="evaluator", slots=0)
 HOST = ActorPlacement(name="environment-0", role="environment", slots=0)
@@ -184,7 +185,7 @@ def test_between_users_the_one_who_holds_less_for_their_weight_comes_first() -> 
 
 
 def test_a_quota_bounds_what_a_user_holds_and_lets_others_pass() -> None:
-    shares = Shares(held={"ann": 2}, quotas={"ann": Quota(slots=3)})
+    shares = Shares(held={"ann": 2}, quotas={"ann": Quota(max_slots=3)})
     placed = place([job("a", 1), job("b", 1, user="bob", created=1.0)], [node("n", 8)], shares)
     assert {one.job for one in placed.assignments} == {"b"}
     assert placed.waits == {"a": "waits for 2 slots of its user's quota of 3"}

@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.kv import Bucket
 from tinkermq.broker.presence import presences
 from tinkermq.broker.streams import stream_info
+from tinkermq.broker.users import UserStore, create_user_stores
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import QuotaError
-from tinkermq.schemas.job import JobRequest, PriorityRequest, Quota, ScaleRequest, StopRequest
+from tinkermq.schemas.job import JobRequest, PriorityRequest, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import BUCKET_QUOTAS, JobScope
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.user import UserRecord
 
 from tests.waiting import eventually
 
@@ -199,7 +200,10 @@ async def test_priority_decides_which_job_starts_next(stack: Stack) -> None:
 
 
 async def test_a_quota_refuses_what_can_never_be_and_holds_back_the_rest(stack: Stack) -> None:
-    await Bucket(stack.broker, BUCKET_QUOTAS, Quota).put("local", Quota(slots=2, max_priority=0))
+    await create_user_stores(stack.broker)
+    users = UserStore(stack.broker)
+    local = UserRecord(user="local", key_hash="", created=0.0, max_slots=2, max_priority=0)
+    await users.create(local)
     first = await stack.running(slots=8)
     with pytest.raises(QuotaError, match=r"needs 4 slots, the quota of user 'local' is 2"):
         await stack.submit(generator={"count": 3})
@@ -208,7 +212,7 @@ async def test_a_quota_refuses_what_can_never_be_and_holds_back_the_rest(stack: 
     with pytest.raises(QuotaError, match="needs 3 slots"):
         await stack.ask("scale", ScaleRequest(job=first.job, role="generator", count=2))
     second = await stack.until(await stack.submit(), lambda now: "quota of 2" in now.reason)
-    await Bucket(stack.broker, BUCKET_QUOTAS, Quota).put("local", Quota(slots=4))
+    await users.change("local", lambda one: one.model_copy(update={"max_slots": 4}))
     await stack.until(second, "RUNNING")
 
 

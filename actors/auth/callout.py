@@ -1,0 +1,96 @@
+"""Decides on each log-in: who is it, and with which permissions."""
+
+import time
+from typing import NamedTuple
+
+from ...broker.jobs import JobStore, is_final
+from ...broker.keys import (
+    check_job_key,
+    id_of_invitation,
+    is_same,
+    key_hash,
+    user_of_key,
+)
+from ...broker.permissions import (
+    Permissions,
+    admin_permissions,
+    invited_permissions,
+    job_permissions,
+    user_permissions,
+)
+from ...broker.users import UserStore
+from ...schemas.errors import AuthError, TinkermqError
+from ...schemas.user import UserRecord
+
+
+class Admission(NamedTuple):
+    """Whom to let in."""
+
+    name: str
+    permissions: Permissions
+    expires: float | None = None
+    """When the server shall close the connection."""
+
+
+class Gate:
+    """Checks API keys, job keys and invitations."""
+
+    def __init__(self, users: UserStore, jobs: JobStore, job_secret: bytes) -> None:
+        """Look users and jobs up in their stores, at each log-in anew."""
+        self._users = users
+        self._jobs = jobs
+        self._job_secret = job_secret
+
+    async def admit(self, user: str, secret: str) -> Admission:
+        """Return what somebody may do; raises AuthError, which tells why not."""
+        if user == "job":
+            return await self._process(secret)
+        if user == "invited":
+            return await self._invited(secret)
+        return await self._user(user, secret)
+
+    async def _user(self, user: str, key: str) -> Admission:
+        try:
+            named = user_of_key(key)
+        except TinkermqError as error:
+            raise AuthError("no API key") from error
+        if named != user:
+            raise AuthError("the key of another user")
+        record = await self._users.get(user)
+        check_record(record, key)
+        assert record is not None
+        table = admin_permissions if record.role == "admin" else user_permissions
+        return Admission(user, table(user), record.expires)
+
+    async def _process(self, key: str) -> Admission:
+        """Let an actor in for as long as this attempt of its job has it."""
+        identity = check_job_key(key, self._job_secret)
+        if identity is None:
+            raise AuthError("no job key of this pool")
+        record = await self._jobs.find_by_id(identity.user, identity.job)
+        if record is None or is_final(record) or record.attempt != identity.attempt:
+            raise AuthError("the key of a job that has ended")
+        if not any(
+            (one.name, one.role) == (identity.actor, identity.role) for one in record.actors
+        ):
+            raise AuthError("the key of an actor that the job no longer has")
+        return Admission(identity.scope.key, job_permissions(identity))
+
+    async def _invited(self, code: str) -> Admission:
+        number = id_of_invitation(code)
+        invitation = await self._users.invitation(number) if number else None
+        if invitation is None or not is_same(invitation.code_hash, key_hash(code)):
+            raise AuthError("no invitation")
+        if invitation.uses_left < 1 or invitation.expires < time.time():
+            raise AuthError("an invitation that is used up")
+        return Admission("invited", invited_permissions(), invitation.expires)
+
+
+def check_record(record: UserRecord | None, key: str) -> None:
+    """Raise AuthError unless `key` is the key of the user, and lets him in now."""
+    if record is None or not is_same(record.key_hash, key_hash(key)):
+        raise AuthError("an unknown key")
+    if record.revoked is not None:
+        raise AuthError("a revoked user")
+    if record.expires is not None and record.expires < time.time():
+        raise AuthError("a key that has expired")

@@ -1,0 +1,238 @@
+"""What admins ask about users, and users about themselves. Who asks is told by the subject."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from nats.aio.client import Client
+
+from ...broker.credentials import expiry
+from ...broker.keys import id_of_invitation, is_same, key_hash, new_api_key, new_invitation
+from ...broker.rpc import Handler, RequestContext, Service
+from ...broker.users import UserStore
+from ...schemas.errors import AuthError, ConflictError, NotFoundError, StateError, TinkermqError
+from ...schemas.message import Empty, Message
+from ...schemas.subjects import rpc, user_name
+from ...schemas.user import (
+    AddUser,
+    Invitation,
+    Invite,
+    NameUser,
+    NewKey,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserInfo,
+    UserList,
+    UserRecord,
+    UserReply,
+)
+from .audit import Audit
+from .kicks import kick
+
+R = TypeVar("R")
+
+_OWN_KICK_S = 1.0
+_DAY_S = 86_400
+
+
+class UserDesk:
+    """Answers on `rpc.<user>.users.<method>`."""
+
+    def __init__(self, users: UserStore, audit: Audit, system: Client) -> None:
+        """Change `users`; close connections through the server's `system` account."""
+        self._users = users
+        self._audit = audit
+        self._system = system
+        self._kicks: set[asyncio.Task[int]] = set()
+
+    async def open(self, service: Service) -> None:
+        """Answer on the subjects of every user."""
+        endpoints: list[tuple[str, type[Message], Handler]] = [
+            ("add", AddUser, self._add),
+            ("list", Empty, self._list),
+            ("rotate", RotateKey, self._rotate),
+            ("revoke", NameUser, self._revoke),
+            ("quota", SetQuota, self._quota),
+            ("invite", Invite, self._invite),
+            ("me", Empty, self._me),
+        ]
+        for method, model, handler in endpoints:
+            await service.endpoint(method, rpc("*", "users", method), model, handler)
+        subject = rpc("invited", "users", "register")
+        await service.endpoint("register", subject, Register, self._register)
+
+    async def _add(self, request: AddUser, context: RequestContext) -> NewKey:
+        async def work() -> NewKey:
+            key = new_api_key(user_name(request.user))
+            record = _record(request.user, key, request.days, request.max_slots)
+            record = record.model_copy(update={"role": request.role, "weight": request.weight})
+            await self._create(record)
+            return NewKey(secret=key, user=record.user, expires=record.expires)
+
+        return await self._as_admin(context, "users.add", request.user, work)
+
+    async def _list(self, _: Empty, context: RequestContext) -> UserList:
+        async def work() -> UserList:
+            return UserList(users=[_info(one) for one in await self._users.list()])
+
+        return await self._as_admin(context, "users.list", "", work)
+
+    async def _rotate(self, request: RotateKey, context: RequestContext) -> NewKey:
+        async def work() -> NewKey:
+            key, now = new_api_key(request.user), time.time()
+
+            def replace(record: UserRecord) -> UserRecord:
+                if record.revoked is not None:
+                    raise StateError(
+                        f"user {record.user} was revoked, which is for good",
+                        hint="add a user of another name",
+                    )
+                update = {"key_hash": key_hash(key), "expires": expiry(now, request.days)}
+                return record.model_copy(update=update)
+
+            record = await self._users.change(request.user, replace)
+            await self._shut_out(request.user, context)
+            return NewKey(secret=key, user=record.user, expires=record.expires)
+
+        return await self._as_admin(context, "users.rotate", request.user, work)
+
+    async def _revoke(self, request: NameUser, context: RequestContext) -> UserReply:
+        async def work() -> UserReply:
+            if request.user == context.user:
+                raise StateError("an admin cannot revoke himself", hint="let another admin do it")
+            now = time.time()
+            record = await self._users.change(
+                request.user,
+                lambda one: one.model_copy(update={"revoked": one.revoked or now}),
+            )
+            await self._shut_out(request.user, context)
+            return UserReply(user=_info(record))
+
+        return await self._as_admin(context, "users.revoke", request.user, work)
+
+    async def _quota(self, request: SetQuota, context: RequestContext) -> UserReply:
+        async def work() -> UserReply:
+            update: dict[str, object] = {}
+            if request.max_slots is not None:
+                update["max_slots"] = None if request.max_slots < 0 else request.max_slots
+            if request.weight is not None:
+                update["weight"] = request.weight
+            if request.max_priority is not None:
+                update["max_priority"] = request.max_priority
+            record = await self._users.change(
+                request.user, lambda one: one.model_copy(update=update)
+            )
+            return UserReply(user=_info(record))
+
+        return await self._as_admin(context, "users.quota", request.user, work)
+
+    async def _invite(self, request: Invite, context: RequestContext) -> NewKey:
+        async def work() -> NewKey:
+            number, code = new_invitation()
+            invitation = Invitation(
+                code_hash=key_hash(code),
+                uses_left=request.uses,
+                expires=time.time() + request.days * _DAY_S,
+                key_days=request.key_days,
+                max_slots=request.max_slots,
+            )
+            await self._users.invite(number, invitation)
+            return NewKey(secret=code, expires=invitation.expires)
+
+        return await self._as_admin(context, "users.invite", "", work)
+
+    async def _register(self, request: Register) -> NewKey:
+        """Make a user for one use of an invitation."""
+        name = user_name(request.user)
+        number = id_of_invitation(request.code)
+        if number is None:
+            raise AuthError("this is no invitation", hint="ask an admin for one")
+        if await self._users.get(name) is not None:
+            raise _taken(name)
+
+        def use(invitation: Invitation) -> Invitation:
+            known = is_same(invitation.code_hash, key_hash(request.code))
+            if not known or invitation.uses_left < 1 or invitation.expires < time.time():
+                raise AuthError("this invitation is used up", hint="ask an admin for another")
+            return invitation.model_copy(update={"uses_left": invitation.uses_left - 1})
+
+        invitation = await self._users.change_invitation(number, use)
+        key = new_api_key(name)
+        record = _record(name, key, invitation.key_days, invitation.max_slots)
+        await self._create(record)
+        await self._audit.write(f"invitation {number}", "users.register", target=name)
+        return NewKey(secret=key, user=name, expires=record.expires)
+
+    async def _me(self, _: Empty, context: RequestContext) -> UserReply:
+        return UserReply(user=_info(await self._known(context.user)))
+
+    async def _create(self, record: UserRecord) -> None:
+        try:
+            await self._users.create(record)
+        except ConflictError as error:
+            raise _taken(record.user) from error
+
+    async def _known(self, user: str) -> UserRecord:
+        record = await self._users.get(user)
+        if record is None:
+            raise NotFoundError(f"there is no user {user!r}", hint="`tinkermq user list`")
+        return record
+
+    async def _as_admin(
+        self,
+        context: RequestContext,
+        what: str,
+        target: str,
+        work: Callable[[], Awaitable[R]],
+    ) -> R:
+        """Do something that admins may do, and a user to himself if it is `rotate`."""
+        try:
+            caller = await self._known(context.user)
+            own_key = what == "users.rotate" and target == context.user
+            if caller.revoked is not None or (caller.role != "admin" and not own_key):
+                raise AuthError(
+                    f"user {context.user!r} may not do this ({what})", hint="ask an admin"
+                )
+            result = await work()
+        except TinkermqError as error:
+            await self._audit.write(context.user, what, target=target, outcome=error.message)
+            raise
+        await self._audit.write(context.user, what, target=target)
+        return result
+
+    async def _shut_out(self, user: str, context: RequestContext) -> None:
+        """Close the connections that use the old key; the asker's own once it has its answer."""
+        if user != context.user:
+            await kick(self._system, user)
+            return
+        task = asyncio.create_task(self._kick_later(user), name=f"kick {user}")
+        self._kicks.add(task)
+        task.add_done_callback(self._kicks.discard)
+
+    async def _kick_later(self, user: str) -> int:
+        await asyncio.sleep(_OWN_KICK_S)
+        return await kick(self._system, user)
+
+
+def _record(user: str, key: str, days: float, max_slots: int | None) -> UserRecord:
+    now = time.time()
+    return UserRecord(
+        user=user,
+        key_hash=key_hash(key),
+        created=now,
+        expires=expiry(now, days),
+        max_slots=max_slots,
+    )
+
+
+def _info(record: UserRecord) -> UserInfo:
+    return UserInfo(**record.model_dump(exclude={"key_hash"}))
+
+
+def _taken(user: str) -> ConflictError:
+    return ConflictError(
+        f"there is a user {user!r} already",
+        hint="choose another name; a new key for this one: `tinkermq user rotate`",
+    )

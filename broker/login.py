@@ -1,0 +1,100 @@
+"""As whom a process connects, and by which secret.
+
+In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
+that was given or stands in `$TINKERMQ_API_KEY`, else nobody: a broker without authentication takes
+everybody as the user that he says he is. Secrets come from the environment or from files, never
+from a command line.
+"""
+
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import AuthError, BrokerError
+from ..schemas.subjects import SERVICES, inbox, token, user_door
+from .keys import id_of_invitation, read_job_key, user_of_key
+
+KEY_VARIABLE = "TINKERMQ_API_KEY"
+CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
+CA_VARIABLE = "TINKERMQ_CA"
+_GUESTS = frozenset({"environment"})
+
+
+@dataclass(frozen=True)
+class Login:
+    """How one connection names and proves itself."""
+
+    user: str
+    """The user on whose behalf requests are sent, or the service."""
+    inbox: str
+    """Prefix of its inboxes."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """What nats-py is given: the secret is among it."""
+    door: str = ""
+    """Subject below which it asks the door; empty for those who need none."""
+    is_guest: bool = False
+    """Everything stored is reached through the door, and not only the shared buckets."""
+
+
+def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
+    """Return how to connect, from the arguments and the environment.
+
+    Raises AuthError for a malformed key, BrokerError for a credentials file that cannot be read.
+    """
+    path = credentials_file or os.environ.get(CREDENTIALS_VARIABLE)
+    if api_key is None and path:
+        return _of_service(Path(path))
+    key = api_key or os.environ.get(KEY_VARIABLE)
+    return _of_key(key) if key else Login(token(user, what="user"), inbox(user))
+
+
+def _of_key(key: str) -> Login:
+    process = read_job_key(key)
+    if process is not None:
+        return Login(
+            user=process.user,
+            inbox=process.scope.inbox(process.actor),
+            options={"user": "job", "password": key},
+            door=process.scope.door(process.role),
+            is_guest=process.role in _GUESTS,
+        )
+    if id_of_invitation(key) is not None:
+        options = {"user": "invited", "password": key}
+        return Login("invited", inbox("invited"), options, user_door("invited"), is_guest=True)
+    user = user_of_key(key)
+    options = {"user": user, "password": key}
+    return Login(user, inbox(user), options, user_door(user), is_guest=True)
+
+
+def _of_service(path: Path) -> Login:
+    """Read a credentials file: one line, `<service> <nkey seed>`."""
+    try:
+        name, seed = path.read_text(encoding="ascii").split()
+    except (OSError, ValueError) as error:
+        raise BrokerError(
+            f"the credentials file {path} cannot be used: {error}",
+            hint=f"${CREDENTIALS_VARIABLE} names a file that `tinkermq init` has written",
+        ) from error
+    if name not in SERVICES:
+        raise AuthError(f"{path} is no credentials file of a service")
+    return Login(name, inbox(name), {"nkeys_seed_str": seed})
+
+
+def tls_options(url: str) -> dict[str, Any]:
+    """Return nats-py's options for a URL: `tls://` demands TLS, checked against `$TINKERMQ_CA`.
+
+    Raises BrokerError when the CA file cannot be read.
+    """
+    path = os.environ.get(CA_VARIABLE)
+    if not url.startswith("tls://") and not path:
+        return {}
+    try:
+        return {"tls": ssl.create_default_context(cafile=path or None)}
+    except OSError as error:
+        raise BrokerError(
+            f"the certificate authority {path} cannot be read: {error}",
+            hint=f"${CA_VARIABLE} names a file with certificates in PEM",
+        ) from error

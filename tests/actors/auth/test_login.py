@@ -1,0 +1,206 @@
+"""Who is let in and who is not; keys that are replaced, revoked or run out."""
+
+import asyncio
+import time
+
+import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.keys import JobIdentity, job_key, new_api_key
+from tinkermq.broker.login import Login
+from tinkermq.broker.stored import get_all
+from tinkermq.broker.users import UserStore
+from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.subjects import AUDIT, STREAM_AUDIT
+from tinkermq.schemas.user import (
+    AddUser,
+    AuditRecord,
+    Invite,
+    NameUser,
+    NewKey,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserReply,
+)
+
+from tests.secured import SecuredPool, ask
+from tests.waiting import eventually, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+REFUSED = "refuses this user"
+
+
+async def audit(pool: SecuredPool) -> list[AuditRecord]:
+    messages = await get_all(await pool.service("auth"), STREAM_AUDIT, AUDIT)
+    return [AuditRecord.from_bytes(message.payload) for message in messages]
+
+
+async def refused(pool: SecuredPool, key: str) -> None:
+    with pytest.raises(BrokerError, match=REFUSED):
+        await connect(pool.server.url, name="test", api_key=key)
+
+
+def watched(broker: Broker) -> list[BrokerError]:
+    """Return the list into which a connection's errors go from now on."""
+    errors: list[BrokerError] = []
+    broker.on_error(errors.append)
+    return errors
+
+
+async def shut_out(broker: Broker, errors: list[BrokerError]) -> None:
+    """Wait until a connection was closed and is not let in again."""
+    await until(lambda: any(REFUSED in one.message for one in errors), "the refusal")
+    assert not broker.is_connected
+    await broker.close()
+
+
+async def test_a_user_gets_in_with_the_own_key_and_learns_who_he_is(pool: SecuredPool) -> None:
+    ada = await pool.user("ada")
+    told = (await ask(ada, "me", Empty(), UserReply)).user
+    assert (told.user, told.role, told.revoked) == ("ada", "user", None)
+    assert told.expires > time.time()
+
+
+async def test_nobody_gets_in_without_a_key_or_with_one_that_is_made_up(pool: SecuredPool) -> None:
+    with pytest.raises(BrokerError, match=REFUSED):
+        await connect(pool.server.url, name="test")
+    await pool.user("ada")
+    await refused(pool, new_api_key("ada"))
+    await refused(pool, new_api_key("nobody"))
+    with pytest.raises(AuthError, match="not an API key"):
+        await connect(pool.server.url, name="test", api_key="hello")
+    for name, password in (("root", pool.keys["ada"]), ("scheduler", "x"), ("job", "tmqj.a.b")):
+        login = Login(name, f"_INBOX_{name}", {"user": name, "password": password})
+        with pytest.raises(BrokerError, match=REFUSED):
+            await Broker(pool.server.url, "test", login).open(20, {})
+    outcomes = {(one.who, one.outcome) for one in await audit(pool)}
+    assert {("ada", "an unknown key"), ("root", "the key of another user")} <= outcomes
+
+
+async def test_a_key_is_kept_by_its_hash_only(pool: SecuredPool) -> None:
+    await pool.user("ada")
+    stored = await get_all(await pool.service("auth"), "KV_tmq-users", "$KV.tmq-users.>")
+    files = [path.read_bytes() for path in pool.secrets.folder.iterdir()]
+    log = pool.server.log_path.read_bytes()
+    for key in pool.keys.values():
+        assert not any(key.encode() in data for data in [m.payload for m in stored] + files + [log])
+
+
+async def test_an_old_key_ends_with_its_replacement_and_closes_its_connections(
+    pool: SecuredPool,
+) -> None:
+    bob = await pool.user("bob")
+    old, errors = pool.keys["bob"], watched(bob)
+    root = await pool.user("root")
+    fresh = (await ask(root, "rotate", RotateKey(user="bob"), NewKey)).secret
+    await shut_out(bob, errors)
+    await refused(pool, old)
+    again = await pool.connected(fresh)
+    errors = watched(again)
+    own = (await ask(again, "rotate", RotateKey(user="bob", days=0), NewKey)).secret
+    await shut_out(again, errors)
+    await refused(pool, fresh)
+    told = (await ask(await pool.connected(own), "me", Empty(), UserReply)).user
+    assert told.expires is None
+
+
+async def test_a_revoked_user_is_thrown_out_for_good(pool: SecuredPool) -> None:
+    eve, root = await pool.user("eve"), await pool.user("root")
+    errors = watched(eve)
+    await ask(root, "revoke", NameUser(user="eve"), UserReply)
+    await shut_out(eve, errors)
+    await refused(pool, pool.keys["eve"])
+    with pytest.raises(StateError, match="was revoked"):
+        await ask(root, "rotate", RotateKey(user="eve"), NewKey)
+    with pytest.raises(ConflictError, match="there is a user 'eve' already"):
+        await ask(root, "add", AddUser(user="eve"), NewKey)
+    with pytest.raises(StateError, match="cannot revoke himself"):
+        await ask(root, "revoke", NameUser(user="root"), UserReply)
+    done = {(one.who, one.what, one.target) for one in await audit(pool) if one.outcome == "done"}
+    assert {("root", "users.add", "eve"), ("root", "users.revoke", "eve")} <= done
+
+
+async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    request = AddUser(user="brief", days=4 / 86_400)
+    key = (await ask(root, "add", request, NewKey)).secret
+    broker = await pool.connected(key)
+    await asyncio.wait_for(broker.closed.wait(), 60)
+    await refused(pool, key)
+
+
+async def test_the_quota_is_where_the_scheduler_reads_it(pool: SecuredPool) -> None:
+    await pool.user("ada")
+    root, scheduler = await pool.user("root"), await pool.service("scheduler")
+    await ask(root, "quota", SetQuota(user="ada", max_slots=3, weight=2), UserReply)
+    record = await UserStore(scheduler).get("ada")
+    assert record is not None
+    assert (record.max_slots, record.weight) == (3, 2.0)
+    await ask(root, "quota", SetQuota(user="ada", max_slots=-1), UserReply)
+    users = (await ask(root, "list", Empty(), UserList)).users
+    assert [one.max_slots for one in users if one.user == "ada"] == [None]
+
+
+async def test_names_that_mean_something_else_are_refused(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    for name in ("scheduler", "pool", "job", "a-b", "A", "a.b", "*", ">", "", "x" * 33):
+        with pytest.raises(MessageError):
+            await ask(root, "add", AddUser(user=name), NewKey)
+
+
+async def test_who_has_an_invitation_may_register_and_nothing_else(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    code = (await ask(root, "invite", Invite(uses=1, max_slots=2), NewKey)).secret
+    guest = await pool.connected(code)
+    with pytest.raises(BrokerError, match="may not publish"):
+        await ask(guest, "list", Empty(), UserList)
+    with pytest.raises(ConflictError):
+        await ask(guest, "register", Register(code=code, user="root"), NewKey)
+    key = (await ask(guest, "register", Register(code=code, user="zoe"), NewKey)).secret
+    told = (await ask(await pool.connected(key), "me", Empty(), UserReply)).user
+    assert (told.role, told.max_slots) == ("user", 2)
+    with pytest.raises(AuthError, match="used up"):
+        await ask(guest, "register", Register(code=code, user="zoe2"), NewKey)
+    await refused(pool, code)
+
+
+async def test_the_key_of_a_process_is_worth_something_while_its_job_has_it(
+    pool: SecuredPool,
+) -> None:
+    await pool.user("ada")
+    scope = await pool.job("ada", "01short")
+    secret = pool.secrets.job_secret()
+    good = JobIdentity("ada", "01short", "generator", "generator-0", 1)
+    await pool.connected(job_key(good, secret))
+    for forged in (
+        job_key(good, b"another secret"),
+        job_key(good, secret).replace(".generator.", ".learner."),
+        job_key(good._replace(role="learner"), secret),
+        job_key(good._replace(actor="generator-7"), secret),
+        job_key(good._replace(attempt=2), secret),
+        job_key(good._replace(job="01other"), secret),
+    ):
+        await refused(pool, forged)
+    jobs = JobStore(await pool.service("scheduler"))
+    record = await jobs.get("ada", scope.job)
+    await jobs.transition(record, "COMPLETED", "done", "test")
+    await refused(pool, job_key(good, secret))
+
+
+async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool) -> None:
+    ada = await pool.user("ada")
+    await pool.stop_auth()
+    assert ada.is_connected
+    reading = asyncio.create_task(JobStore(ada).list_jobs("ada"))
+    await asyncio.sleep(0.1)
+    assert not reading.done()
+    await pool.start_auth()
+    await reading
+
+    async def back() -> bool:
+        return (await ask(ada, "me", Empty(), UserReply)).user.user == "ada"
+
+    await eventually(back, "an answer")

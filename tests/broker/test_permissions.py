@@ -1,0 +1,166 @@
+"""The table of permissions, as pure functions."""
+
+import pytest
+from tinkermq.broker.keys import JobIdentity
+from tinkermq.broker.permissions import (
+    Guest,
+    Permissions,
+    admin_permissions,
+    invited_permissions,
+    is_stream_of,
+    job_permissions,
+    may_read,
+    may_store,
+    service_permissions,
+    user_permissions,
+)
+from tinkermq.schemas.subjects import SERVICES
+
+ROLES = ("learner", "generator", "evaluator", "environment")
+JOB = "tmq.v1.job.ada.j1"
+
+
+def of_role(role: str) -> Permissions:
+    return job_permissions(JobIdentity("ada", "j1", role, f"{role}-0", 1))
+
+
+def covers(pattern: str, subject: str) -> bool:
+    """Whether a subject with wildcards covers another."""
+    ours, theirs = pattern.split("."), subject.split(".")
+    for at, part in enumerate(ours):
+        if part == ">":
+            return len(theirs) > at
+        if at >= len(theirs) or (part != "*" and part != theirs[at]):
+            return False
+    return len(ours) == len(theirs)
+
+
+def may_publish(permissions: Permissions, subject: str) -> bool:
+    allowed = any(covers(pattern, subject) for pattern in permissions.publish)
+    return allowed and not any(covers(pattern, subject) for pattern in permissions.deny_publish)
+
+
+def test_users_and_environment_hosts_have_no_right_to_ask_jetstream() -> None:
+    for permissions in (
+        user_permissions("ada"),
+        admin_permissions("root"),
+        invited_permissions(),
+        of_role("environment"),
+    ):
+        for subject in (*permissions.publish, *permissions.subscribe):
+            assert not subject.startswith(("$JS", "$KV", "$O.", "$SYS", ">", "*"))
+
+
+def test_everybody_but_the_pool_itself_is_given_subjects_with_a_user_in_them() -> None:
+    for permissions in (user_permissions("ada"), *map(of_role, ROLES)):
+        for subject in (*permissions.publish, *permissions.subscribe):
+            common = subject in ("$SRV.>", "_INBOX.>", "$JS.API.INFO", "_INBOX_scheduler.>")
+            assert common or "ada" in subject, subject
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_the_learner_publishes_weights_tasks_and_batches(role: str) -> None:
+    permissions = of_role(role)
+    for subject in (
+        f"{JOB}.batch",
+        f"{JOB}.task.1",
+        f"{JOB}.weights",
+        "$KV.tmq-ada-j1-weights.latest",
+        "$O.tmq-ada-j1-weights.C.x",
+    ):
+        assert may_publish(permissions, subject) == (role == "learner")
+    can_append = role in ("learner", "generator")
+    assert may_publish(permissions, f"{JOB}.rollout.1") == can_append
+    assert not may_publish(permissions, "tmq.v1.job.ada.j2.rollout.1")
+
+
+def test_nobody_but_scheduler_and_auth_service_makes_consumers_or_streams() -> None:
+    verbs = ("CONSUMER.CREATE.s.c.f", "CONSUMER.DURABLE.CREATE.s.c", "STREAM.CREATE.s")
+    for permissions in (
+        user_permissions("ada"),
+        admin_permissions("root"),
+        *map(of_role, ROLES),
+        service_permissions("node"),
+        service_permissions("gateway"),
+    ):
+        assert not any(may_publish(permissions, f"$JS.API.{verb}") for verb in verbs)
+
+
+def test_nobody_listens_in_the_inbox_of_another() -> None:
+    inboxes = {name: f"_INBOX_{name}.x.1" for name in (*SERVICES, "ada", "bob")}
+    for name in ("node", "gateway", "ada"):
+        table = user_permissions if name == "ada" else service_permissions
+        for owner, subject in inboxes.items():
+            heard = any(covers(pattern, subject) for pattern in table(name).subscribe)
+            assert heard == (owner == name)
+
+
+def test_a_role_or_service_that_is_none_has_no_permissions() -> None:
+    with pytest.raises(KeyError):
+        of_role("admin")
+    with pytest.raises(KeyError):
+        service_permissions("somebody")
+
+
+@pytest.mark.parametrize(
+    ("user", "stream", "owns"),
+    [
+        ("ada", "tmq-ada-j1-log", True),
+        ("ada", "KV_tmq-ada-j1-weights", True),
+        ("ada", "OBJ_tmq-ada-j1-weights", True),
+        ("ad", "tmq-ada-j1-log", False),
+        ("ada", "tmq-ada_b-j1-log", False),
+        ("ada", "tmq-ada-log", False),
+        ("ada", "tmq-users", False),
+        ("ada", "KV_tmq-users", False),
+        ("ada", "tmq-ada-j1-secrets", False),
+    ],
+)
+def test_a_stream_belongs_to_the_user_in_its_name(user: str, stream: str, owns: bool) -> None:
+    assert is_stream_of(user, stream) == owns
+
+
+@pytest.mark.parametrize(
+    ("guest", "stream", "subject", "allowed"),
+    [
+        (Guest("ada"), "tmq-ada-j1-log", ">", True),
+        (Guest("bob"), "tmq-ada-j1-log", ">", False),
+        (Guest("ada"), "KV_tmq-jobs", "$KV.tmq-jobs.ada.>", True),
+        (Guest("ada"), "KV_tmq-jobs", "$KV.tmq-jobs.ada2.>", False),
+        (Guest("ada"), "KV_tmq-jobs", "$KV.tmq-jobs.>", False),
+        (Guest("ada"), "KV_tmq-jobs", "", False),
+        (Guest("ada"), "KV_tmq-actors", "$KV.tmq-actors.pool.>", True),
+        (Guest("ada"), "KV_tmq-actors", "$KV.tmq-actors.bob.>", False),
+        (Guest("ada", "j1", "environment"), "KV_tmq-jobs", "$KV.tmq-jobs.ada.j1", True),
+        (Guest("ada", "j1", "environment"), "KV_tmq-jobs", "$KV.tmq-jobs.ada.>", False),
+        (Guest("ada", "j1", "environment"), "tmq-ada-j1-log", ">", False),
+        (Guest("ada", "j1", "environment"), "KV_tmq-evals", "$KV.tmq-evals.ada.j1.>", False),
+        (Guest("ada", "j1", "learner"), "KV_tmq-evals", "$KV.tmq-evals.ada.j1.>", True),
+        (Guest("ada", "j1", "nonsense"), "KV_tmq-evals", "$KV.tmq-evals.ada.j1.>", False),
+    ],
+)
+def test_the_door_reads_ones_own(guest: Guest, stream: str, subject: str, allowed: bool) -> None:
+    assert may_read(guest, stream, subject) == allowed
+
+
+@pytest.mark.parametrize(
+    ("guest", "subject", "stream"),
+    [
+        (Guest("ada"), f"{JOB}.rollout.7", "tmq-ada-j1-rollout"),
+        (Guest("bob"), f"{JOB}.rollout.7", None),
+        (Guest("ada"), f"{JOB}.rollout.*", None),
+        (Guest("ada"), f"{JOB}.rollout.x", None),
+        (Guest("ada"), f"{JOB}.metric", None),
+        (Guest("ada"), "$KV.tmq-evals.ada.j1.3", "KV_tmq-evals"),
+        (Guest("ada"), "$KV.tmq-evals.bob.j1.3", None),
+        (Guest("ada"), "$KV.tmq-jobs.ada.j1", None),
+        (Guest("ada"), "$JS.API.STREAM.DELETE.x", None),
+        (Guest("ada", "j1", "environment"), f"{JOB}.event", "tmq-ada-j1-feed"),
+        (Guest("ada", "j1", "environment"), "$KV.tmq-actors.ada.j1.e", "KV_tmq-actors"),
+        (Guest("ada", "j1", "environment"), "$KV.tmq-actors.ada.j2.e", None),
+        (Guest("ada", "j1", "environment"), f"{JOB}.rollout.7", None),
+        (Guest("ada", "j1", "learner"), f"{JOB}.rollout.7", None),
+    ],
+)
+def test_the_door_stores_ones_own(guest: Guest, subject: str, stream: str | None) -> None:
+    assert may_store(guest, subject) == stream

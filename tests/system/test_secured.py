@@ -1,0 +1,169 @@
+"""The whole stack with authentication: `init`, `up`, users with their keys, and a job of each."""
+
+import json
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.feed import read_metrics
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.weights import WeightStore
+from tinkermq.clients.home import Home
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.errors import BrokerError, NotFoundError
+from tinkermq.schemas.job import FINAL_STATES, JobRecord
+from tinkermq.schemas.subjects import JobScope
+
+from tests.clients.command import Outcome, tinkermq
+from tests.configs import small_job
+from tests.waiting import PATIENCE_S, eventually
+
+
+class Operator:
+    """Runs the command line in the folder of one stack."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.keys: dict[str, str] = {}
+
+    def run(self, *words: str, key: str = "", **env: str) -> Outcome:
+        """Run one command as the user with this key."""
+        given = {"TINKERMQ_HOME": str(self.home), **env}
+        if key:
+            given["TINKERMQ_API_KEY"] = self.keys[key]
+        return tinkermq(*words, env=given, timeout=PATIENCE_S)
+
+    def told(self, *words: str, key: str = "", **env: str) -> Any:
+        """Run one command and return its JSON."""
+        outcome = self.run(*words, "--json", key=key, **env)
+        assert outcome.code == 0, outcome.err
+        return json.loads(outcome.out)
+
+    @property
+    def url(self) -> str:
+        """The broker of the stack."""
+        state = Home(self.home).running()
+        assert state is not None
+        return state.url
+
+
+@pytest.fixture(scope="module")
+def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
+    """A stack with an admin and two users."""
+    made = Operator(tmp_path_factory.mktemp("home"))
+    told = made.told("init", "--admin", "root")
+    made.keys["root"] = told["api_key"]
+    try:
+        up = made.run("up", "--port", "0", "--slots", "8", "--json")
+        assert up.code == 0, up.err
+        assert set(json.loads(up.out)["children"]) == {"broker", "auth", "scheduler", "node"}
+        for name in ("ada", "bob"):
+            made.keys[name] = made.told("user", "add", name, key="root")["api_key"]
+        yield made
+    finally:
+        assert made.run("down").code == 0
+
+
+def test_init_writes_secrets_for_the_owner_only_and_not_twice(operator: Operator) -> None:
+    secrets = operator.home / "secrets"
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()} == {0o600}
+    again = operator.run("init")
+    assert again.code != 0
+    assert "holds the secrets of a pool already" in again.err
+
+
+def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
+    users = {one["user"]: one for one in operator.told("user", "list", key="root")}
+    assert users["root"]["role"] == "admin"
+    assert "key_hash" not in users["ada"]
+    assert operator.told("user", "quota", "bob", "--slots", "4", key="root")["max_slots"] == 4
+    denied = operator.run("user", "list", key="ada")
+    assert denied.code != 0
+    assert "may not do this" in denied.err
+    code = operator.told("user", "invite", key="root")["code"]
+    told = operator.told("register", "cleo", TINKERMQ_INVITATION=code)
+    operator.keys["cleo"] = told["api_key"]
+    assert operator.told("ps", key="cleo") == []
+    old = operator.keys["cleo"]
+    operator.keys["cleo"] = operator.told("user", "rotate", "cleo", key="cleo")["api_key"]
+    assert operator.told("ps", key="cleo") == []
+    assert operator.run("ps", TINKERMQ_API_KEY=old).code != 0
+    assert operator.told("user", "revoke", "cleo", key="root")["revoked"]
+    assert operator.run("ps", key="cleo").code != 0
+    assert operator.run("ps").code != 0
+
+
+async def trained(pool: Pool, config: dict[str, Any]) -> JobRecord:
+    """Submit a job and wait until it has ended."""
+    record = await pool.submit(config)
+
+    async def ended() -> JobRecord | None:
+        now = await pool.find(record.job)
+        return now if now.state in FINAL_STATES else None
+
+    return await eventually(ended, f"{record.name} to end", 150)
+
+
+def processes_with(secret: str) -> list[str]:
+    """Return the command lines on this machine that hold a secret."""
+    lines: list[str] = []
+    for process in Path("/proc").iterdir():
+        try:
+            line = (process / "cmdline").read_bytes().decode(errors="replace")
+        except (OSError, ValueError):
+            continue
+        if secret in line:
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.timeout(400)
+async def test_two_users_train_and_neither_reaches_the_others_job(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    config = {**small_job(model), "output_dir": str(tmp_path / "runs")}
+    config["training"] = {**config["training"], "num_steps": 3}
+    records: dict[str, JobRecord] = {}
+    brokers: dict[str, Broker] = {}
+    for name in ("ada", "bob"):
+        brokers[name] = await connect(operator.url, name=name, api_key=operator.keys[name])
+        records[name] = await trained(Pool(brokers[name]), {**config, "name": f"run-{name}"})
+        assert records[name].state == "COMPLETED", records[name].reason
+        assert not processes_with(operator.keys[name])
+    for name, other in (("ada", "bob"), ("bob", "ada")):
+        pool, record = Pool(brokers[name]), records[other]
+        own, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
+        assert [one.job for one in await pool.list_jobs(all=True)] == [records[name].job]
+        assert [one.step for one in await read_metrics(brokers[name], own)][-1] == 3
+        with pytest.raises(NotFoundError):
+            await pool.find(record.job)
+        for change in (pool.stop, pool.pause, pool.resume):
+            with pytest.raises(NotFoundError):
+                await change(record.job)
+        with pytest.raises(BrokerError):
+            await read_metrics(brokers[name], theirs)
+        with pytest.raises(BrokerError):
+            await RolloutLog(brokers[name], theirs).get(1)
+        with pytest.raises(BrokerError):
+            await WeightStore(brokers[name], theirs).latest()
+        others = [one for node in (await pool.nodes()).nodes for one in node.actors]
+        assert not [one for one in others if one.user not in ("", name)]
+    for broker in brokers.values():
+        await broker.close()
+    assert operator.run("logs", "run-ada", key="ada").code == 0
+    assert operator.run("rollouts", "run-ada", key="ada").code == 0
+    assert operator.run("logs", "run-ada", key="bob").code != 0
+    written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    written += list((operator.home / "logs").iterdir())
+    for key in [*operator.keys.values(), "tmqj."]:
+        assert not [path for path in written if key.encode() in path.read_bytes()]
+
+
+def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:
+    outcome = Operator(tmp_path / "home").run("up", "--host", "0.0.0.0", "--port", "0")
+    assert outcome.code != 0
+    assert "could be used by everybody" in outcome.err

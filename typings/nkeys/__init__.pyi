@@ -1,0 +1,9 @@
+PREFIX_BYTE_ACCOUNT: int
+PREFIX_BYTE_USER: int
+
+class KeyPair:
+    public_key: bytes
+    def sign(self, input: bytes) -> bytes: ...
+
+def from_seed(seed: bytearray) -> KeyPair: ...
+def encode_seed(src: bytes, prefix: int) -> bytes: ...
