@@ -32,6 +32,7 @@ from .job import (
     JobReply,
     JobRequest,
     ListRequest,
+    PriorityRequest,
     RequestRecord,
     ScaleRequest,
     StopRequest,
@@ -44,7 +45,9 @@ from .rollout import Group
 from .task import DeadLetter, Task
 from .user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -125,6 +128,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("scale", ScaleRequest, JobReply),
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
+    _scheduler("priority", PriorityRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
     _users("add", AddUser, NewKey),
     _users("list", Empty, UserList),
@@ -132,6 +136,7 @@ TOPICS: tuple[Topic, ...] = (
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
     _users("invite", Invite, NewKey),
+    _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
     _users("register", Register, NewKey, "somebody invited"),
     Topic(

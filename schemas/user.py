@@ -187,3 +187,17 @@ class AuditRecord(Message):
     """Address and client of a log-in; how many like it were left out."""
     time: float
     """Seconds since the epoch."""
+
+
+class AuditRequest(Message):
+    """Ask what was written down last: `audit`."""
+
+    limit: int = Field(default=200, ge=1, le=2000)
+    """At most so many records."""
+
+
+class AuditList(Message):
+    """What was written down, newest first."""
+
+    records: list[AuditRecord]
+    """The records."""

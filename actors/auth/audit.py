@@ -5,8 +5,10 @@ import time
 import structlog
 
 from ...broker.connection import Broker
+from ...broker.stored import get_batch
+from ...broker.streams import stream_info
 from ...schemas.errors import TinkermqError
-from ...schemas.subjects import AUDIT
+from ...schemas.subjects import AUDIT, STREAM_AUDIT
 from ...schemas.user import AuditRecord
 
 MAX_REFUSALS = 60
@@ -37,6 +39,20 @@ class Audit:
             )
         except TinkermqError as error:
             _log.error("audit_failed", error=error.message)
+
+    async def last(self, limit: int) -> list[AuditRecord]:
+        """Return the newest records, newest first."""
+        state = (await stream_info(self._broker, STREAM_AUDIT))["state"]
+        last = int(state["last_seq"])
+        found: list[AuditRecord] = []
+        seq = max(int(state["first_seq"]), last - limit + 1, 1)
+        while seq <= last:
+            messages, more = await get_batch(self._broker, STREAM_AUDIT, seq, AUDIT)
+            found += [AuditRecord.from_bytes(message.payload) for message in messages]
+            if not more or not messages:
+                break
+            seq = messages[-1].seq + 1
+        return found[::-1]
 
     async def refused(self, who: str, why: str, detail: str) -> None:
         """Append a refused log-in; beyond the bound they are only counted."""

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from ...schemas.errors import MessageError
 from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
-from . import checkpoints, logs, rollouts
+from . import checkpoints, logs, rollouts, users
 from .episodes import show_episode, show_tokens
 from .live import job_stream
 from .operations import BODIES, SubmitBody, act, body_of, config_of, effective, submit
@@ -313,6 +313,17 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("GET", "/api/v1/nodes", list_nodes, "Nodes of the pool"),
     Operation("GET", "/api/v1/queue", list_queue, "Jobs that wait, and why"),
+    Operation("GET", "/api/v1/users", users.list_users, "Users, for admins"),
+    *(
+        Operation("POST", f"/api/v1/users/{name}", users.change_user, text, body=body)
+        for name, text, body in (
+            ("add", "Make a user; the key is told once, for admins", users.AddBody),
+            ("rotate", "Replace a key, one's own or as an admin", users.RotateBody),
+            ("revoke", "Shut a user out for good, for admins", users.RevokeBody),
+            ("quota", "Change a user's share of the pool, for admins", users.QuotaBody),
+        )
+    ),
+    Operation("GET", "/api/v1/audit", users.read_audit, "What touched security", (_LIMIT,)),
 )
 """Every operation, in the order in which the page lists them."""
 

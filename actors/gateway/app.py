@@ -19,7 +19,7 @@ from starlette.types import Scope
 from ...broker.presence import list_presences
 from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
-from . import api, pages
+from . import api, pages, users
 from .counters import Counters, pool_text
 from .guard import Guard
 from .openapi import description
@@ -55,6 +55,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/api/openapi.json", openapi),
             *api.routes(),
             *more_routes(sessions),
+            *users.routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),
         ],

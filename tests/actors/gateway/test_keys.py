@@ -181,3 +181,37 @@ async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> 
     await sessions.close()
     assert first.broker.closed.is_set()
     assert sessions.num_visitors == 0
+
+
+async def test_an_admin_manages_users_and_reads_the_audit_in_the_browser(
+    guarded: Guarded, browser: Browser
+) -> None:
+    async with watched_page(browser, guarded.gateway.url) as page:
+        await page.goto("/users")
+        await page.fill("input[name=key]", guarded.pool.admin_key)
+        await page.click("main button[type=submit]")
+        await page.wait_for_url("**/users")
+        await page.fill("form[action='/users/add'] input[name=user]", "dave")
+        await page.fill("form[action='/users/add'] input[name=max_slots]", "3")
+        await page.click("form[action='/users/add'] button")
+        key = await page.inner_text("#new-key")
+        assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).json == {"user": "dave"}
+        assert "users.add" in await page.inner_text("main")
+        row = page.locator("tr", has_text="dave").first
+        assert await row.locator("input[name=max_slots]").input_value() == "3"
+        await row.locator("form[action='/users/revoke'] button").click()
+        await page.wait_for_function("() => document.body.innerText.includes('revoked 20')")
+    assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).status == 401
+
+
+async def test_a_user_sees_the_own_record_and_may_not_manage_others(guarded: Guarded) -> None:
+    own = guarded.bearer("alice")
+    text = (await guarded.gateway.get("/users", **own)).text
+    assert "Replace my key" in text
+    assert "Audit" not in text
+    for path in ("/api/v1/users", "/api/v1/audit"):
+        assert (await guarded.gateway.get(path, **own)).status == 403
+    refused = await guarded.gateway.post("/api/v1/users/revoke", {"user": "bob"}, **own)
+    assert refused.status == 403
+    malformed = await guarded.gateway.post("/api/v1/users/add", {"name": "x"}, **own)
+    assert malformed.status == 400
