@@ -124,6 +124,20 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
         ) from error
 
 
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
+) -> None:
+    """Raise ModelError for a tokenizer with tokens that the model does not know."""
+    known = int(cast("Any", config).get_text_config().vocab_size)
+    num_tokens = len(tokenizer)
+    if num_tokens > known:
+        raise ModelError(
+            f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
+            f"knows {known}",
+            hint="use the tokenizer that was saved with the model",
+        )
+
+
 def load_stop_token_ids(path: str) -> tuple[int, ...]:
     """Return the tokens that end a generation, as the model's generation_config.json says."""
     from transformers import GenerationConfig

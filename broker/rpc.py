@@ -11,7 +11,7 @@ subject, which the broker enforces, never by the payload.
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -63,6 +63,10 @@ Handler = Callable[..., Awaitable[Message]]
 """`async handler(request) -> reply`, or `async handler(request, context) -> reply`."""
 
 
+RawHandler = Callable[[Request], Coroutine[Any, Any, None]]
+"""Takes one request as it came, and sends the replies itself."""
+
+
 class Service:
     """A micro service with typed endpoints; make one with `Service.start`."""
 
@@ -107,16 +111,25 @@ class Service:
         Endpoints on the same subject and `queue` share its requests, also across processes.
         """
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler))
+        endpoint.micro = await self.raw_endpoint(name, subject, endpoint.answer, queue=queue)
+
+    async def raw_endpoint(
+        self, name: str, subject: str, answer: RawHandler, *, queue: str = "q"
+    ) -> Any:
+        """Answer requests on `subject` with a coroutine that sends its replies itself.
+
+        Returns nats-py's endpoint, which counts them.
+        """
 
         async def take(request: Request) -> None:
             await self._free.acquire()
-            task = asyncio.create_task(endpoint.answer(request), name=f"{name} request")
+            task = asyncio.create_task(answer(request), name=f"{name} request")
             self._running.add(task)
             task.add_done_callback(self._done)
 
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
-        endpoint.micro = cast("Any", self._micro)._endpoints[-1]
         await self._broker.nc.flush()
+        return cast("Any", self._micro)._endpoints[-1]
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)

@@ -12,25 +12,34 @@ if TYPE_CHECKING:
         MathGameEnvironment,
         create_game_environment,
     )
+    from .inference import InferenceReport, run_inference, run_inference_async
+    from .inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
     from .publish import AsyncTrajectoryPublisher, TrajectoryPublisher
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
     from .trajectories import make_trajectory
 
 __all__ = [
+    "AsyncInferenceSchedulerClient",
     "AsyncSchedulerClient",
     "AsyncServiceClient",
     "AsyncTrajectoryPublisher",
     "GameEnvironment",
+    "InferenceReport",
+    "InferenceSchedulerClient",
     "MathGameEnvironment",
     "SchedulerClient",
     "ServiceClient",
     "TrajectoryPublisher",
     "create_game_environment",
     "make_trajectory",
+    "run_inference",
+    "run_inference_async",
 ]
 
 _HOMES = {
+    "inference": ("InferenceReport", "run_inference", "run_inference_async"),
+    "inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "game_environment": ("GameEnvironment", "MathGameEnvironment", "create_game_environment"),

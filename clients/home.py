@@ -20,6 +20,7 @@ from ..schemas.errors import BrokerError, StateError, StorageError
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"
 HOME_VARIABLE = "TINKERMQ_HOME"
+GATEWAY_VARIABLE = "TINKERMQ_GATEWAY_URL"
 _LOCK_TRIES = 20
 _LOCK_PAUSE_S = 0.05
 
@@ -147,6 +148,15 @@ def find_url(given: str | None = None) -> str:
             f"{URL_VARIABLE}",
         )
     return state.url
+
+
+def find_gateway(given: str | None = None) -> str | None:
+    """Return the gateway's URL: the given one, `$TINKERMQ_GATEWAY_URL`, or the local stack's."""
+    url = given or os.environ.get(GATEWAY_VARIABLE)
+    if url:
+        return url
+    state = Home().running()
+    return getattr(state, "gateway_url", None)
 
 
 def _take(lock: IO[str]) -> bool:

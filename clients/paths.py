@@ -16,8 +16,9 @@ def resolve_paths(config: dict[str, Any], broker_url: str) -> dict[str, Any]:
     """Return the configuration with model folder, data files and output folder made absolute."""
     resolved = copy.deepcopy(config)
     model: dict[str, Any] = resolved.get("model") or {}
-    if "path" in model:
-        model["path"] = _existing(str(model["path"]))
+    for key in {"path", "tokenizer"} & model.keys():
+        if model[key] is not None:
+            model[key] = _existing(str(model[key]))
     env: dict[str, Any] = resolved.get("env") or {}
     for key in {"train_data", "val_data"} & env.keys():
         env[key] = [_existing(str(path)) for path in env[key]]

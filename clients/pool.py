@@ -52,6 +52,7 @@ class Pool:
         kind: Literal["train", "infer", "eval", "sft"] = "train",
         configured: bool = True,
         fork_of: str | None = None,
+        follow: str | None = None,
         request_id: str | None = None,
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same job."""
@@ -61,6 +62,7 @@ class Pool:
             config=dict(config),
             configured=configured,
             fork_of=fork_of,
+            follow=follow,
         )
         return await self._change("submit", request)
 
@@ -83,9 +85,9 @@ class Pool:
         return await self._change("resume", JobRequest(job=job))
 
     async def scale(
-        self, job: str, role: Literal["generator", "environment"], count: int
+        self, job: str, role: Literal["generator", "environment", "server"], count: int
     ) -> JobRecord:
-        """Change the number of generators or environment hosts."""
+        """Change the number of generators, environment hosts or servers."""
         return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
 
     async def nodes(self) -> NodeList:

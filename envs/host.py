@@ -199,6 +199,7 @@ class EnvironmentHost:
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
+            data_source=self._data.source(request.split, request.sample),
             lease_s=self._config.lease_s,
         )
 

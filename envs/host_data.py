@@ -37,6 +37,14 @@ class HostData:
         known = self._recent.get((split, sample))
         return known if known is not None else self._decode(split, sample)
 
+    def source(self, split: Split, sample: int | None) -> str:
+        """Return the data source of a row; empty where there is none."""
+        try:
+            record = self.record(split, sample)
+        except DataError:
+            return ""  # the start of the episode tells of it
+        return record.data_source if record is not None else ""
+
     def _decode(self, split: Split, sample: int) -> Record | None:
         dataset = self._train if split == "train" else self._val
         if dataset is None:

@@ -85,6 +85,8 @@ class Started:
     """The host that holds it."""
     messages: list[dict[str, Any]]
     """Chat messages of its first prompt."""
+    data_source: str = ""
+    """What the row of the data says of its origin."""
 
 
 class Environments:
@@ -243,9 +245,9 @@ def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError
     """Return an episode that has started, the host that is still at it, or an error."""
     if opened.error is not None:
         return opened.error.to_error()
-    return (
-        reply.host if opened.prompt is None else Started(reply.host, reply.prompts[opened.prompt])
-    )
+    if opened.prompt is None:
+        return reply.host
+    return Started(reply.host, reply.prompts[opened.prompt], reply.data_source)
 
 
 def _parts(actions: list[Action]) -> list[list[Action]]:

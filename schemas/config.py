@@ -5,7 +5,7 @@ page. `when(...)` marks a key that only some choices read; setting it under anot
 error, because it would have no effect.
 """
 
-from typing import Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -57,6 +57,8 @@ class ModelConfig(Section):
 
     path: str
     """Hugging Face folder, or the name of a model on the hub."""
+    tokenizer: str | None = None
+    """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
     """Attention kernel; flash_attention_2 needs a GPU and the `flash-attn` extra."""
     trust_remote_code: bool = False
@@ -69,7 +71,7 @@ class EnvConfig(Section):
     """The game, its data, and the hosts that run it."""
 
     game: str
-    """Registered name (`tinkermq env list`) or `package.module:Class`."""
+    """Registered name (`tinkermq env list`) or `package.module:Class`; empty: callers bring one."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the game's constructor."""
     train_data: list[str] = Field(default_factory=list[str])
@@ -133,6 +135,8 @@ class GeneratorConfig(Section):
     """Episodes that run at the same time in one generator."""
     max_requests: int = Field(default=256, ge=1)
     """Requests that decode in one forward pass."""
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest sequence that the engine takes; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """What becomes of the cache of running requests at a weight swap."""
     ack_wait_s: float = Field(default=30.0, ge=1)
@@ -304,7 +308,11 @@ class EvaluationConfig(Section):
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
     success_reward: float = 0.5
-    """An episode whose return is above this counts as a success."""
+    """A return above this is a success, unless the game tells it in `info["success"]`."""
+    data: Literal["val", "train"] = "val"
+    """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
+    tasks: list[Annotated[int, Field(ge=0)]] | None = None
+    """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 
 
 class WeightsConfig(Section):
@@ -365,6 +373,12 @@ class JobConfig(Section):
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
+            )
+        context = self.generator.max_context
+        if context is not None and context < self.rollout.max_tokens:
+            raise ValueError(
+                f"generator.max_context ({context}) is under rollout.max_prompt_tokens + "
+                f"rollout.max_response_tokens ({self.rollout.max_tokens})"
             )
         if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
             raise ValueError(

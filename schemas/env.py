@@ -67,6 +67,8 @@ class ResetReply(Message):
     """Chat messages of the first prompts, each different one once."""
     episodes: list[Opened]
     """What became of each episode, in the order of the request."""
+    data_source: str = ""
+    """What the row says of its origin; scores are told apart by it."""
     lease_s: float
     """An episode is freed when it is neither stepped nor closed for this long."""
 

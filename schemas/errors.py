@@ -121,6 +121,12 @@ class JobFailedError(TinkermqError, RuntimeError):
     code = "job_failed"
 
 
+class BusyError(TinkermqError):
+    """A service that has taken on as much as it may: the same request is welcome later."""
+
+    code = "busy"
+
+
 class StorageError(TinkermqError):
     """A file could not be written or read: a full disk, a missing right."""
 

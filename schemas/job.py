@@ -10,7 +10,7 @@ JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
 ]
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
-Role = Literal["learner", "generator", "evaluator", "environment"]
+Role = Literal["learner", "generator", "evaluator", "environment", "server"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
     "STARTING": frozenset({"RUNNING", "QUEUED", "FAILED", "CANCELLED", "LOST"}),
@@ -80,6 +80,10 @@ class JobRecord(Message):
     """`run@step` whose checkpoint the job starts from."""
     fork_dir: str = ""
     """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
+    follow: str | None = None
+    """Job id of the live run whose newest version an inference job serves."""
+    serves: str = ""
+    """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
     stop: Literal["no", "drain", "now"] = "no"
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False
@@ -116,6 +120,8 @@ class SubmitRequest(Message):
     """`run@step` whose checkpoint the job starts from."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
+    follow: str | None = None
+    """Live run, by id or name, whose newest version an inference job serves."""
 
 
 class JobRequest(Message):
@@ -148,11 +154,11 @@ class StopRequest(Message):
 
 
 class ScaleRequest(Message):
-    """Change the number of generators or environment hosts of a job: `scale`."""
+    """Change the number of generators, servers or environment hosts of a job: `scale`."""
 
     job: str
     """Job id or run name."""
-    role: Literal["generator", "environment"]
+    role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
     """How many there shall be."""

@@ -2,6 +2,8 @@
 
 from typing import Self
 
+from pydantic import Field
+
 from .errors import TinkermqError, error_from_reply
 from .message import Message
 
@@ -28,6 +30,21 @@ class ErrorReply(Message):
     def to_error(self) -> TinkermqError:
         """Return the error that the peer raised, as the same class."""
         return error_from_reply(self.code, self.message, self.hint)
+
+
+class Part(Message):
+    """One of the messages that answer one request, when the answer comes bit by bit.
+
+    What extends it carries a piece of the answer; one that carries none says that the service is
+    still at work.
+    """
+
+    index: int = Field(default=0, ge=0)
+    """Number of the message, from 0: a gap means that one was lost."""
+    last: bool = False
+    """Nothing follows."""
+    error: ErrorReply | None = None
+    """Why the answer ends here; only in the last one."""
 
 
 def _clean(text: str) -> str:

@@ -42,6 +42,8 @@ class Trajectory(Message):
     """What the game said in `info` at its last step."""
     host: str = ""
     """The environment host that ran the game."""
+    data_source: str = ""
+    """What the row of the data says of its origin; scores are told apart by it."""
     num_tries: int = Field(default=1, ge=1)
     """1 + the number of earlier tries of this episode that failed."""
     failures: list[Blame] = Field(default_factory=list[Blame])

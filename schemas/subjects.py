@@ -99,10 +99,14 @@ class JobScope:
 
     user: str
     job: str
+    session: str = ""
+    """One caller's games within an inference job; empty for those of the job itself."""
 
     def __post_init__(self) -> None:
         token(self.user, what="user")
         token(self.job, what="job id")
+        if self.session:
+            token(self.session, what="session")
 
     @property
     def key(self) -> str:
@@ -110,7 +114,8 @@ class JobScope:
         return f"{self.user}.{self.job}"
 
     def _subject(self, tail: str) -> str:
-        return f"{PREFIX}.job.{self.user}.{self.job}.{tail}"
+        inside = f"play.{self.session}." if self.session else ""
+        return f"{PREFIX}.job.{self.user}.{self.job}.{inside}{tail}"
 
     def _stream(self, kind: str) -> str:
         return f"tmq-{self.user}-{self.job}-{kind}"
@@ -173,6 +178,14 @@ class JobScope:
     def inbox(self, actor: str) -> str:
         """Prefix of the inboxes of one actor (`>` below the job: of all)."""
         return f"_INBOX_job.{self.user}.{self.job}.{actor}"
+
+    def of_session(self, session: str) -> "JobScope":
+        """Return the names of one caller's games within this inference job."""
+        return JobScope(self.user, self.job, session)
+
+    def infer(self, verb: str) -> str:
+        """Subject of `chat`, `complete` or `play` at any server, or of `cancel` at all of them."""
+        return self._subject(f"infer.{verb}")
 
     def control(self, actor: str) -> str:
         """Subject of control requests to one actor."""

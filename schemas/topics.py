@@ -25,6 +25,14 @@ from .env import (
     StepReply,
     StepRequest,
 )
+from .infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    InferPart,
+    PlayPart,
+    PlayRequest,
+)
 from .job import (
     ConfigureRequest,
     JobList,
@@ -187,6 +195,16 @@ TOPICS: tuple[Topic, ...] = (
         CloseRequest,
         Empty,
         "generator, evaluator → the episode's host",
+    ),
+    _job(_SCOPE.infer("chat"), ChatRequest, InferPart, "gateway, client → any server"),
+    _job(_SCOPE.infer("complete"), CompletionRequest, InferPart, "gateway, client → any server"),
+    _job(_SCOPE.infer("play"), PlayRequest, PlayPart, "client → any server"),
+    Topic(
+        _shown(_SCOPE.infer("cancel")),
+        "announcement",
+        CancelInference,
+        None,
+        "gateway, client → all servers",
     ),
     _job(_SCOPE.control("<actor>"), ControlRequest, ControlReply, "scheduler, client → actor"),
     _job(

@@ -83,10 +83,11 @@ def test_the_committed_page_is_what_the_schemas_say(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == pages()[name], "run `make docs`"
 
 
-def test_every_message_travels_on_a_subject_or_inside_another() -> None:
+def test_every_message_travels_on_a_subject_or_inside_another_or_is_extended() -> None:
     used = {topic.message for topic in TOPICS} | {topic.reply for topic in TOPICS}
     used |= {store.message for store in STORES}
     models = [model for _, found in message_modules() for model in found]
+    used |= {base for model in models for base in model.__mro__[1:]}
     inner = "".join(
         str(field.annotation) for model in models for field in model.model_fields.values()
     )

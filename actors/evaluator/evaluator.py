@@ -6,20 +6,21 @@ learner: its evaluator evaluates the model of its configuration once and ends.
 """
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
 
 from ...broker.feed import publish_metric
 from ...broker.kv import Bucket
+from ...envs.evaluation import is_success, kind_of, pass_at_k, task_seed
 from ...envs.remote import Environments, Start
 from ...schemas.config import EvaluationConfig
-from ...schemas.errors import ConflictError, NotFoundError, TinkermqError
+from ...schemas.env import DescribeReply
+from ...schemas.errors import ConfigError, ConflictError, NotFoundError, TinkermqError
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
@@ -30,6 +31,7 @@ from ..job_weights import as_sources, open_weights
 from ..runtime import JobContext
 
 _POLL_S = 0.5
+_TOLD_AT_ONCE = 2000
 _log = structlog.get_logger()
 
 
@@ -52,6 +54,14 @@ async def run_evaluator(context: JobContext) -> None:
         await engine.close()
 
 
+class Played(NamedTuple):
+    """One episode of an evaluation; without a trajectory when every try failed."""
+
+    task: int
+    sample: int
+    trajectory: Trajectory | None
+
+
 class Evaluator:
     """Evaluates versions of one job."""
 
@@ -64,7 +74,8 @@ class Evaluator:
         self._environments = environments
         self._store = open_weights(context)
         self._bucket = Bucket(context.broker, BUCKET_EVALS, EvalRecord)
-        self._num_val: int | None = None
+        self._there: DescribeReply | None = None
+        self._started = 0.0
 
     async def run(self) -> None:
         """Take requested evaluations, oldest version first, until `stopping` is set."""
@@ -81,14 +92,20 @@ class Evaluator:
             context.set_state("waiting")
 
     async def evaluate_model(self) -> None:
-        """Evaluate the model of the configuration once, as version 0."""
-        values = await self._context.unless_stopping(self._run_validation(0))
-        if values is None:
+        """Evaluate the model of the configuration once, as version 0; tell every episode."""
+        context = self._context
+        results = await context.unless_stopping(self._play(0))
+        if results is None:
             return
+        for start in range(0, len(results), _TOLD_AT_ONCE):
+            some = results[start : start + _TOLD_AT_ONCE]
+            columns: dict[str, Any] = {**episode_columns(some, context.config.evaluation)}
+            await context.event("evaluation_episodes", **columns)
+        values = self._numbers(results)
         metric = Metric(step=0, values=values, time=time.time())
-        await publish_metric(self._context.broker, self._context.scope, metric)
+        await publish_metric(context.broker, context.scope, metric)
         told: dict[str, Any] = {**values}
-        await self._context.event("evaluation_done", **told)
+        await context.event("evaluation_done", **told)
 
     async def _next(self) -> EvalRecord | None:
         entries = await self._bucket.items(f"{self._context.scope.key}.")
@@ -133,29 +150,64 @@ class Evaluator:
         await self._engine.load_weights(version, as_sources(tensors), "recompute")
 
     async def _run_validation(self, version: int) -> dict[str, float]:
-        """Run every validation task `samples` times, as many at once as the generator may."""
+        return self._numbers(await self._play(version))
+
+    def _numbers(self, results: Sequence["Played"]) -> dict[str, float]:
+        values = validation_numbers(
+            [one.trajectory for one in results], self._context.config.evaluation
+        )
+        return {**values, "timing_s/testing": time.perf_counter() - self._started}
+
+    async def _play(self, version: int) -> list["Played"]:
+        """Run every task `samples` times, as many at once as the generator may."""
         config = self._context.config
-        if self._num_val is None:
-            self._num_val = (await self._environments.describe()).num_val
-        started = time.perf_counter()
+        tasks = await self._tasks()
+        self._started = time.perf_counter()
         free = asyncio.Semaphore(config.generator.max_episodes)
-        plans = [
-            self._plan(version, task, sample)
-            for task in range(self._num_val)
-            for sample in range(config.evaluation.samples)
+        numbers = [(task, sample) for task in tasks for sample in range(config.evaluation.samples)]
+        async with asyncio.TaskGroup() as group:
+            running = [
+                group.create_task(self._episode(self._plan(version, task, sample), free))
+                for task, sample in numbers
+            ]
+        return [
+            Played(task, sample, episode.result())
+            for (task, sample), episode in zip(numbers, running, strict=True)
         ]
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._episode(plan, free)) for plan in plans]
-        results = [task.result() for task in running]
-        values = validation_numbers(results, config.evaluation)
-        values["timing_s/testing"] = time.perf_counter() - started
-        return values
+
+    async def _tasks(self) -> Sequence[int]:
+        """Return the rows, or the numbers of the seeds, to evaluate."""
+        config = self._context.config.evaluation
+        if self._there is None:
+            self._there = await self._environments.describe()
+        there = self._there.num_train if config.data == "train" else self._there.num_val
+        if config.tasks is None:
+            if there is None:
+                raise ConfigError(
+                    "evaluation.data=train needs rows, and the game generates its states",
+                    hint="give seeds: evaluation.tasks, or `tinkermq eval --tasks`",
+                )
+            return range(there)
+        wrong = [task for task in config.tasks if there is not None and task >= there]
+        if wrong and self._has_rows:
+            raise ConfigError(
+                f"row {wrong[0]} of evaluation.tasks does not exist: there are {there}",
+                hint="rows are counted from 0",
+            )
+        return list(dict.fromkeys(config.tasks))
+
+    @property
+    def _has_rows(self) -> bool:
+        assert self._there is not None
+        return self._there.num_train is not None
 
     def _plan(self, version: int, task: int, sample: int) -> EpisodePlan:
-        entropy = [self._context.config.seed, 1, task]
-        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        """Plan an episode; a listed task of a generated game is its seed."""
+        config = self._context.config
+        listed = config.evaluation.tasks is not None and not self._has_rows
+        seed = task if listed else task_seed(config.seed, task)
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
-        return EpisodePlan(episode, Start("val", task, seed))
+        return EpisodePlan(episode, Start(config.evaluation.data, None if listed else task, seed))
 
     async def _episode(self, plan: EpisodePlan, free: asyncio.Semaphore) -> Trajectory | None:
         """Run one episode, trying again; None when every try failed."""
@@ -187,7 +239,7 @@ def validation_numbers(
         "val/std_score": float(rewards.std()),
         "val/max_score": float(rewards.max()),
         "val/min_score": float(rewards.min()),
-        "val/success_rate": float((rewards > config.success_reward).mean()),
+        "val/success_rate": float(np.mean([_success(item, config) for item in done])),
         "val/num_episodes": float(len(done)),
         "val/response_length": float(np.mean([item.num_generated for item in done])),
         "val/num_turns": float(np.mean([len(item.turn_ends) for item in done])),
@@ -198,24 +250,44 @@ def validation_numbers(
             if isinstance(value, bool | int | float):
                 found.setdefault(f"val_game/{key}", []).append(float(value))
     values |= {key: float(np.mean(items)) for key, items in found.items()}
-    return values | _pass_at_k(results, config)
-
-
-def _pass_at_k(results: Sequence[Trajectory | None], config: EvaluationConfig) -> dict[str, float]:
-    """Estimate pass@k for k = 1, 2, 4 … samples without bias (arXiv 2107.03374)."""
+    values |= _by_type(done, config)
     n = config.samples
     tasks = [results[start : start + n] for start in range(0, len(results), n)]
-    successes = [
-        sum(item.reward > config.success_reward for item in task if item is not None)
+    counts = [
+        sum(_success(item, config) for item in task if item is not None)
         for task in tasks
         if all(item is not None for item in task)
     ]
-    if n == 1 or not successes:
+    return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
+
+
+def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, float]:
+    """Return the scores of each type of task, where there are several."""
+    types: dict[str, list[Trajectory]] = {}
+    for item in done:
+        types.setdefault(kind_of(item.info, item.data_source) or "other", []).append(item)
+    if len(types) < 2:
         return {}
-    ks = sorted({2**power for power in range(int(math.log2(n)) + 1)} | {n})
+    values: dict[str, float] = {}
+    for kind, items in sorted(types.items()):
+        name = f"val_type/{kind}"
+        values[f"{name}/mean_score"] = float(np.mean([item.reward for item in items]))
+        values[f"{name}/success_rate"] = float(np.mean([_success(item, config) for item in items]))
+        values[f"{name}/num_episodes"] = float(len(items))
+    return values
+
+
+def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict[str, list[Any]]:
+    """Return what counts of each episode that ran, column by column, for an event."""
+    ran = [(one.task, one.sample, one.trajectory) for one in results if one.trajectory is not None]
     return {
-        f"val/pass@{k}": float(
-            np.mean([1 - math.comb(n - c, k) / math.comb(n, k) for c in successes])
-        )
-        for k in ks
+        "tasks": [task for task, _, _ in ran],
+        "samples": [sample for _, sample, _ in ran],
+        "rewards": [item.reward for _, _, item in ran],
+        "successes": [_success(item, config) for _, _, item in ran],
+        "types": [kind_of(item.info, item.data_source) for _, _, item in ran],
     }
+
+
+def _success(item: Trajectory, config: EvaluationConfig) -> bool:
+    return is_success(item.reward, item.info, config.success_reward)

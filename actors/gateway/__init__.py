@@ -2,6 +2,7 @@
 
 It has no rights of its own: `sessions` holds one connection to the broker per logged-in user, made
 with that user's key, so that NATS decides over HTTP, too. `scheduler` asks for changes; `records`,
-`curves`, `history`, `rollouts`, `episodes`, `logs` and `checkpoints` read; `pages` and `api`
-answer, `live` streams what is new; `app` puts them together, `server` is the process around it.
+`curves`, `history`, `rollouts`, `episodes`, `logs` and `checkpoints` read; `pages`, `users` and
+`api` answer, `openai` in OpenAI's protocol; `live` streams what is new; `app` puts them together,
+`server` is the process around it.
 """

@@ -16,10 +16,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
+from ...broker.connection import Broker
 from ...broker.presence import list_presences
 from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
-from . import api, pages, users
+from . import api, openai, pages, users
 from .counters import Counters, pool_text
 from .guard import Guard
 from .openapi import description
@@ -52,9 +53,9 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
         routes=[
             Route("/healthz", healthz),
             Route("/metrics", metrics),
-            Route("/api/openapi.json", openapi),
+            Route("/api/openapi.json", openapi_document),
             *api.routes(),
-            *more_routes(sessions),
+            *openai.routes(_Brokers()),
             *users.routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),
@@ -69,9 +70,15 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
     return app
 
 
-def more_routes(_: Sessions) -> list[Route]:
-    """Return the routes of further parts of the gateway, such as inference below `/v1`."""
-    return []
+class _Brokers:
+    """The visitors' connections, for the endpoints of OpenAI."""
+
+    async def broker(self, request: Request) -> Broker:
+        """Return the connection of who asks; a missing key is told as HTTP tells it."""
+        try:
+            return (await visitor_of(request)).broker
+        except LogInError as error:
+            raise HTTPException(401, f"{error.message}: {error.hint}") from error
 
 
 class _Static(StaticFiles):
@@ -93,7 +100,7 @@ async def healthz(request: Request) -> Response:
     return Json({"status": "ok", "broker": info.get("version"), "with_keys": sessions.with_keys})
 
 
-async def openapi(_: Request) -> Response:
+async def openapi_document(_: Request) -> Response:
     """Answer with the OpenAPI document."""
     return Json(description(VERSION))
 

@@ -6,6 +6,7 @@ changes something must come from one of these pages: cookies are `samesite=stric
 so that no web site can reach the gateway under a name of its own.
 """
 
+import contextlib
 import time
 from urllib.parse import urlsplit
 
@@ -17,6 +18,9 @@ from .counters import Counters
 from .sessions import COOKIE
 
 MAX_BODY_BYTES = 2 << 20
+MAX_INFERENCE_BYTES = 8 << 20
+HELD = "tinkermq.held"
+"""Key in a request's scope: what is held until the request is answered."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 _SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 _POLICY = (
@@ -50,6 +54,7 @@ class Guard:
             return
         started = time.perf_counter()
         status = 500
+        held = scope[HELD] = contextlib.ExitStack()
 
         async def send_guarded(message: Message) -> None:
             nonlocal status
@@ -64,7 +69,8 @@ class Guard:
         refusal = self._refusal(scope)
         app = self._app if refusal is None else refusal
         try:
-            await app(scope, _limited(receive), send_guarded)
+            with held:
+                await app(scope, _limited(receive, max_body_bytes(scope["path"])), send_guarded)
         finally:
             self._counters.count(scope, status, time.perf_counter() - started)
 
@@ -76,8 +82,9 @@ class Guard:
         if scope["method"] in _SAFE:
             return None
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            return _refuse(f"a request may have {MAX_BODY_BYTES:,} bytes", 413)
+        largest = max_body_bytes(scope["path"])
+        if not length.isdigit() or int(length) > largest:
+            return _refuse(f"a request may have {largest:,} bytes", 413)
         return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
 
 
@@ -92,7 +99,12 @@ def _same_origin(headers: Headers, host: str) -> bool:
     return site is not None or COOKIE not in headers.get("cookie", "")
 
 
-def _limited(receive: Receive) -> Receive:
+def max_body_bytes(path: str) -> int:
+    """Return the size of the largest body that is read: conversations may hold images."""
+    return MAX_INFERENCE_BYTES if path.startswith("/v1/") else MAX_BODY_BYTES
+
+
+def _limited(receive: Receive, largest: int) -> Receive:
     """Cut off a body that is longer than it said."""
     seen = 0
 
@@ -100,7 +112,7 @@ def _limited(receive: Receive) -> Receive:
         nonlocal seen
         message = await receive()
         seen += len(message.get("body", b""))
-        if seen > MAX_BODY_BYTES:
+        if seen > largest:
             return {"type": "http.disconnect"}
         return message
 

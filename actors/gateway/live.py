@@ -68,9 +68,8 @@ class _Updates:
         streams.inc()
         tasks = [asyncio.create_task(part, name="live updates") for part in parts]
         try:
-            with self._visitor.held():
-                while (event := await self._queue.get()) is not None:
-                    yield event
+            while (event := await self._queue.get()) is not None:
+                yield event
         finally:
             streams.dec()
             for task in tasks:

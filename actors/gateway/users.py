@@ -106,9 +106,8 @@ async def ask(visitor: Visitor, method: str, request: Message, reply: type[R]) -
 async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
     """Do one of `BODIES`; raises MessageError for a malformed request."""
     if action not in BODIES:
-        raise NotFoundError(
-            f"{action!r} cannot be done to a user", hint=f"it is {', '.join(BODIES)}"
-        )
+        known = ", ".join(BODIES)
+        raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
     body, request, reply = BODIES[action]
     asked = request(**body_of(body, fields).model_dump())
     return await ask(visitor, action, asked, reply)
@@ -147,8 +146,7 @@ async def form(request: Request) -> Response:
     reply = await change(visitor, request.path_params["action"], given)
     made = reply if isinstance(reply, NewKey) else None
     if made is not None and made.user == visitor.user:
-        shown = {"user": visitor.user, "me": None, "made": made, "users": [], "audit": []}
-        return render(request, "users.html", shown)
+        return render(request, "users.html", {"user": visitor.user, "me": None, "made": made})
     return await _page(request, visitor, made)
 
 

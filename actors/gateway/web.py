@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from ...schemas.errors import MessageError, TinkermqError
 from .counters import Counters
+from .guard import HELD
 from .history import Histories
 from .records import Figures
 from .scheduler import Scheduler
@@ -51,12 +52,17 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def visitor_of(request: Request) -> Visitor:
-    """Return who asks; raises LogInError."""
+    """Return who asks, with a connection that stays until the request is answered.
+
+    Raises LogInError.
+    """
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return await gateway_of(request).sessions.visitor(
+    visitor = await gateway_of(request).sessions.visitor(
         session=request.cookies.get(COOKIE),
         key=key.strip() if scheme.lower() == "bearer" else None,
     )
+    request.scope[HELD].enter_context(visitor.held())
+    return visitor
 
 
 async def scheduler_of(request: Request) -> Scheduler:

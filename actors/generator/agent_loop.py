@@ -68,6 +68,7 @@ class _Transcript:
     versions: list[int]
     messages: list[dict[str, Any]]
     num_prompt: int
+    data_source: str = ""
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -122,6 +123,7 @@ class _Transcript:
             messages=self.messages,
             info=self.info,
             host=host,
+            data_source=self.data_source,
             generate_s=self.generate_s,
             environment_s=self.environment_s,
         )
@@ -165,6 +167,7 @@ class AgentLoop:
             prompt = self._chat.first_prompt(reset.messages).tolist()
             self._check_prompt(prompt)
             transcript = _Transcript.start(prompt, list(reset.messages))
+            transcript.data_source = reset.data_source
             transcript.environment_s = time.perf_counter() - started
             while True:
                 boundary = "engine"

@@ -71,11 +71,24 @@ class ChatTokenizer:
                 hint="set eos_token in tokenizer_config.json",
             )
 
+    def prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """Return the ids of a conversation, of tools for it, and the generation prompt.
+
+        Raises ModelError for tools that the template leaves out.
+        """
+        text = self._render(messages, prompt=True, tools=tools)
+        if tools and text == self._render(messages, prompt=True):
+            raise ModelError(
+                "the model's chat template has no place for tools: it would not see them",
+                hint="leave `tools` out, or use a model whose template takes them",
+            )
+        return self.encode(text)
+
     def first_prompt(self, messages: Sequence[ChatMessage]) -> IntVector:
         """Return int32[T]: the conversation so far and the generation prompt."""
-        return self._remember(
-            f"first {messages!r}", lambda: self.encode(self._render(messages, prompt=True))
-        )
+        return self._remember(f"first {messages!r}", lambda: self.prompt(messages))
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
@@ -97,6 +110,10 @@ class ChatTokenizer:
         ids = [int(token) for token in token_ids]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         return cast("str", text)
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token by itself, special ones included."""
+        return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
     def check_template(self, *, multi_turn: bool = True) -> None:
         """Prove that the template only appends; raise ModelError saying where it does not.
@@ -136,12 +153,19 @@ class ChatTokenizer:
             raise _rewrites("an observation", self._head, whole)
         return whole[len(self._head) :]
 
-    def _render(self, messages: Sequence[ChatMessage], *, prompt: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         try:
             return cast(
                 "str",
                 self._tokenizer.apply_chat_template(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
                     [dict(message) for message in messages],
+                    tools=[dict(tool) for tool in tools] or None,
                     tokenize=False,
                     add_generation_prompt=prompt,
                     **self._template_kwargs,

@@ -4,7 +4,7 @@ The agent loop knows this module only, so that another engine can take the place
 transformers one. Nothing here imports torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -59,6 +59,20 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token, as soon as it was drawn."""
+
+    token_id: int
+    logprob: float
+    """As in `Generation`."""
+    version: int
+    """Policy version that produced it."""
+
+
+OnToken: TypeAlias = Callable[[Drawn], None]
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """What an engine is doing; counters since its start, rates over about the last 10 s."""
 
@@ -108,8 +122,11 @@ class Engine(Protocol):
         *,
         request_id: str,
         conversation: str | None = None,
+        on_token: OnToken | None = None,
     ) -> Generation:
         """Generate from a prompt.
+
+        `on_token` is called on the event loop with each token before this returns.
 
         With `conversation`, the cache of this request is kept for the next turn: a later request
         of the same conversation whose prompt continues this one computes only what is new. Call

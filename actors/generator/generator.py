@@ -20,7 +20,12 @@ from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
-from ..model_folder import load_stop_token_ids, load_tokenizer
+from ..model_folder import (
+    check_tokenizer,
+    load_model_config,
+    load_stop_token_ids,
+    load_tokenizer,
+)
 from ..runtime import JobContext, settle_memory
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
@@ -35,21 +40,25 @@ _STATS_S = 1.0
 _log = structlog.get_logger()
 
 
-async def start_engine(config: JobConfig) -> Engine:
-    """Start the engine that the configuration asks for."""
+async def start_engine(config: JobConfig, version: int = 0) -> Engine:
+    """Start the engine that the configuration asks for; its weights are those of `version`."""
     return await TransformersEngine.start(
         config.model.path,
         max_slots=config.generator.max_requests,
-        max_context=config.rollout.max_tokens,
+        max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
         trust_remote_code=config.model.trust_remote_code,
+        version=version,
         max_waiting=4 * config.generator.max_episodes,
     )
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    model = config.model
+    trust = model.trust_remote_code
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
+    check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
     chat = ChatTokenizer(
         tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
     )

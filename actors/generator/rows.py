@@ -28,6 +28,8 @@ class Request:
     sampling: Sampling
     seed: int
     conversation: str | None
+    streams: bool = False
+    """Each token is told as soon as it is drawn."""
 
 
 class RowTable:

@@ -17,7 +17,16 @@ import torch
 
 from ...schemas.errors import ConfigError, EngineError
 from .decoder import SlotDecoder, load_decoder
-from .engine import EngineStats, Generation, IntVector, KvOnSwap, Sampling, TensorSource
+from .engine import (
+    Drawn,
+    EngineStats,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    OnToken,
+    Sampling,
+    TensorSource,
+)
 from .rows import Request
 from .shadow import ShadowWeights
 from .worker import EngineWorker, Outcome
@@ -47,6 +56,7 @@ class TransformersEngine:
         self._decoder = decoder
         self._max_pending = max_waiting + decoder.cache.max_slots
         self._pending: dict[str, asyncio.Future[Generation]] = {}
+        self._listeners: dict[str, OnToken] = {}
         self._swaps: set[asyncio.Future[None]] = set()
         self._commands: list[Callable[[], None]] = []
         self._ended: EngineError | None = None
@@ -107,18 +117,24 @@ class TransformersEngine:
         *,
         request_id: str,
         conversation: str | None = None,
+        on_token: OnToken | None = None,
     ) -> Generation:
         """Generate from a prompt; see `engine.Engine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
-        request = Request(request_id, prompt, sampling, seed % (1 << 64), conversation)
+        request = Request(
+            request_id, prompt, sampling, seed % (1 << 64), conversation, on_token is not None
+        )
         future: asyncio.Future[Generation] = self._loop.create_future()
         self._pending[request_id] = future
+        if on_token is not None:
+            self._listeners[request_id] = on_token
         self._command(partial(self._worker.submit, request))
         try:
             return await future
         finally:
+            self._listeners.pop(request_id, None)
             if self._pending.pop(request_id, None) is not None:  # the caller was cancelled
                 self._command(partial(self._worker.cancel, request_id))
 
@@ -183,6 +199,10 @@ class TransformersEngine:
 
     def _deliver(self, outcomes: list[Outcome]) -> None:
         for request_id, outcome in outcomes:
+            if isinstance(outcome, Drawn):
+                if request_id in self._pending and request_id in self._listeners:
+                    self._listeners[request_id](outcome)
+                continue
             future = self._pending.pop(request_id, None)
             if future is None or future.done():
                 continue

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from ...schemas.errors import EngineError
 from .decoder import SlotDecoder, Span
-from .engine import EngineStats, FinishReason, Generation, KvOnSwap
+from .engine import Drawn, EngineStats, FinishReason, Generation, KvOnSwap
 from .parking import Parked, ParkingLot
 from .rows import IndexVector, Request, RowTable
 from .sampling import sample
 from .shadow import ShadowWeights
 
-Outcome = tuple[str, Generation | EngineError]
-"""A request's id and what became of it."""
+Outcome = tuple[str, Generation | EngineError | Drawn]
+"""A request's id and what became of it, or its next token."""
 _RATE_WINDOW_S = 10.0
 
 
@@ -50,6 +50,7 @@ class EngineWorker:
         self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
         self._lot = ParkingLot(parked_tokens)
         self._outcomes: list[Outcome] = []
+        self._num_streams = 0
         self._closing = False
         self._generated = self._prefilled = self._reused = 0
         self._busy_s = self._last_pause_s = 0.0
@@ -80,6 +81,7 @@ class EngineWorker:
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
+        self._num_streams += request.streams
         self._waiting.append(request)
 
     @torch.inference_mode()
@@ -88,11 +90,13 @@ class EngineWorker:
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
+                self._num_streams -= request.streams
                 self._outcomes.append((request_id, _nothing()))
                 return
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
                 self._outcomes.append((request_id, self._rows.result(row, "cancelled")))
+                self._num_streams -= request.streams
                 self._remove(np.arange(self._rows.num) == row)
                 return
 
@@ -214,6 +218,18 @@ class EngineWorker:
         tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
         self._rows.append(rows, tokens, logprobs, self.version)
         self._generated += len(rows)
+        if self._num_streams:
+            self._tell(rows, tokens, logprobs)
+
+    def _tell(
+        self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> None:
+        """Hand out the new tokens of those requests that want each at once."""
+        for place in range(len(rows)):
+            request = self._rows.requests[int(rows[place])]
+            if request.streams:
+                drawn = Drawn(int(tokens[place]), float(logprobs[place]), self.version)
+                self._outcomes.append((request.request_id, drawn))
 
     def _retire(self) -> None:
         """Take out the rows that ended."""
@@ -223,6 +239,7 @@ class EngineWorker:
             return
         for row in np.flatnonzero(gone).tolist():
             request = self._rows.requests[row]
+            self._num_streams -= request.streams
             if broken[row]:
                 self._outcomes.append((request.request_id, self._not_finite()))
                 continue

@@ -45,7 +45,8 @@ async def make_learner(context: JobContext) -> Learner:
     if folder is not None:
         await asyncio.to_thread(load_optimizer, folder, trainer.optimizer)
     tokenizer = load_tokenizer(
-        str(folder or config.model.path), trust_remote_code=config.model.trust_remote_code
+        str(folder or config.model.tokenizer or config.model.path),
+        trust_remote_code=config.model.trust_remote_code,
     )
     reporter = Reporter(
         context=context,

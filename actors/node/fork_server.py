@@ -27,6 +27,7 @@ _HEAVY = (
     "tinkermq.actors.learner.start",
     "tinkermq.actors.generator.generator",
     "tinkermq.actors.evaluator.evaluator",
+    "tinkermq.actors.server.server",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation",

@@ -135,8 +135,12 @@ class Desk:
                 f"job {record.name} is {record.state} and has no actors to scale",
                 hint="scale a job that is queued or running",
             )
+        if request.role == "server" and request.count < 1:
+            raise StateError(
+                f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
+            )
         config = self._board.config(record)
-        slots = config.generator.slots if request.role == "generator" else 0
+        slots = 0 if request.role == "environment" else config.generator.slots
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
             refuse_impossible(wanted, self._reconciler.capacity())

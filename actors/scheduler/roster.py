@@ -1,17 +1,18 @@
 """Which actors a job is made of, and what they hold.
 
-On a node a slot is a GPU or a CPU share. The learner and each generator compute all the time and
-hold as many as their configuration says; the evaluator and the environment hosts hold none, so
-that a laptop with two cores runs a whole job.
+On a node a slot is a GPU or a CPU share. The learner, each generator and each inference server
+compute all the time and hold as many as their configuration says; the evaluator and the
+environment hosts hold none, so that a laptop with two cores runs a whole job.
 """
 
 from collections.abc import Sequence
 
-from ...schemas.config import JobConfig
+from ...schemas.config import GeneratorConfig, JobConfig
+from ...schemas.errors import ConfigError
 from ...schemas.job import ActorPlacement, JobRecord, Role
 from ...schemas.node import WantedActor
 
-KINDS = ("train", "eval")
+KINDS = ("train", "eval", "infer")
 """Kinds of jobs that this pool runs."""
 
 
@@ -20,6 +21,8 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
+    if kind == "infer":
+        return [*_servers(config.generator), *hosts]
     actors = [_actor("learner", "learner", config.learner.slots)]
     actors += [
         _actor("generator", f"generator-{i}", config.generator.slots)
@@ -30,8 +33,17 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     return actors + hosts
 
 
+def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
+    if config.count < 1:
+        raise ConfigError(
+            "generator.count=0 leaves an inference job without a server",
+            hint="set generator.count to 1 or more",
+        )
+    return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
+
+
 def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
-    """Return the actor whose end is the end of the job: a training's learner."""
+    """Return the actor whose end is the end of the job: a training's learner, a first server."""
     return actors[0]
 
 
@@ -67,7 +79,11 @@ def slots_of(actors: Sequence[ActorPlacement]) -> int:
 
 def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) -> WantedActor:
     """Return what a node must know to run one actor."""
-    threads = {"learner": config.learner.threads, "generator": config.generator.threads}
+    threads = {
+        "learner": config.learner.threads,
+        "generator": config.generator.threads,
+        "server": config.generator.threads,
+    }
     return WantedActor(
         user=record.user,
         job=record.job,

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from ulid import ULID
 
 from ...broker.connection import Broker
-from ...broker.jobs import JobStore
+from ...broker.jobs import JobStore, is_final
 from ...broker.streams import create_job_feeds
 from ...schemas.config import LimitsConfig
 from ...schemas.errors import (
@@ -85,6 +85,7 @@ class Submission:
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         fork_of, fork_dir = await self._fork(user, request.fork_of)
+        followed = self._followed(user, request)
         blank = JobRecord(
             job=job,
             name=self._free_name(user, job, request.config),
@@ -97,6 +98,8 @@ class Submission:
             configured=False,
             fork_of=fork_of,
             fork_dir=fork_dir,
+            follow=followed.job if followed else None,
+            serves=followed.name if followed else _served(request, fork_of),
             created=time.time(),
         )
         self._names.add((user, blank.name))
@@ -190,6 +193,28 @@ class Submission:
                 hint=f"see which there are: ls {folder.parent}",
             )
         return f"{origin.name}@{int(step)}", str(folder)
+
+    def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
+        """Return the live run whose versions an inference job serves."""
+        if request.follow is None:
+            return None
+        if request.kind != "infer" or request.fork_of is not None:
+            raise ConfigError(
+                f"follow={request.follow!r} is for inference jobs without fork_of",
+                hint="name either a live run or one of its checkpoints",
+            )
+        record = self._board.get(user, request.follow)
+        if record.kind != "train" or is_final(record):
+            raise StateError(
+                f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
+                "new versions",
+                hint=f"serve a checkpoint of a run: {record.name}@STEP",
+            )
+        return record
+
+
+def _served(request: SubmitRequest, fork_of: str | None) -> str:
+    return fork_of or "" if request.kind == "infer" else ""
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

@@ -49,6 +49,11 @@ def evaluator(*words: Words) -> None:
     _become("evaluator", words)
 
 
+def server(*words: Words) -> None:
+    """Run one more inference server of a job: `--job ID --name NAME`."""
+    _become("server", words)
+
+
 def environment(*words: Words) -> None:
     """Run an environment host of a job: `--job ID --name NAME`."""
     _become("environment", words)

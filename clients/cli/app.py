@@ -33,6 +33,10 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
     ],
+    "Inference": [
+        _Command("serve", "infer:serve", "Serve a model: a folder, a run, or RUN@STEP."),
+        _Command("infer", "infer:infer", "Play a game with a model and tell how it did."),
+    ],
     "Looking into a run": [
         _Command("logs", "logs:logs", "Print what the actors of a run wrote."),
         _Command("rollouts", "rollouts:rollouts", "Read a run's rollouts."),
@@ -57,6 +61,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("learner", "actor:learner", "Run the learner of a job."),
         _Command("generator", "actor:generator", "Run one more generator of a job."),
         _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),
+        _Command("server", "actor:server", "Run one more inference server of a job."),
         _Command("environment", "actor:environment", "Run an environment host of a job."),
     ],
     "Writing one": [

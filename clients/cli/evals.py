@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from contextlib import aclosing
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 from ...broker.kv import Bucket
+from ...envs.evaluation import Scored, summarize
+from ...envs.evaluation import compare as compare_versions
 from ...schemas.errors import (
     ConfigError,
     ConflictError,
@@ -19,7 +22,7 @@ from ...schemas.errors import (
 )
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
-from ...schemas.metric import EvalRecord, Metric, Presence
+from ...schemas.metric import EvalRecord, Event, Metric, Presence
 from ...schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS
 from ..follow import follow_run
 from ..home import URL_VARIABLE, find_url
@@ -27,8 +30,9 @@ from ..opentinker_keys import merged
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..scheduler_client import failure
+from .infer import read_tasks
 from .options import COMMON, Common
-from .output import note, print_json, print_table
+from .output import note, print_json, print_table, say
 from .session import with_pool
 
 IDENTICAL, DIFFERENT = 0, 1
@@ -36,17 +40,34 @@ POLL_S = 0.5
 EVALUATION_DEADLINE_S = 3600.0
 
 
+class Evaluated(NamedTuple):
+    """What an evaluation came to."""
+
+    what: str
+    """What was evaluated."""
+    values: dict[str, float]
+    """Its figures."""
+    episodes: list[Scored]
+    """Its episodes; empty for a live run, whose evaluator keeps the figures only."""
+    record: JobRecord | None = None
+    """The job that evaluated; None for a live run."""
+
+
 def evaluate(
-    target: str,
+    target: str | None = None,
     /,
     *overrides: str,
+    compare: tuple[str, str] | None = None,
+    tasks: str | None = None,
+    data: list[Path] | None = None,
     like: str | None = None,
     common: Common = COMMON,
 ) -> int:
     """Evaluate the newest version of a live run, or a checkpoint, on its validation set.
 
     A live run's own evaluator does it beside the training; a checkpoint is evaluated by a job of
-    its own.
+    its own. With --compare two of them play the same tasks, and the difference is told with its
+    95 % confidence interval.
 
     Parameters
     ----------
@@ -55,33 +76,139 @@ def evaluate(
         of a model.
     overrides
         Configuration keys that differ: `evaluation.samples=8`. Only for checkpoints.
+    compare
+        Two checkpoints or model folders: `--compare RUN@10 RUN@80`.
+    tasks
+        A fixed list of rows, or seeds of a generated game: `1,5,9`, or a file with one a line.
+    data
+        Parquet or JSONL files to evaluate on, row by row, instead of the validation set.
     like
         For a model folder: the run whose game and configuration are used.
     """
-    given = Path(target).resolve() if Path(target).is_dir() else None
-
-    async def work(pool: Pool) -> tuple[str, dict[str, float]]:
-        if given is not None:
-            record = await pool.find(_needed(like))
-            return target, await _evaluate_folder(pool, record, given, overrides)
-        run, _, step = target.partition("@")
-        record = await pool.find(run)
-        if not step and record.state not in FINAL_STATES:
-            if overrides:
-                raise ConfigError(
-                    f"run {record.name} is live and is evaluated as it is configured",
-                    hint="name a checkpoint (RUN@STEP) to evaluate it with other settings",
-                )
-            return await _evaluate_live(pool, record)
-        folder = _checkpoint(record, step)
-        return str(folder), await _evaluate_folder(pool, record, folder, overrides)
-
-    what, values = with_pool(common.nats_url, work)
+    if compare is not None:
+        settings = [word for word in (target, *overrides) if word is not None]
+        return _compare(compare, _Settings(tuple(settings), tasks, data, like), common)
+    if target is None:
+        raise ConfigError(
+            "it was not said what to evaluate", hint="name a run, RUN@STEP, or a model folder"
+        )
+    settings = _Settings(overrides, tasks, data, like)
+    done = with_pool(common.nats_url, lambda pool: _evaluate(pool, target, settings, common))
     if common.json:
-        print_json({"evaluated": what, "values": values})
+        job = {"job": done.record.job, "name": done.record.name} if done.record else {}
+        print_json({"evaluated": done.what, "values": done.values, **job})
     else:
-        note(f"evaluated {what}")
-        print_table(("metric", "value"), [(name, f"{value:.4g}") for name, value in values.items()])
+        note(f"evaluated {done.what}")
+        rows = [(name, f"{value:.4g}") for name, value in done.values.items()]
+        print_table(("metric", "value"), rows)
+        _tell_scores(done)
+    return 0
+
+
+class _Settings(NamedTuple):
+    """How a checkpoint is evaluated."""
+
+    overrides: tuple[str, ...] = ()
+    tasks: str | None = None
+    data: list[Path] | None = None
+    like: str | None = None
+
+    @property
+    def differ(self) -> bool:
+        """Whether anything differs from the run's own configuration."""
+        return bool(self.overrides or self.tasks or self.data)
+
+    def config(self, record: JobRecord, folder: Path) -> dict[str, Any]:
+        """Return the configuration of the job that evaluates a model folder."""
+        config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
+        config = merged(config, {"model": {"path": str(folder)}})
+        env = cast("dict[str, Any]", config.get("env") or {})
+        files = [str(path) for path in self.data or []]
+        if self.tasks is not None and not files:
+            files = list(env.get("val_data") or env.get("train_data") or [])
+        if files:
+            config = merged(config, {"env": {"train_data": files}, "evaluation": {"data": "train"}})
+        if self.tasks is not None:
+            config = merged(config, {"evaluation": {"tasks": read_tasks(self.tasks)}})
+        for override in self.overrides:
+            apply_override(config, override)
+        return config
+
+
+async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common) -> Evaluated:
+    given = _folder(target)
+    if given is not None:
+        record = await pool.find(_needed(settings.like))
+        return await _evaluate_folder(pool, target, record, given, settings, common)
+    run, _, step = target.partition("@")
+    record = await pool.find(run)
+    if not step and record.state not in FINAL_STATES:
+        if settings.differ:
+            raise ConfigError(
+                f"run {record.name} is live and is evaluated as it is configured",
+                hint="name a checkpoint (RUN@STEP) to evaluate it with other settings",
+            )
+        what, values = await _evaluate_live(pool, record)
+        return Evaluated(what, values, [])
+    folder = _checkpoint(record, step)
+    what = f"{record.name}@{int(folder.name.removeprefix('step_'))}"
+    return await _evaluate_folder(pool, what, record, folder, settings, common)
+
+
+def _folder(target: str) -> Path | None:
+    return Path(target).resolve() if Path(target).is_dir() else None
+
+
+def _tell_scores(done: Evaluated) -> None:
+    if not done.episodes:
+        return
+    summary = summarize(done.episodes)
+    for name in ("mean_reward", "accuracy"):
+        low, high = summary[f"{name}_ci95"]
+        say(f"{name} {summary[name]:.4f}  (95 % interval {low:.4f} to {high:.4f})")
+    say(f"  tinkermq eval --compare {done.what} OTHER    compare it with another version")
+
+
+def _compare(pair: tuple[str, str], settings: _Settings, common: Common) -> int:
+    """Evaluate two versions on the same tasks and tell their difference."""
+
+    async def work(pool: Pool) -> list[Evaluated]:
+        for target in pair:
+            live = _folder(target) is None and "@" not in target
+            if live and (await pool.find(target)).state not in FINAL_STATES:
+                raise ConfigError(
+                    f"{target} is live: its newest version cannot be compared task by task",
+                    hint="name checkpoints: RUN@STEP",
+                )
+        working = (_evaluate(pool, target, settings, common) for target in pair)
+        return list(await asyncio.gather(*working))
+
+    a, b = with_pool(common.nats_url, work)
+    result = compare_versions(a.episodes, b.episodes)
+    if common.json:
+        sides = {
+            name: {"evaluated": one.what, "values": one.values, "summary": summarize(one.episodes)}
+            for name, one in (("a", a), ("b", b))
+        }
+        print_json({**sides, "difference": asdict(result)})
+        return 0
+    scores = [summarize(one.episodes) for one in (a, b)]
+    rows = [
+        (
+            name,
+            *(f"{score[name]:.4f}" for score in scores),
+            f"{difference.mean:+.4f}",
+            f"{difference.low:+.4f} to {difference.high:+.4f}",
+        )
+        for name, difference in (("mean_reward", result.reward), ("accuracy", result.accuracy))
+    ]
+    print_table(("score", *pair, "difference", "95 % interval"), rows)
+    say(
+        f"{result.num_tasks} tasks: {pair[1]} is better on {result.better}, worse on {result.worse}"
+    )
+    low, high = result.reward.low, result.reward.high
+    clear = low > 0 or high < 0
+    say("the difference is clear" if clear else "the interval holds 0: no difference is shown")
     return 0
 
 
@@ -147,27 +274,40 @@ async def _newest_version(pool: Pool, record: JobRecord) -> int:
 
 
 async def _evaluate_folder(
-    pool: Pool, record: JobRecord, folder: Path, overrides: tuple[str, ...]
-) -> dict[str, float]:
+    pool: Pool,
+    what: str,
+    record: JobRecord,
+    folder: Path,
+    settings: _Settings,
+    common: Common,
+) -> Evaluated:
     """Submit a job of kind `eval` for a model folder and return its results.
 
     Raises JobFailedError.
     """
-    config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
-    config = merged(config, {"model": {"path": str(folder)}})
-    for override in overrides:
-        apply_override(config, override)
+    config = settings.config(record, folder)
     job = await pool.submit(
         resolve_paths(config, pool.broker.url), kind="eval", request_id=new_request_id()
     )
+    if not common.json:
+        say(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
+        say(f"  tinkermq logs {job.name} -f    tinkermq stop {job.name}")
     values: dict[str, float] = {}
+    episodes: list[Scored] = []
     async with aclosing(follow_run(pool, job)) as updates:
         async for update in updates:
             if isinstance(update, Metric):
                 values.update(update.values)
+            elif isinstance(update, Event) and update.kind == "evaluation_episodes":
+                episodes += _episodes(update)
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
                 raise failure(update)
-    return values
+    return Evaluated(what, values, episodes, job)
+
+
+def _episodes(event: Event) -> list[Scored]:
+    names = ("tasks", "samples", "rewards", "successes", "types")
+    return [Scored(*row) for row in zip(*(event.data[name] for name in names), strict=True)]
 
 
 def replay(run: str, /, *, common: Common = COMMON) -> int:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
@@ -13,6 +13,7 @@ from ...broker.recent import recent_values
 from ...schemas.errors import ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
+from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
@@ -21,7 +22,9 @@ from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
 
-_ROLES: dict[str, Literal["generator", "environment"]] = {
+_ROLES: dict[str, Literal["generator", "environment", "server"]] = {
+    "servers": "server",
+    "server": "server",
     "generators": "generator",
     "generator": "generator",
     "environments": "environment",
@@ -81,7 +84,8 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "reward": values.get(REWARD),
         "validation": values.get(VALIDATION),
-        "tokens_per_s": values.get("perf/throughput") if live else None,
+        "serves": record.serves,
+        "tokens_per_s": _throughput(record, values, actors) if live else None,
         "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
         "age_s": (record.finished or time.time()) - record.created,
         "restarts": sum(actor.restarts for actor in record.actors),
@@ -89,6 +93,15 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "waits_for": learner.waits_for if learner is not None else "",
         "run_dir": record.run_dir,
     }
+
+
+def _throughput(
+    record: JobRecord, values: Mapping[str, float], actors: Sequence[Presence]
+) -> float | None:
+    """Return tokens/s: the learner's figure, or what the servers of an inference job generate."""
+    if record.kind != "infer":
+        return values.get("perf/throughput")
+    return sum(one.numbers.get("tokens_per_s", 0.0) for one in actors if one.role == "server")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -188,14 +201,14 @@ def fork(
 
 
 def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
-    """Change how many generators or environment hosts a running run has.
+    """Change how many generators, environment hosts or servers a running run has.
 
     Parameters
     ----------
     run
         Name or job id.
     target
-        `generators=N` or `environments=N`.
+        `generators=N`, `environments=N`, or `servers=N` of an inference job.
     """
     role, count = _parse_target(target)
     record = with_pool(
@@ -204,7 +217,7 @@ def scale(run: str, target: str, /, *, common: Common = COMMON) -> int:
     return _tell(record, f"{record.name} shall have {count} {role}(s)", as_json=common.json)
 
 
-def _parse_target(target: str) -> tuple[Literal["generator", "environment"], int]:
+def _parse_target(target: str) -> tuple[Literal["generator", "environment", "server"], int]:
     word, separator, count = target.partition("=")
     if not separator or not count.isdigit():
         raise ConfigError(

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from ...broker.connection import connect
-from ...schemas.errors import TinkermqError
 from ..home import find_url
 from ..pool import Pool
 from ..quiet import quiet_logs
+from ..single_error import single_errors
 
 T = TypeVar("T")
 
@@ -28,15 +28,5 @@ def with_pool(nats_url: str | None, work: Callable[[Pool], Awaitable[T]]) -> T:
         async with await connect(url, name="tinkermq", deadline_s=CONNECT_DEADLINE_S) as broker:
             return await work(Pool(broker))
 
-    try:
+    with single_errors():
         return asyncio.run(body())
-    except BaseExceptionGroup as group:
-        raise _single(group) from group
-
-
-def _single(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    matching = group.subgroup(TinkermqError)
-    error: BaseException = matching or group
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    return error

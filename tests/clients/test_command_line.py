@@ -27,6 +27,8 @@ COMMANDS = [
     "resume",
     "fork",
     "scale",
+    "serve",
+    "infer",
     "logs",
     "rollouts",
     "eval",

@@ -162,3 +162,16 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         ChatTokenizer(tokenizer)
+
+
+def test_tools_are_shown_by_a_template_that_takes_them() -> None:
+    tools = "{%- if tools -%}{{ '<|im_start|>tools\\n' + tools[0].function.name }}{%- endif -%}"
+    messages = [{"role": "user", "content": "x"}]
+    shown = [{"type": "function", "function": {"name": "add"}}]
+    chat = chat_of(tools + CHATML)
+    assert text_of(chat, np.array(chat.prompt(messages, shown))).startswith(
+        "<|im_start|>tools\nadd"
+    )
+    assert chat.prompt(messages) == chat_of(CHATML).prompt(messages)
+    with pytest.raises(ModelError, match="no place for tools"):
+        chat_of(CHATML).prompt(messages, shown)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine import Sampling
+from tinkermq.actors.generator.engine import Drawn, Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -152,3 +152,18 @@ async def test_generation_ends_after_a_stop_token(engine: TransformersEngine) ->
     assert free.finish_reason == "length"
     assert result.finish_reason == "stop"
     assert result.token_ids.tolist() == free.token_ids.tolist()[: first + 1]
+
+
+async def test_tokens_are_told_one_by_one_as_they_are_drawn(engine: TransformersEngine) -> None:
+    rng = np.random.default_rng(8)
+    drawn: list[Drawn] = []
+    quiet = engine.generate(random_prompt(rng), Sampling(12), request_id="quiet")
+    prompt = random_prompt(rng)
+    asked = engine.generate(prompt, Sampling(12, seed=3), request_id="told", on_token=drawn.append)
+    _, told = await asyncio.gather(quiet, asked)
+    assert [one.token_id for one in drawn] == told.token_ids.tolist()
+    assert [one.logprob for one in drawn] == pytest.approx(told.logprobs.tolist())
+    assert {one.version for one in drawn} == {engine.version}
+    again = await engine.generate(prompt, Sampling(12, seed=3), request_id="again")
+    assert again.token_ids.tolist() == told.token_ids.tolist()
+    assert len(drawn) == 12

@@ -171,3 +171,29 @@ async def test_the_list_holds_ended_jobs_only_when_asked(stack: Stack) -> None:
     assert [job.job for job in await stack.list_jobs(ListRequest())] == [second.job]
     both = await stack.list_jobs(ListRequest(all=True))
     assert [job.job for job in both] == [second.job, first.job]
+
+
+async def test_an_inference_job_has_servers_and_no_learner(stack: Stack) -> None:
+    await stack.scheduler()
+    request = stack.request(generator={"count": 2}).model_copy(update={"kind": "infer"})
+    job = await stack.ask("submit", request)
+    assert [actor.name for actor in job.actors][:2] == ["server-0", "server-1"]
+    assert {actor.role for actor in job.actors} <= {"server", "environment"}
+    with pytest.raises(StateError, match="needs a server"):
+        await stack.ask("scale", ScaleRequest(job=job.job, role="server", count=0))
+    none = stack.request(generator={"count": 0}).model_copy(update={"kind": "infer"})
+    with pytest.raises(ConfigError, match="without a server"):
+        await stack.ask("submit", none)
+
+
+async def test_only_inference_jobs_follow_and_only_live_runs_are_followed(stack: Stack) -> None:
+    await stack.scheduler()
+    run = await stack.submit()
+    infer = {"kind": "infer", "follow": run.name}
+    job = await stack.ask("submit", stack.request().model_copy(update=infer))
+    assert (job.follow, job.serves) == (run.job, run.name)
+    with pytest.raises(ConfigError, match="for inference jobs"):
+        await stack.ask("submit", stack.request().model_copy(update={"follow": run.name}))
+    chained = stack.request().model_copy(update={"kind": "infer", "follow": job.name})
+    with pytest.raises(StateError, match="has no new versions"):
+        await stack.ask("submit", chained)

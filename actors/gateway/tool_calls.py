@@ -1,0 +1,79 @@
+"""Tool calls in generated text, in the form that Hermes and Qwen models write them.
+
+`<tool_call>{"name": …, "arguments": {…}}</tool_call>`; what is not a well-formed call stays text.
+Pure.
+"""
+
+import json
+import re
+import uuid
+from typing import Any, cast
+
+OPEN = "<tool_call>"
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return the text without its tool calls, and the calls as OpenAI writes them."""
+    calls: list[dict[str, Any]] = []
+    rest: list[str] = []
+    end = 0
+    for match in _CALL.finditer(text):
+        call = _call(match[1])
+        if call is None:
+            continue
+        rest.append(text[end : match.start()])
+        end = match.end()
+        calls.append(call)
+    if not calls:
+        return text, []
+    return "".join([*rest, text[end:]]).strip(), calls
+
+
+def _call(body: str) -> dict[str, Any] | None:
+    try:
+        value: Any = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(value, dict):
+        return None
+    fields = cast("dict[str, Any]", value)
+    arguments = fields.get("arguments", {})
+    if not isinstance(fields.get("name"), str):
+        return None
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": fields["name"], "arguments": text},
+    }
+
+
+class ToolText:
+    """Text with tool calls that comes bit by bit: what may belong to a call is held back."""
+
+    def __init__(self, *, parse: bool) -> None:
+        """Without `parse` all text is told as it comes."""
+        self._parse = parse
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take more text; return what is certainly no part of a call."""
+        if not self._parse:
+            return text
+        self._held += text
+        at = self._held.find(OPEN)
+        if at < 0:
+            at = len(self._held) - _start_of_open(self._held)
+        told, self._held = self._held[:at], self._held[at:]
+        return told
+
+    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+        """Return the rest of the text, and the calls."""
+        return parse_tool_calls(self._held) if self._parse else ("", [])
+
+
+def _start_of_open(text: str) -> int:
+    """Return how many characters at the end may be the beginning of a call."""
+    lengths = range(min(len(OPEN) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(OPEN[:length])), 0)

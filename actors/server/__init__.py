@@ -1,0 +1,1 @@
+"""The inference server: answers chats and completions, and plays whole episodes."""

@@ -1,0 +1,240 @@
+"""Chats and completions: from a request to prompts, from tokens to text, choice by choice."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ...broker.parts import Tell
+from ...schemas.errors import BusyError, ConfigError, DeadlineError
+from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
+from ..generator.chat import ChatTokenizer
+from ..generator.engine import Drawn, Engine, Generation, Sampling
+from ..runtime import root_cause
+from .text_stream import TextStream
+
+Request = ChatRequest | CompletionRequest
+_GATHER_S = 0.02
+"""Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
+
+
+@dataclass
+class Choice:
+    """One answer as it grows, and what of it has not been told yet."""
+
+    number: int
+    chat: ChatTokenizer
+    text: TextStream
+    logprobs: bool = False
+    num_tokens: int = 0
+    finish: Literal["stop", "length", "cancelled"] | None = None
+    _fresh: list[Drawn] = field(default_factory=list[Drawn])
+    _words: list[str] = field(default_factory=list[str])
+    _told: bool = False
+
+    def take(self, drawn: Drawn) -> None:
+        """Take the next token; nothing counts behind a stop text."""
+        if self.text.stopped:
+            return
+        self.num_tokens += 1
+        self._fresh.append(drawn)
+        self._words.append(self.text.push(drawn.token_id))
+
+    def end(self, generation: Generation) -> None:
+        """Take note of the end."""
+        self._words.append(self.text.finish())
+        self.finish = "stop" if self.text.stopped else generation.finish_reason
+
+    def set_whole(self, generation: Generation) -> None:
+        """Take an answer that was not told token by token."""
+        columns = (generation.token_ids, generation.logprobs, generation.versions)
+        self._fresh = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
+        self.num_tokens = len(self._fresh)
+        self._words = [self.chat.decode(generation.token_ids)]
+        self.finish = generation.finish_reason
+
+    def delta(self) -> Delta | None:
+        """Return what is new since the last call, or None."""
+        text = "".join(self._words)
+        ended = self.finish is not None and not self._told
+        if not (text or self._fresh or ended):
+            return None
+        fresh, self._fresh, self._words, self._told = self._fresh, [], [], ended
+        return Delta(
+            choice=self.number,
+            text=text,
+            token_ids=[drawn.token_id for drawn in fresh],
+            tokens=[self.chat.token_text(one.token_id) for one in fresh] if self.logprobs else [],
+            logprobs=[one.logprob for one in fresh] if self.logprobs else [],
+            finish=self.finish,
+        )
+
+
+class Answers:
+    """Answers the chats and completions of one server."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        chat: ChatTokenizer,
+        model_name: Callable[[], str],
+        *,
+        max_context: int,
+        max_open: int,
+    ) -> None:
+        """`max_open` bounds the choices that are generated or wait at the same time."""
+        self._engine = engine
+        self._chat = chat
+        self._model_name = model_name
+        self._max_context = max_context
+        self._max_open = max_open
+        self._num_open = 0
+
+    async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
+        """Continue a conversation."""
+        prompt = await asyncio.to_thread(self._chat.prompt, request.messages, request.tools)
+        return await self._answer(request, [prompt], tell)
+
+    async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
+        """Continue texts as they are."""
+        prompts = [
+            self._chat.encode(prompt) if isinstance(prompt, str) else prompt
+            for prompt in request.prompts
+        ]
+        return await self._answer(request, prompts, tell)
+
+    async def _answer(
+        self, request: Request, prompts: Sequence[list[int]], tell: Tell[InferPart]
+    ) -> InferPart:
+        copies = request.decoding.num_choices
+        samplings = [self._sampling(request.decoding, len(prompt)) for prompt in prompts]
+        with self._room(len(prompts) * copies):
+            choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
+            prompt_tokens = sum(map(len, prompts))
+            try:
+                async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:
+                    changed = asyncio.Event()
+                    for choice in choices:
+                        of = choice.number // copies
+                        work = self._generate(
+                            request, choice, prompts[of], samplings[of], copies, changed
+                        )
+                        group.create_task(work, name=f"choice {choice.number}")
+                    if request.stream:
+                        await self._stream(choices, changed, prompt_tokens, tell)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the answer was not complete after {request.deadline_s:g} s",
+                    hint="allow more time, or fewer tokens",
+                ) from None
+            except BaseExceptionGroup as group:
+                raise root_cause(group) from group
+        return InferPart(
+            model=self._model_name(),
+            deltas=_deltas(choices),
+            prompt_tokens=prompt_tokens,
+            completion_tokens=sum(choice.num_tokens for choice in choices),
+        )
+
+    async def _generate(
+        self,
+        request: Request,
+        choice: Choice,
+        prompt: list[int],
+        sampling: Sampling,
+        copies: int,
+        changed: asyncio.Event,
+    ) -> None:
+        name = f"{request.request}.{choice.number}"
+        bit_by_bit = request.stream or bool(request.decoding.stop)
+
+        def take(drawn: Drawn) -> None:
+            choice.take(drawn)
+            changed.set()
+            if choice.text.stopped:
+                self._engine.cancel(name)
+
+        if sampling.seed is not None:
+            sampling = _seeded(sampling, sampling.seed + choice.number % copies)
+        generation = await self._engine.generate(
+            prompt, sampling, request_id=name, on_token=take if bit_by_bit else None
+        )
+        if bit_by_bit:
+            choice.end(generation)
+        else:
+            choice.set_whole(generation)
+        changed.set()
+
+    async def _stream(
+        self,
+        choices: Sequence[Choice],
+        changed: asyncio.Event,
+        prompt_tokens: int,
+        tell: Tell[InferPart],
+    ) -> None:
+        """Tell what is new until every choice has ended; the rest goes with the last part."""
+        while True:
+            await changed.wait()
+            changed.clear()
+            if all(choice.finish is not None for choice in choices):
+                return
+            deltas = _deltas(choices)
+            if deltas:
+                await tell(
+                    InferPart(model=self._model_name(), deltas=deltas, prompt_tokens=prompt_tokens)
+                )
+                await asyncio.sleep(_GATHER_S)
+
+    def _choice(self, request: Request, number: int) -> Choice:
+        stream = TextStream(self._chat.decode, request.decoding.stop)
+        return Choice(number, self._chat, stream, request.logprobs)
+
+    def _sampling(self, decoding: Decoding, prompt_tokens: int) -> Sampling:
+        """Return how to sample after a prompt; ConfigError when there is no room."""
+        room = self._max_context - prompt_tokens
+        wanted = decoding.max_tokens or room
+        if room < 1 or wanted > room:
+            asked = f" and max_tokens is {decoding.max_tokens}" if decoding.max_tokens else ""
+            raise ConfigError(
+                f"the prompt has {prompt_tokens} tokens{asked}: the context of this model holds "
+                f"{self._max_context}",
+                hint="shorten the prompt, lower max_tokens, or serve with a larger max_model_len",
+            )
+        return Sampling(
+            max_new_tokens=wanted,
+            temperature=decoding.temperature,
+            top_p=decoding.top_p,
+            top_k=decoding.top_k,
+            stop_token_ids=self._chat.stop_token_ids,
+            seed=decoding.seed,
+        )
+
+    @contextlib.contextmanager
+    def _room(self, num_choices: int) -> Iterator[None]:
+        if self._num_open + num_choices > self._max_open:
+            raise BusyError(
+                f"this server generates or queues {self._num_open} answers, at most "
+                f"{self._max_open} are allowed, and {num_choices} more were asked for",
+                hint="ask again later, or add servers: `tinkermq scale RUN servers=N`",
+            )
+        self._num_open += num_choices
+        try:
+            yield
+        finally:
+            self._num_open -= num_choices
+
+
+def _deltas(choices: Sequence[Choice]) -> list[Delta]:
+    return [delta for choice in choices if (delta := choice.delta()) is not None]
+
+
+def _seeded(sampling: Sampling, seed: int) -> Sampling:
+    return Sampling(
+        sampling.max_new_tokens,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.top_k,
+        sampling.stop_token_ids,
+        seed,
+    )

@@ -1,0 +1,67 @@
+"""Text of tokens that arrive one by one, up to a stop text. Pure, apart from the tokenizer.
+
+A character may be spread over several tokens, and a stop text over several as well: text is told
+as soon as neither can change it any more.
+"""
+
+from collections.abc import Callable, Sequence
+
+_UNFINISHED = "�"
+
+
+class TextStream:
+    """The text of one choice as it grows."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
+        """Decode tokens with `decode`; end before the first of `stops`."""
+        self._decode = decode
+        self._stops = [stop for stop in stops if stop]
+        self._ids: list[int] = []
+        self._known = self._read = 0
+        self._held = ""
+        self.stopped = False
+        """A stop text was met: nothing follows."""
+
+    def push(self, token_id: int) -> str:
+        """Take the next token; return the text that is certain now."""
+        self._ids.append(token_id)
+        return self._take(self._fresh(final=False), final=False)
+
+    def finish(self) -> str:
+        """Return what is left at the end of the generation."""
+        return self._take(self._fresh(final=True), final=True)
+
+    def _fresh(self, *, final: bool) -> str:
+        """Return the text that the newest tokens add, unless a character is unfinished."""
+        before = self._decode(self._ids[self._known : self._read])
+        now = self._decode(self._ids[self._known :])
+        if now.endswith(_UNFINISHED) and not final:
+            return ""
+        if len(now) <= len(before):
+            return ""
+        self._known, self._read = self._read, len(self._ids)
+        return now[len(before) :]
+
+    def _take(self, fresh: str, *, final: bool) -> str:
+        if self.stopped:
+            return ""
+        text = self._held + fresh
+        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        kept = 0 if final else self._longest_start(text)
+        self._held = text[len(text) - kept :] if kept else ""
+        return text[: len(text) - kept]
+
+    def _longest_start(self, text: str) -> int:
+        """Return how many characters at the end may be the beginning of a stop text."""
+        return max(
+            (
+                length
+                for stop in self._stops
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )

@@ -1,0 +1,144 @@
+"""What an inference job serves, from what a user names: a model folder, a run, `run@step`."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ..schemas.config import RolloutConfig
+from ..schemas.errors import ConfigError, ModelError, NotFoundError
+from ..schemas.job import FINAL_STATES, JobRecord
+from .names import did_you_mean
+from .opentinker_keys import merged
+from .paths import resolve_paths
+from .pool import Pool, is_token
+
+DEFAULT_CONTEXT = 4096
+_LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
+
+
+class Source(NamedTuple):
+    """What a submission of kind `infer` says."""
+
+    config: dict[str, Any]
+    fork_of: str | None = None
+    follow: str | None = None
+
+
+async def find_source(pool: Pool, name: str) -> Source:
+    """Return the submission that serves `name`.
+
+    A run that is live is followed; of one that has ended the last checkpoint is served. Raises
+    NotFoundError or ModelError that says what `name` could have meant.
+    """
+    folder = _folder(name)
+    if folder is not None:
+        return Source(_model_config(name, folder))
+    run, at, step = name.partition("@")
+    if is_token(run):
+        return await _run_source(pool, name, run, step if at else None)
+    is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not is_hub_name and urlsplit(pool.broker.url).hostname in _LOCAL_HOSTS:
+        raise ModelError(
+            f"there is no model folder {name!r}",
+            hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
+        )
+    return Source(_model_config(name, None))  # the pool's own folder, or the hub's
+
+
+def _folder(name: str) -> Path | None:
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else None
+
+
+async def _run_source(pool: Pool, name: str, run: str, step: str | None) -> Source:
+    try:
+        record = await pool.find(run)
+    except NotFoundError as error:
+        runs = [one.name for one in await pool.list_jobs(all=True)]
+        raise NotFoundError(
+            f"there is no model folder and no run {run!r}",
+            hint=did_you_mean(run, runs, otherwise="list runs with `tinkermq ps --all`"),
+        ) from error
+    if record.kind == "infer" or not record.configured:
+        raise ConfigError(
+            f"{record.name} is a job of kind {record.kind} that trains nothing",
+            hint="name a training run, or the model folder",
+        )
+    config = {key: value for key, value in record.config.items() if key != "name"}
+    if step is not None:
+        if not step.isdigit():
+            raise ConfigError(f"{name!r} names no step", hint="write RUN@STEP, such as my-run@40")
+        return Source(config, fork_of=f"{record.job}@{step}")
+    if record.state not in FINAL_STATES:
+        return Source(config, follow=record.job)
+    return Source(config, fork_of=f"{record.job}@{_last_step(record)}")
+
+
+def _last_step(record: JobRecord) -> int:
+    """Return the step of the last checkpoint, which the pool's folder or the record tells."""
+    folder = Path(record.run_dir) / "checkpoints"
+    steps = [int(one.name.removeprefix("step_")) for one in folder.glob("step_*")]
+    return max(steps, default=record.version)
+
+
+def _model_config(name: str, folder: Path | None) -> dict[str, Any]:
+    """Return the configuration of a plain model, without a game."""
+    context = min(DEFAULT_CONTEXT, _positions(folder))
+    return {
+        "model": {"path": str(folder.resolve()) if folder else name},
+        "env": {"game": "", "hosts": 0, "num_val": 0},
+        **_lengths(context),
+    }
+
+
+def _lengths(context: int) -> dict[str, Any]:
+    """Divide a context between prompt and response, with the usual lengths where they fit."""
+    usual = RolloutConfig()
+    response = min(usual.max_response_tokens, max(1, context // 2))
+    return {
+        "rollout": {
+            "max_prompt_tokens": min(usual.max_prompt_tokens, context - response),
+            "max_response_tokens": response,
+            "max_turn_tokens": min(usual.max_turn_tokens, response),
+        },
+        "generator": {"max_context": context},
+    }
+
+
+def _positions(folder: Path | None) -> int:
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
+        return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
+    except (OSError, ValueError, TypeError):
+        return DEFAULT_CONTEXT  # the server says what is wrong with the folder
+
+
+def with_options(
+    source: Source,
+    *,
+    tokenizer_path: str | None = None,
+    num_servers: int | None = None,
+    max_model_len: int | None = None,
+    trust_remote_code: bool = False,
+    overrides: dict[str, Any] | None = None,
+    broker_url: str = "",
+) -> dict[str, Any]:
+    """Return the configuration of a source with a user's wishes laid over it."""
+    config = source.config
+    model: dict[str, Any] = {}
+    if tokenizer_path is not None and tokenizer_path != config.get("model", {}).get("path"):
+        model["tokenizer"] = tokenizer_path
+    if trust_remote_code:
+        model["trust_remote_code"] = True
+    if model:
+        config = merged(config, {"model": model})
+    if num_servers is not None:
+        config = merged(config, {"generator": {"count": num_servers}})
+    if max_model_len is not None:
+        plain = not config.get("env", {}).get("game")
+        lengths = _lengths(max_model_len) if plain else {}
+        config = merged(config, merged(lengths, {"generator": {"max_context": max_model_len}}))
+    if overrides:
+        config = merged(config, overrides)
+    return resolve_paths(config, broker_url)

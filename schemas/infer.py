@@ -1,0 +1,152 @@
+"""What inference servers are asked: chats, completions, and whole episodes of a game."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .env import Split
+from .message import Message
+from .reply import Part
+from .rollout import Trajectory
+from .task import Blame
+
+MAX_DEADLINE_S = 7200.0
+MAX_CHOICES = 128
+MAX_STOPS = 16
+RequestId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class Decoding(Message):
+    """How the tokens of one request are drawn."""
+
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens generated at most; None: as many as the context holds."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0: all."""
+    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
+    """Texts at which generation ends; they are not part of the answer."""
+    seed: int | None = Field(default=None, ge=0)
+    """The same seed draws the same tokens; None: fresh ones."""
+    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Answers to each prompt."""
+
+
+class ChatRequest(Message):
+    """Continue a conversation, on `infer.chat`; parts come until the last one."""
+
+    request: RequestId
+    """Id made by the caller, by which it can be cancelled."""
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    """Chat messages; the model's chat template renders them."""
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """Tools, as the chat template takes them."""
+    decoding: Decoding = Field(default_factory=Decoding)
+    """How tokens are drawn."""
+    stream: bool = False
+    """Tell tokens as they are generated, instead of all at the end."""
+    logprobs: bool = False
+    """Tell the text and the log-prob of each token as well."""
+    deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
+    """Longest time that the answer may take."""
+
+
+class CompletionRequest(Message):
+    """Continue texts as they are, without a chat template, on `infer.complete`."""
+
+    request: RequestId
+    """Id made by the caller, by which it can be cancelled."""
+    prompts: list[str | list[int]] = Field(min_length=1, max_length=1024)
+    """Texts, or token ids."""
+    decoding: Decoding = Field(default_factory=Decoding)
+    """How tokens are drawn."""
+    stream: bool = False
+    """Tell tokens as they are generated, instead of all at the end."""
+    logprobs: bool = False
+    """Tell the text and the log-prob of each token as well."""
+    deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
+    """Longest time that the answer may take."""
+
+
+class Delta(Message):
+    """What one choice has gained since the part before."""
+
+    choice: int = Field(ge=0)
+    """Number of the choice: prompt times `num_choices` plus the number within the prompt."""
+    text: str = ""
+    """New text."""
+    token_ids: list[int] = Field(default_factory=list[int])
+    """New tokens; the text of the newest may come with a later part."""
+    tokens: list[str] = Field(default_factory=list[str])
+    """Text of each new token by itself, where `logprobs` was asked for."""
+    logprobs: list[float] = Field(default_factory=list[float])
+    """Log-prob of each new token before top-p and top-k, where it was asked for."""
+    finish: Literal["stop", "length", "cancelled"] | None = None
+    """Why the choice has ended, or None while it goes on."""
+
+
+class InferPart(Part):
+    """A piece of the answer to a chat or completion."""
+
+    model: str = ""
+    """What answers: `run@step`, or the name of the job."""
+    deltas: list[Delta] = Field(default_factory=list[Delta])
+    """What is new, by choice."""
+    prompt_tokens: int = 0
+    """Tokens of the prompts; in the first part that carries anything, and in the last."""
+    completion_tokens: int = 0
+    """Tokens generated for all choices; in the last part."""
+
+
+class PlayRequest(Message):
+    """Play one episode of a game with the code that training uses, on `infer.play`."""
+
+    request: RequestId
+    """Id made by the caller, by which it can be cancelled."""
+    session: str = Field(default="", max_length=64)
+    """Session in which the caller hosts the game; empty: the job's own environment hosts."""
+    split: Split = "val"
+    """Which data `sample` is a row of."""
+    sample: int | None = None
+    """Row of the data, or None for a game that generates its states."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the game's own random generator."""
+    kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further arguments of the game's `reset`."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0: all."""
+    max_turns: int | None = Field(default=None, ge=1)
+    """Answers of the policy; None: as configured (`rollout`), as the three below."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """Longest first prompt."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the policy may generate in one turn."""
+    max_response_tokens: int | None = Field(default=None, ge=1)
+    """Tokens after the first prompt, observations included."""
+    deadline_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)
+    """Longest time that the episode may take, all its tries together."""
+
+
+class PlayPart(Part):
+    """The answer to a play request: one part with the episode, after any number without."""
+
+    model: str = ""
+    """What played: `run@step`, or the name of the job."""
+    trajectory: Trajectory | None = None
+    """The episode, with its messages and token ids."""
+    blame: Blame | None = None
+    """Why there is no episode: what its last try failed of."""
+
+
+class CancelInference(Message):
+    """A caller does not want the rest of an answer, on `infer.cancel`, which all servers hear."""
+
+    request: str
+    """Id of the request."""

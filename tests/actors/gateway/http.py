@@ -1,0 +1,55 @@
+"""OpenAI's endpoints on a real port, asked with the official client."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from tinkermq.actors.gateway.openai import routes
+from tinkermq.broker.connection import Broker
+
+from tests.waiting import until
+
+
+@dataclass
+class OneUser:
+    """Stands for the gateway's sessions where everybody is the same user."""
+
+    connection: Broker
+
+    async def broker(self, request: Request) -> Broker:
+        """Return the one connection."""
+        del request
+        return self.connection
+
+
+@asynccontextmanager
+async def serving(broker: Broker) -> AsyncIterator[str]:
+    """Yield the base URL of a gateway that has nothing but OpenAI's endpoints."""
+    app = Starlette(routes=routes(OneUser(broker)))
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None
+    running = asyncio.create_task(server._serve(), name="gateway")
+    try:
+        await until(lambda: server.started or running.done(), "the gateway to listen")
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.should_exit = True
+        await running
+
+
+@asynccontextmanager
+async def openai_client(broker: Broker) -> AsyncIterator[AsyncOpenAI]:
+    """Yield the official client of such a gateway; it never tries again by itself."""
+    async with serving(broker) as url:
+        client = AsyncOpenAI(base_url=url, api_key="any", max_retries=0, timeout=60)
+        try:
+            yield client
+        finally:
+            await client.close()

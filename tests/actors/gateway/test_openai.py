@@ -1,0 +1,242 @@
+"""OpenAI's endpoints, asked with the official client; the servers behind them are canned."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from openai import AsyncOpenAI
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.parts import PartsService, Tell
+from tinkermq.broker.presence import presences
+from tinkermq.broker.rpc import Service
+from tinkermq.schemas.errors import BusyError, ConfigError
+from tinkermq.schemas.infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    Delta,
+    InferPart,
+)
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.subjects import JobScope
+
+from tests.actors.gateway.http import openai_client, serving
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+ASKED: Any = [{"role": "user", "content": "hi"}]
+
+
+class Canned:
+    """A server that says what the test wants, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.words = ["Hel", "lo"]
+        self.asked: list[ChatRequest | CompletionRequest] = []
+        self.error: Exception | None = None
+        self.hang = False
+        self.cancelled = asyncio.Event()
+
+    async def answer(
+        self, request: ChatRequest | CompletionRequest, tell: Tell[InferPart]
+    ) -> InferPart:
+        """Tell the words one by one."""
+        self.asked.append(request)
+        if self.error is not None:
+            raise self.error
+        for number, word in enumerate(self.words):
+            ids, logprobs = [number], [-0.5 * number]
+            delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
+            await tell(InferPart(model="my-run@4", deltas=[delta]))
+        try:
+            await asyncio.sleep(3600 if self.hang else 0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        end = Delta(choice=0, finish="stop")
+        return InferPart(model="my-run@4", deltas=[end], prompt_tokens=3, completion_tokens=2)
+
+
+@pytest.fixture
+async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
+    """A job that serves my-run@4, with a canned server."""
+    record = JobRecord(
+        job=scope.job,
+        name=f"serves-{scope.job}",
+        user=scope.user,
+        kind="infer",
+        state="RUNNING",
+        config={},
+        fork_of="my-run@4",
+        serves="my-run@4",
+        created=time.time(),
+    )
+    await JobStore(broker).create(record, "test")
+    presence = Presence(
+        actor="server-0", role="server", host="h", pid=1, state="working", version=4, time=0
+    )
+    await presences(broker).put(f"{scope.key}.server-0", presence)
+    server = Canned()
+    async with await Service.start(broker, name="canned", description="canned") as service:
+        parts = PartsService(broker, service)
+        for verb, model in (("chat", ChatRequest), ("complete", CompletionRequest)):
+            await parts.endpoint(verb, scope.infer(verb), model, InferPart, server.answer)
+        listening = await broker.listen(
+            scope.infer("cancel"),
+            lambda message: parts.cancel(CancelInference.from_bytes(message.data).request),
+        )
+        yield server
+        await listening.stop()
+    await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")
+
+
+@pytest_asyncio.fixture
+async def client(broker: Broker, canned: Canned) -> AsyncIterator[AsyncOpenAI]:
+    """The official client."""
+    async with openai_client(broker) as client:
+        yield client
+
+
+async def test_models_are_listed_under_run_and_step(client: AsyncOpenAI) -> None:
+    assert [model.id for model in (await client.models.list()).data] == ["my-run@4"]
+    assert (await client.models.retrieve("my-run@4")).owned_by == "local"
+
+
+async def test_a_chat_is_answered_whole_with_logprobs_and_usage(client: AsyncOpenAI) -> None:
+    chat = await client.chat.completions.create(model="my-run@4", messages=ASKED, logprobs=True)
+    (choice,) = chat.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", "Hello")
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is not None
+    assert [(one.token, one.logprob) for one in choice.logprobs.content or []] == [
+        ("Hel", 0.0),
+        ("lo", -0.5),
+    ]
+    assert chat.model == "my-run@4"
+    assert chat.usage is not None
+    assert (chat.usage.prompt_tokens, chat.usage.total_tokens) == (3, 5)
+
+
+async def test_a_stream_comes_in_pieces_and_ends_with_the_usage(client: AsyncOpenAI) -> None:
+    stream = await client.chat.completions.create(
+        model="my-run@4",
+        messages=ASKED,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    deltas = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert [text for text in deltas if text] == ["Hel", "lo"]
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 2
+
+
+async def test_tool_calls_come_as_such_whole_and_streamed(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    canned.words = ["So: ", CALL[:5], CALL[5:30], CALL[30:]]
+    chat = await client.chat.completions.create(model="my-run@4", messages=ASKED, tools=TOOLS)
+    (call,) = chat.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments) == {"a": 1}
+    assert chat.choices[0].message.content == "So:"
+    assert chat.choices[0].finish_reason == "tool_calls"
+    assert canned.asked[-1].to_map()["tools"] == TOOLS
+
+    stream = await client.chat.completions.create(
+        model="my-run@4", messages=ASKED, tools=TOOLS, stream=True
+    )
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "So: "
+    (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
+    assert streamed.function is not None
+    assert (streamed.index, streamed.function.name) == (0, "add")
+    assert chunks[-1].finish_reason == "tool_calls"
+
+
+async def test_completions_continue_texts_and_token_ids(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    done = await client.completions.create(model="my-run@4", prompt="Oh ", logprobs=0)
+    assert done.choices[0].text == "Hello"
+    assert done.choices[0].logprobs is not None
+    assert done.choices[0].logprobs.token_logprobs == [0.0, -0.5]
+    assert done.choices[0].logprobs.text_offset == [0, 3]
+    stream = await client.completions.create(model="my-run@4", prompt=[1, 2], stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello"
+    assert canned.asked[-1].to_map()["prompts"] == [[1, 2]]
+
+
+async def test_an_unknown_model_is_404_and_names_those_there_are(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="there are: my-run@4") as caught:
+        await client.chat.completions.create(model="other", messages=ASKED)
+    assert caught.value.code == "model_not_found"
+
+
+async def test_a_parameter_without_effect_is_refused_by_name(client: AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.chat.completions.create(
+            model="my-run@4", messages=ASKED, logprobs=True, top_logprobs=5
+        )
+    assert caught.value.param == "top_logprobs"
+    assert caught.value.type == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_server_refuses_has_a_status_of_its_own(
+    client: AsyncOpenAI, canned: Canned, stream: bool
+) -> None:
+    canned.error = BusyError("this server is full", hint="ask again later")
+    with pytest.raises(openai.RateLimitError, match=r"this server is full\. ask again later"):
+        await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    canned.error = ConfigError("the prompt is too long")
+    with pytest.raises(openai.BadRequestError, match="too long"):
+        await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    canned.error = RuntimeError("secret")
+    with pytest.raises(openai.InternalServerError) as caught:
+        await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=stream)
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_reader_who_leaves_a_stream_ends_the_work_for_it(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    canned.hang = True
+    stream = await client.chat.completions.create(model="my-run@4", messages=ASKED, stream=True)
+    async for chunk in stream:
+        if chunk.choices[0].delta.content:
+            break
+    await stream.close()
+    await asyncio.wait_for(canned.cancelled.wait(), 60)
+
+
+async def test_a_caller_who_hangs_up_ends_the_work_for_it(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    canned.hang = True
+    asking = asyncio.create_task(
+        client.chat.completions.create(model="my-run@4", messages=ASKED), name="caller"
+    )
+    while not canned.asked:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.wait_for(canned.cancelled.wait(), 60)
+
+
+async def test_a_body_that_is_no_json_gets_the_envelope(broker: Broker) -> None:
+    async with serving(broker) as url, httpx.AsyncClient() as http:
+        answer = await http.post(f"{url}/chat/completions", content=b"{")
+    assert answer.status_code == 400
+    assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

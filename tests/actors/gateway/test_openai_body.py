@@ -1,0 +1,96 @@
+"""Request bodies: what is understood, and the error for what is not."""
+
+import json
+from typing import Any
+
+import pytest
+from tinkermq.actors.gateway.openai_body import BodyError, ChatBody, CompletionBody, parse_body
+
+ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def chat(**fields: Any) -> ChatBody:
+    return parse_body(json.dumps({**ASKED, **fields}).encode(), ChatBody)
+
+
+def test_a_chat_becomes_a_servers_request() -> None:
+    body = chat(n=2, stop="END", max_completion_tokens=7, temperature=0, seed=3, top_p=0.5)
+    decoding = body.request().decoding
+    assert (decoding.num_choices, decoding.stop, decoding.max_tokens) == (2, ["END"], 7)
+    assert (decoding.temperature, decoding.seed, decoding.top_p) == (0, 3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"top_logprobs": 3}, "top_logprobs", "only the log-prob of the sampled token"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
+        ({"tool_choice": "required"}, "tool_choice", "the model's choice"),
+        ({"temprature": 1}, "temprature", "not supported"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"stream_options": {"include_usage": True}}, None, "without stream"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(
+    fields: dict[str, Any], param: str | None, said: str
+) -> None:
+    with pytest.raises(BodyError) as caught:
+        chat(**fields)
+    assert caught.value.param == param
+    assert said in str(caught.value)
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    chat(frequency_penalty=0, logit_bias={}, response_format={"type": "text"}, top_logprobs=0)
+    chat(tools=None, stop=None, parallel_tool_calls=True, store=False)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]"])
+def test_a_body_that_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(BodyError, match="the body is not"):
+        parse_body(raw, ChatBody)
+
+
+def test_messages_reach_the_template_as_text_and_maps() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    body = chat(
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+2"}],
+            },
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "4"},
+        ]
+    )
+    system, user, assistant, tool = body.request().messages
+    assert system == {"role": "system", "content": "be brief"}
+    assert user["content"] == "2+2"
+    assert assistant["content"] == ""
+    assert assistant["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert tool["content"] == "4"
+
+
+def test_an_image_is_refused() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:"}}
+    with pytest.raises(BodyError, match="reads text only"):
+        chat(messages=[{"role": "user", "content": [part]}]).request()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])],
+)
+def test_prompts_come_as_texts_or_token_ids(prompt: Any, prompts: Any) -> None:
+    body = parse_body(json.dumps({"model": "m", "prompt": prompt}).encode(), CompletionBody)
+    assert body.request().prompts == prompts
+
+
+def test_tools_are_left_out_when_none_shall_be_called() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert chat(tools=tools).request().tools == tools
+    assert chat(tools=tools, tool_choice="none").request().tools == []

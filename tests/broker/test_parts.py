@@ -1,0 +1,163 @@
+"""Answers in parts: their order, their end, signs of life, and callers who go away."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+import pytest
+from tinkermq.broker import parts as parts_module
+from tinkermq.broker.connection import Broker, ConnectionLost
+from tinkermq.broker.parts import PartsService, Tell, ask_parts, last_part
+from tinkermq.broker.rpc import Service
+from tinkermq.schemas.errors import BusyError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
+from tinkermq.schemas.subjects import JobScope
+
+from tests.waiting import AFTER_PATIENCE_S
+
+
+class Counter:
+    """Tells the numbers up to the request's `sample`."""
+
+    def __init__(self) -> None:
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+        self.cancelled = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def count(self, request: PlayRequest, tell: Tell[InferPart]) -> InferPart:
+        """Count."""
+        try:
+            for number in range(request.sample or 0):
+                await tell(InferPart(deltas=[Delta(choice=number)]))
+            await self.go_on.wait()
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        if self.error is not None:
+            raise self.error
+        return InferPart(model="done")
+
+
+@pytest.fixture
+async def counter(broker: Broker, scope: JobScope) -> AsyncIterator[Counter]:
+    """A service in parts, with `cancel`."""
+    counter = Counter()
+    async with await Service.start(broker, name="counter", description="counts") as service:
+        served = PartsService(broker, service)
+        subject = scope.infer("play")
+        await served.endpoint("count", subject, PlayRequest, InferPart, counter.count)
+        listening = await broker.listen(
+            scope.infer("cancel"),
+            lambda message: served.cancel(CancelInference.from_bytes(message.data).request),
+        )
+        yield counter
+        counter.go_on.set()
+        await listening.stop()
+
+
+def asking(broker: Broker, scope: JobScope, sample: int = 0, name: str = "one", **options: float):
+    return ask_parts(
+        broker,
+        scope.infer("play"),
+        PlayRequest(request=name, sample=sample),
+        InferPart,
+        waiting_for="the counter",
+        cancel=(scope.infer("cancel"), CancelInference(request=name)),
+        **options,
+    )
+
+
+async def test_parts_come_in_order_and_the_last_one_says_so(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    found = [part async for part in asking(broker, scope, 50)]
+    assert [part.index for part in found] == list(range(51))
+    assert [part.deltas[0].choice for part in found[:-1]] == list(range(50))
+    assert found[-1].last
+    assert found[-1].model == "done"
+
+
+async def test_a_service_that_takes_its_time_gives_signs_of_life(
+    broker: Broker, scope: JobScope, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "ALIVE_S", 0.01)
+    counter.go_on.clear()
+    task = asyncio.create_task(last_part(asking(broker, scope, silence_s=1.0)))
+    await asyncio.sleep(1.5)  # longer than the silence that is borne
+    assert not task.done()
+    counter.go_on.set()
+    assert (await task).model == "done"
+
+
+async def test_a_service_that_has_died_is_found_out(
+    broker: Broker, scope: JobScope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = await broker.listen(scope.infer("play"), lambda _: None)
+    with pytest.raises(DeadlineError, match="nothing was heard of the counter"):
+        await last_part(asking(broker, scope, silence_s=0.2))
+    await heard.stop()
+
+
+async def test_nobody_there_is_told_at_once(broker: Broker, scope: JobScope) -> None:
+    with pytest.raises(NotFoundError, match="the counter is not there"):
+        await last_part(asking(broker, scope, silence_s=AFTER_PATIENCE_S))
+
+
+async def test_an_error_ends_the_answer_as_the_class_it_was(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    counter.error = BusyError("full", hint="later")
+    with pytest.raises(BusyError, match="full"):
+        await last_part(asking(broker, scope))
+    counter.error = RuntimeError("secret")
+    with pytest.raises(Exception, match="the service failed: RuntimeError") as caught:
+        await last_part(asking(broker, scope, name="two"))
+    assert "secret" not in str(caught.value)
+
+
+async def test_a_caller_who_goes_away_ends_the_work(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    counter.go_on.clear()
+    async with aclosing(asking(broker, scope, 1)) as parts:
+        assert (await anext(parts)).index == 0
+    await asyncio.wait_for(counter.cancelled.wait(), 60)
+
+
+async def test_one_id_is_one_request(broker: Broker, scope: JobScope, counter: Counter) -> None:
+    counter.go_on.clear()
+    first = asking(broker, scope, 1)
+    await anext(first)
+    with pytest.raises(MessageError, match="request one runs already"):
+        await last_part(asking(broker, scope))
+    counter.go_on.set()
+    assert (await last_part(first)).model == "done"
+
+
+async def test_a_payload_that_is_no_request_gets_an_error(
+    broker: Broker, scope: JobScope, counter: Counter
+) -> None:
+    request = CancelInference(request="not a play")
+    for payload in (b"\xc1", request.to_bytes()[:-3]):
+        reply = await broker.request(scope.infer("play"), payload)
+        part = InferPart.from_bytes(reply.data)
+        assert part.last
+        assert part.error is not None
+        assert part.error.code == "message"
+
+
+async def test_a_lost_part_is_noticed(broker: Broker, scope: JobScope) -> None:
+    async def answer(reply: str) -> None:
+        for index in (0, 2):
+            part = InferPart(index=index, model="x", last=index == 2)
+            await broker.publish(reply, part.to_bytes())
+
+    tasks: list[asyncio.Task[None]] = []
+    heard = await broker.listen(
+        scope.infer("play"),
+        lambda message: tasks.append(asyncio.create_task(answer(message.reply))),
+    )
+    with pytest.raises(ConnectionLost, match="was lost"):
+        await last_part(asking(broker, scope))
+    await heard.stop()

@@ -1,0 +1,118 @@
+"""Scores, their uncertainty and comparisons, against tables computed by hand."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinkermq.envs.evaluation import (
+    Scored,
+    compare,
+    is_success,
+    kind_of,
+    mean_with_interval,
+    pass_at_k,
+    summarize,
+    task_seed,
+)
+
+
+def episodes(rewards: list[float], kind: str = "", first: int = 0) -> list[Scored]:
+    return [
+        Scored(first + task, 0, reward, reward > 0.5, kind) for task, reward in enumerate(rewards)
+    ]
+
+
+def test_the_game_may_say_itself_what_a_success_is() -> None:
+    assert is_success(1.0, {}, 0.5)
+    assert not is_success(0.5, {}, 0.5)
+    assert is_success(0.0, {"success": True}, 0.5)
+    assert not is_success(1.0, {"success": False}, 0.5)
+    assert is_success(1.0, {"success": "no flag"}, 0.5)
+
+
+def test_a_type_is_what_the_game_says_or_the_datas_source() -> None:
+    assert kind_of({"type": "look"}, "alfworld") == "look"
+    assert kind_of({"task_type": "heat"}, "") == "heat"
+    assert kind_of({"type": 3}, "alfworld") == "alfworld"
+
+
+def test_the_interval_of_a_mean_is_the_normal_one() -> None:
+    interval = mean_with_interval([0.0, 1.0, 1.0, 0.0])
+    half = 1.959964 * math.sqrt(1 / 3) / 2
+    assert interval.mean == 0.5
+    assert (interval.low, interval.high) == pytest.approx((0.5 - half, 0.5 + half))
+    assert math.isnan(mean_with_interval([1.0]).low)
+    assert math.isnan(mean_with_interval([]).mean)
+
+
+@given(st.integers(2, 7), st.data())
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_success(n: int, data: st.DataObject) -> None:
+    solved = data.draw(st.integers(0, n))
+    outcomes = [True] * solved + [False] * (n - solved)
+    for k, value in pass_at_k([solved], n).items():
+        draws = list(combinations(outcomes, k))
+        assert value == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_episodes_of_one_task_are_not_counted_as_independent() -> None:
+    one_each = summarize([Scored(task, 0, float(task % 2), task % 2 == 1) for task in range(8)])
+    four_each = summarize(
+        [Scored(task, s, float(task % 2), task % 2 == 1) for task in range(8) for s in range(4)],
+        samples=4,
+    )
+    assert one_each["mean_reward_ci95"] == four_each["mean_reward_ci95"]
+    assert (four_each["tasks"], four_each["episodes"]) == (8, 32)
+    assert four_each["pass@4"] == four_each["accuracy"] == 0.5
+
+
+def test_scores_are_told_apart_by_type_where_there_are_several() -> None:
+    summary = summarize(episodes([1, 1], "easy") + episodes([0, 1], "hard", first=2))
+    assert summary["mean_reward"] == 0.75
+    assert summary["by_type"]["easy"]["accuracy"] == 1.0
+    assert summary["by_type"]["hard"]["accuracy"] == 0.5
+    assert "by_type" not in summarize(episodes([1, 0], "easy"))
+
+
+def test_a_pass_at_k_counts_only_tasks_with_all_their_episodes() -> None:
+    whole = [Scored(0, 0, 1, True), Scored(0, 1, 0, False)]
+    assert summarize([*whole, Scored(1, 0, 0, False)], samples=2)["pass@2"] == 1.0
+
+
+def test_a_comparison_is_paired_by_task() -> None:
+    rng = np.random.default_rng(3)
+    base = rng.normal(size=200)  # tasks differ far more than versions do
+    a, b = episodes(base.tolist()), episodes((base + 0.1).tolist())
+    result = compare(a, b)
+    assert result.num_tasks == 200
+    assert result.reward.mean == pytest.approx(0.1)
+    assert result.reward.low == pytest.approx(0.1)
+    assert (result.better, result.worse) == (200, 0)
+
+
+def test_a_comparison_leaves_out_what_only_one_side_played() -> None:
+    result = compare(episodes([0, 0, 0]), episodes([1, 0], first=1))
+    assert (result.num_tasks, result.better, result.worse) == (2, 1, 0)
+
+
+def test_the_interval_of_a_difference_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    covered = 0
+    for _ in range(100):
+        a = episodes(rng.normal(0.0, 1, 40).tolist())
+        b = episodes(rng.normal(0.3, 1, 40).tolist())
+        interval = compare(a, b).reward
+        covered += interval.low <= 0.3 <= interval.high
+    assert 85 <= covered <= 100
+
+
+def test_a_comparison_says_the_same_each_time() -> None:
+    a, b = episodes([0, 1, 1, 0, 1]), episodes([1, 1, 0, 0, 1])
+    assert compare(a, b) == compare(a, b)
+
+
+def test_the_seed_of_a_task_depends_on_the_jobs_seed_and_the_task_alone() -> None:
+    assert task_seed(0, 1) == task_seed(0, 1)
+    assert len({task_seed(seed, task) for seed in range(3) for task in range(3)}) == 9

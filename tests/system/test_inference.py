@@ -1,0 +1,243 @@
+"""Inference jobs in the whole stack: what is served, how it is asked, and what goes wrong."""
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import aclosing, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
+from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.generator.generator import make_chat, start_engine
+from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.parts import ask_parts
+from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
+from tinkermq.clients.address import parse_server_url
+from tinkermq.clients.results import EpisodeResult
+from tinkermq.envs.games.calculator import CalculatorGame, make_data
+from tinkermq.envs.games.guess import GuessGame
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.remote import Environments, Start
+from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
+from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.subjects import JobScope
+
+from tests.actors.gateway.http import openai_client
+from tests.configs import small_job
+from tests.games import RaisesInStep, SlowBandit
+from tests.jobs import Job
+from tests.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+async def ask(stack: Stack, scope: JobScope, name: str, **fields: Any) -> list[InferPart]:
+    """Chat with a job; return all parts of the answer."""
+    request = ChatRequest(request=name, messages=HELLO, **fields)
+    parts = ask_parts(
+        stack.broker, scope.infer("chat"), request, InferPart, waiting_for="the server"
+    )
+    async with aclosing(parts):
+        return [part async for part in parts]
+
+
+async def test_a_model_folder_is_served_by_several_servers(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(
+            str(model), num_gpus=2, max_model_len=256, config={"output_dir": str(tmp_path)}
+        )
+        assert job["status"] == "RUNNING"
+        scope = parse_server_url(job["vllm_server_url"]).scope
+        decoding = Decoding(max_tokens=12, seed=5)
+        (whole,) = await ask(stack, scope, "whole", decoding=decoding)
+        assert whole.model == job["name"]
+        assert whole.completion_tokens == len(whole.deltas[0].token_ids)
+        streamed = await ask(stack, scope, "bits", decoding=decoding, stream=True)
+        tokens = [one for part in streamed for delta in part.deltas for one in delta.token_ids]
+        assert tokens == whole.deltas[0].token_ids
+        text = "".join(delta.text for part in streamed for delta in part.deltas)
+        assert text == whole.deltas[0].text
+        with pytest.raises(ConfigError, match="context of this model holds 256"):
+            await ask(stack, scope, "long", decoding=Decoding(max_tokens=400))
+        ended = await client.complete_job(job["job_id"])
+        assert ended["job_id"] == job["job_id"]
+
+
+async def test_the_gateway_serves_a_real_model_to_the_official_client(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(
+            str(model), max_model_len=256, config={"output_dir": str(tmp_path)}
+        )
+        chat = ChatTokenizer(load_tokenizer(str(model)))
+        async with openai_client(stack.broker) as openai:
+            asked: Any = {"model": job["name"], "messages": HELLO, "max_tokens": 16, "seed": 1}
+            whole = await openai.chat.completions.create(**asked, logprobs=True, n=2)
+            assert whole.usage is not None
+            assert whole.usage.prompt_tokens == len(chat.first_prompt(HELLO))
+            first, second = whole.choices
+            assert first.message.content != second.message.content
+            logprobs = [one.logprob for one in first.logprobs.content or []]
+            assert len(logprobs) <= 16
+            assert all(logprob < 0 for logprob in logprobs)
+            stream = await openai.chat.completions.create(**asked, stream=True)
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+            assert "".join(pieces) == first.message.content
+            assert len(pieces) > 3
+            stop = (first.message.content or "")[3]
+            cut = await openai.chat.completions.create(**asked, stop=stop)
+            assert cut.choices[0].message.content == first.message.content.partition(stop)[0]
+            assert cut.choices[0].finish_reason == "stop"
+            text = await openai.completions.create(model=job["job_id"], prompt="2+2=", max_tokens=3)
+            assert text.usage is not None
+            assert text.usage.prompt_tokens == 4
+
+
+async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    _, val = make_data(tmp_path / "data", num_train=8, num_val=12)
+    config = small_job(
+        model,
+        env={"game": "calculator", "train_data": [str(val)], "val_data": [str(val)], "num_val": 0},
+        rollout={"max_turns": 2, "temperature": 1.0},
+        training={"num_steps": 3},
+    )
+    trained = await stack.submit(config)
+    await trained.until("COMPLETED")
+    groups = [entry.group for entry in await trained.entries()]
+    prompts = {
+        group.task.sample: one.token_ids[: int(np.flatnonzero(one.mask)[0])].tolist()
+        for group in groups
+        for one in group.trajectories
+    }
+    output = tmp_path / "results.jsonl"
+    settings: dict[str, Any] = {
+        "model_path": f"{trained.record.name}@3",
+        "data_path": val,
+        "game_class": CalculatorGame,
+        "output_path": output,
+        "temperature": 1.0,
+        "samples_per_task": 4,
+        "token_ids": True,
+        "scheduler_url": stack.server.url,
+    }
+    report = await run_inference_async(**settings, max_samples=6)
+    assert len(report.results) == 24
+    assert {result.model for result in report.results} == {f"{trained.record.name}@3"}
+    compared = 0
+    for result in report.results:
+        assert result.token_ids is not None
+        assert result.mask is not None
+        if result.task in prompts:
+            assert result.token_ids[: result.mask.index(1)] == prompts[result.task]
+            compared += 1
+    assert compared
+    assert {"mean_reward", "accuracy", "pass@1", "pass@4"} <= report.summary.keys()
+
+    lines = output.read_text().splitlines()
+    output.write_text("\n".join(lines[:10]) + "\n" + lines[10][:40])
+    again: list[EpisodeResult] = []
+    report = await run_inference_async(**settings, max_samples=6, on_result=again.append)
+    assert len(again) == 14
+    assert [json.loads(line) for line in output.read_text().splitlines()[:10]] == [
+        json.loads(line) for line in lines[:10]
+    ]
+    assert len(report.results) == 24
+    with pytest.raises(ConfigError, match="other settings"):
+        await run_inference_async(**{**settings, "temperature": 0.5})
+
+
+async def test_served_episodes_are_those_of_the_generators_own_loop(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64},
+    }
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(
+            str(model), config={"output_dir": str(tmp_path), **settings}
+        )
+        seeds = [3, 1, 4]
+        report = await run_inference_async(
+            job["vllm_server_url"], game_class=GuessGame, tasks=seeds, token_ids=True
+        )
+        await client.cancel_job(job["job_id"])
+    served = {one.task: (one.token_ids, one.mask, one.messages) for one in report.results}
+    config = parse_config(small_job(model, env={"game": "guess"}, **settings))
+    engine = await start_engine(config)
+    scope = JobScope("local", "beside")
+    stopping = asyncio.Event()
+    host = EnvironmentHost(stack.broker, scope, config.env)
+    hosting = asyncio.create_task(host.run(stopping))
+    await host.ready.wait()
+    hosts = Environments(stack.broker, scope, config.env, lambda _: nullcontext())
+    loop = AgentLoop(engine, make_chat(config), hosts, config.rollout, EpisodeSampling(0.0))
+    for seed in seeds:
+        plan = EpisodePlan(f"e{seed}", Start("train", None, seed), greedy=True)
+        own = await loop.run(plan)
+        assert served[seed] == (own.token_ids.tolist(), own.mask.tolist(), own.messages)
+        assert len(own.turn_ends) > 1
+    stopping.set()
+    await hosting
+    await engine.close()
+
+
+async def test_a_server_that_is_killed_costs_no_episode(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}}
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        described = await client.submit_inference_job(str(model), num_gpus=2, config=config)
+        job = Job(stack, await JobStore(stack.broker).get("local", described["job_id"]))
+        pid = await job.pid("server-1")
+        num_played = 0
+
+        def kill_at_the_fifth(_: EpisodeResult) -> None:
+            nonlocal num_played
+            num_played += 1
+            if num_played == 5:
+                os.kill(pid, signal.SIGKILL)
+
+        report = await run_inference_async(
+            described["vllm_server_url"],
+            game_class=SlowBandit,
+            game_kwargs={"delay_s": 0.3},
+            max_samples=40,
+            max_concurrent=24,
+            on_result=kill_at_the_fifth,
+        )
+        assert [result.task for result in report.results] == list(range(40))
+        assert not report.failed
+        assert (await job.read()).state == "RUNNING"
+        await client.cancel_job(described["job_id"])
+
+
+async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "results.jsonl"
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
+        job = await client.submit_inference_job(str(model), config={"output_dir": str(tmp_path)})
+        for tries in (1, 2):
+            report = await run_inference_async(
+                job["vllm_server_url"],
+                game_class=RaisesInStep,
+                output_path=output,
+                max_samples=2,
+            )
+            assert "ValueError: no rule for" in (report.failed[0].error or "")
+            assert report.summary["failed_episodes"] == 2
+            assert len(output.read_text().splitlines()) == 2 * tries
+        await client.cancel_job(job["job_id"])
