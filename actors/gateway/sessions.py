@@ -135,9 +135,12 @@ class Sessions:
             raise
 
     async def visitor_of_key(self, key: str) -> Visitor:
-        """Return the user of a key with their connection, which is opened if need be."""
+        """Return the user of a key with their connection, which is opened if need be.
+
+        One that broke is opened anew: the key may have been revoked.
+        """
         found = self._visitors.get(key)
-        if found is not None and not found.broker.closed.is_set():
+        if found is not None and found.broker.is_connected:
             found.used = time.monotonic()
             return found
         if key not in self._opening:

@@ -81,7 +81,7 @@ async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
 async def test_what_jobs_say_is_text_and_never_runs(
     stack: Stack, gateway: Gateway, browser: Browser
 ) -> None:
-    record = await finished_job(stack, name=HOSTILE, reason=HOSTILE, state="FAILED")
+    record = await finished_job(stack, gateway, name=HOSTILE, reason=HOSTILE, state="FAILED")
     async with watched_page(browser, gateway.url) as page:
         for path in (
             "/jobs",
@@ -104,7 +104,7 @@ async def test_what_jobs_say_is_text_and_never_runs(
 async def test_the_pages_fit_a_phone_and_follow_the_theme(
     stack: Stack, gateway: Gateway, browser: Browser
 ) -> None:
-    record = await finished_job(stack)
+    record = await finished_job(stack, gateway)
     context = await browser.new_context(
         base_url=gateway.url, viewport={"width": 390, "height": 800}, color_scheme="dark"
     )

@@ -201,7 +201,11 @@ async def test_an_admin_manages_users_and_reads_the_audit_in_the_browser(
         assert await row.locator("input[name=max_slots]").input_value() == "3"
         await row.locator("form[action='/users/revoke'] button").click()
         await page.wait_for_function("() => document.body.innerText.includes('revoked 20')")
-    assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).status == 401
+
+    async def shut_out() -> bool:
+        return (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).status == 401
+
+    await eventually(shut_out, "the revoked key to be refused")
 
 
 async def test_a_user_sees_the_own_record_and_may_not_manage_others(guarded: Guarded) -> None:

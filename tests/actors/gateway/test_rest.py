@@ -23,13 +23,14 @@ from tests.configs import small_job
 from tests.gateway import Gateway, free_port, start
 from tests.groups import make_group
 from tests.stack import Stack
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 
 
-async def finished_job(stack: Stack, **fields: Any) -> JobRecord:
+async def finished_job(stack: Stack, gateway: Gateway, **fields: Any) -> JobRecord:
     """Write a job that has ended as its actors would have, with one of everything."""
     job = f"job-{uuid.uuid4().hex[:8]}"
     scope = JobScope("local", job)
@@ -52,6 +53,11 @@ async def finished_job(stack: Stack, **fields: Any) -> JobRecord:
     episode = two_turns(info={HOSTILE: HOSTILE})
     episode.messages[0]["content"] = HOSTILE
     await RolloutLog(stack.broker, scope).append(make_group([episode]))
+
+    async def listed() -> bool:
+        return bool((await gateway.get(f"/api/v1/jobs?search={job}")).json["total"])
+
+    await eventually(listed, "the scheduler to know the job")
     return record
 
 
@@ -80,7 +86,7 @@ async def test_a_job_is_submitted_found_and_stopped(
 
 
 async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -> None:
-    record = await finished_job(stack)
+    record = await finished_job(stack, gateway)
     base = f"/api/v1/jobs/{record.job}"
     metrics = (await gateway.get(f"{base}/metrics")).json
     assert metrics["series"]["training_step_reward"]["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
@@ -135,7 +141,7 @@ async def test_pages_run_no_foreign_script_and_are_framed_by_nobody(gateway: Gat
 
 
 async def test_pages_hold_no_inline_script_or_style(stack: Stack, gateway: Gateway) -> None:
-    record = await finished_job(stack)
+    record = await finished_job(stack, gateway)
     for tab in ("", "/logs", "/events", "/config", "/checkpoints", "/rollouts", "/rollouts/1/0"):
         answer = await gateway.get(f"/jobs/{record.job}{tab}")
         assert answer.status == 200
