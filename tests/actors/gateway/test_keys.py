@@ -219,3 +219,9 @@ async def test_a_user_sees_the_own_record_and_may_not_manage_others(guarded: Gua
     assert refused.status == 403
     malformed = await guarded.gateway.post("/api/v1/users/add", {"name": "x"}, **own)
     assert malformed.status == 400
+
+
+async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guarded) -> None:
+    assert (await guarded.gateway.get("/v1/models")).status == 401
+    answer = await guarded.gateway.get("/v1/models", **guarded.bearer("alice"))
+    assert answer.json == {"object": "list", "data": []}
