@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv test lint format check docs bench
+.PHONY: help quickstart venv chromium test lint format check docs screenshots bench
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -19,8 +19,15 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
-test: $(VENV)/dev.stamp  ## Run the whole default suite, linters included
+test: $(VENV)/dev.stamp chromium  ## Run the whole default suite, linters included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+# The dashboard is tested in Debian's browser; where this cannot install it, the tests say so.
+chromium:
+	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { \
+	  echo "installing chromium for the tests of the dashboard: a minute, once"; \
+	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
+	    --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || true
 
 lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter
 	$(BIN)/ruff check .
@@ -37,6 +44,9 @@ check: lint test  ## lint, then test
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m tinkermq.schemas.docs docs
 
+screenshots: $(VENV)/dev.stamp chromium  ## Take the pictures of docs/dashboard.md anew
+	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
+
 bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
@@ -44,7 +54,7 @@ bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write d
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	@test -f $(VENV)/dev.stamp -a ! pyproject.toml -nt $(VENV)/dev.stamp || { \
 	  echo "installing tinkermq with torch and transformers into $(VENV): some minutes, once"; \
-	  $(PIP) install -e '.[worker,plot]'; }
+	  $(PIP) install -e '.[worker,gateway,plot]'; }
 	@touch $@
 
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python

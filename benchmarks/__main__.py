@@ -21,7 +21,16 @@ from benchmarks.page import page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "outputs" / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-NAMES = ("against_trl", "asynchrony", "environment", "engine", "weights", "overhead", "memory")
+NAMES = (
+    "against_trl",
+    "asynchrony",
+    "environment",
+    "engine",
+    "weights",
+    "overhead",
+    "memory",
+    "dashboard",
+)
 
 
 def run(name: str, *, quick: bool) -> bool:

@@ -32,10 +32,12 @@ class StackState(BaseModel):
 
     url: str
     """The broker."""
+    gateway: str | None = None
+    """Address of the dashboard; None without one."""
     pid: int
     """The supervisor."""
     children: dict[str, int] = Field(default_factory=dict[str, int])
-    """Process ids of broker, scheduler and node."""
+    """Process ids of broker, scheduler, node and gateway."""
     restarts: dict[str, int] = Field(default_factory=dict[str, int])
     """How often each of them was started again."""
     home: str

@@ -190,14 +190,14 @@ class AuditRecord(Message):
 
 
 class AuditRequest(Message):
-    """Read the newest records of the audit stream: `audit`."""
+    """Ask what was written down last: `audit`."""
 
-    last: int = Field(default=50, ge=1, le=1000)
-    """How many."""
+    limit: int = Field(default=200, ge=1, le=2000)
+    """At most so many records."""
 
 
 class AuditList(Message):
-    """Records of the audit stream, oldest first."""
+    """What was written down, newest first."""
 
     records: list[AuditRecord]
     """The records."""

@@ -105,8 +105,14 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if "entry_points" in name))
     code = {name for name in names if ".dist-info/" not in name}
-    assert code == {f"tinkermq/{short(path)}" for path in modules(*ROOMS)}
+    assert code == {f"tinkermq/{short(path)}" for path in [*modules(*ROOMS), *shipped_files()]}
     assert b"tinkermq = tinkermq.clients.cli:main" in entry_points
+
+
+def shipped_files() -> list[Path]:
+    """Return what the gateway sends to browsers, or makes it of."""
+    places = [ROOT / "actors" / "gateway" / name for name in ("static", "templates")]
+    return [path for place in places for path in place.iterdir()]
 
 
 # -- imports ---------------------------------------------------------------------------------------
@@ -158,6 +164,7 @@ def importable(*folders: str) -> list[str]:
         ("envs",),
         ("clients",),
         ("actors/scheduler", "actors/node"),
+        ("actors/gateway",),
     ],
     ids=lambda folders: "+".join(folders),
 )

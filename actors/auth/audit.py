@@ -40,12 +40,19 @@ class Audit:
         except TinkermqError as error:
             _log.error("audit_failed", error=error.message)
 
-    async def last(self, num: int) -> list[AuditRecord]:
-        """Return the newest records, oldest first."""
+    async def last(self, limit: int) -> list[AuditRecord]:
+        """Return the newest records, newest first."""
         state = (await stream_info(self._broker, STREAM_AUDIT))["state"]
-        first = max(int(state["last_seq"]) - num + 1, int(state["first_seq"]), 1)
-        messages, _ = await get_batch(self._broker, STREAM_AUDIT, first, AUDIT)
-        return [AuditRecord.from_bytes(message.payload) for message in messages]
+        last = int(state["last_seq"])
+        found: list[AuditRecord] = []
+        seq = max(int(state["first_seq"]), last - limit + 1, 1)
+        while seq <= last:
+            messages, more = await get_batch(self._broker, STREAM_AUDIT, seq, AUDIT)
+            found += [AuditRecord.from_bytes(message.payload) for message in messages]
+            if not more or not messages:
+                break
+            seq = messages[-1].seq + 1
+        return found[::-1]
 
     async def refused(self, who: str, what: str, why: str, detail: str = "") -> None:
         """Append a refused log-in or request; beyond the bound they are only counted."""

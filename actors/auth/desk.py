@@ -58,7 +58,7 @@ class UserDesk:
             ("revoke", NameUser, self._revoke),
             ("quota", SetQuota, self._quota),
             ("invite", Invite, self._invite),
-            ("audit", AuditRequest, self._audit_records),
+            ("audit", AuditRequest, self._read_audit),
             ("me", Empty, self._me),
         ]
         for method, model, handler in endpoints:
@@ -168,9 +168,9 @@ class UserDesk:
         await self._audit.write(f"invitation {number}", "users.register", target=name)
         return NewKey(secret=key, user=name, expires=record.expires)
 
-    async def _audit_records(self, request: AuditRequest, context: RequestContext) -> AuditList:
+    async def _read_audit(self, request: AuditRequest, context: RequestContext) -> AuditList:
         async def work() -> AuditList:
-            return AuditList(records=await self._audit.last(request.last))
+            return AuditList(records=await self._audit.last(request.limit))
 
         return await self._as_admin(context, "users.audit", "", work)
 

@@ -1,4 +1,4 @@
-"""`tinkermq auth`, `scheduler`, `node`, `learner` …: one actor in the foreground.
+"""`tinkermq auth`, `scheduler`, `node`, `gateway`, `learner` …: one actor in the foreground.
 
 The actor takes the place of this process: the command line never imports one.
 """
@@ -27,6 +27,11 @@ def auth(*words: Words) -> None:
 def node(*words: Words) -> None:
     """Run a node: `--name NAME --slots N`. `-- --help` shows its own options."""
     _become("node", words)
+
+
+def gateway(*words: Words) -> None:
+    """Run a gateway: `--host ADDRESS --port N`. `-- --help` shows its own options."""
+    _become("gateway", words)
 
 
 def learner(*words: Words) -> None:

@@ -15,7 +15,7 @@ class _Command(NamedTuple):
 
 _GROUPS: dict[str, list[_Command]] = {
     "Stack": [
-        _Command("up", "stack:up", "Start broker, scheduler and one node on this machine."),
+        _Command("up", "stack:up", "Start broker, scheduler, node and dashboard on this machine."),
         _Command("down", "stack:down", "Stop what `up` started."),
         _Command("init", "init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
@@ -61,6 +61,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("auth", "actor:auth", "Run the auth service of a pool in the foreground."),
         _Command("scheduler", "actor:scheduler", "Run a scheduler in the foreground."),
         _Command("node", "actor:node", "Run a node in the foreground: it joins the pool."),
+        _Command("gateway", "actor:gateway", "Serve the dashboard and the REST interface."),
         _Command("learner", "actor:learner", "Run the learner of a job."),
         _Command("generator", "actor:generator", "Run one more generator of a job."),
         _Command("evaluator", "actor:evaluator", "Run an evaluator of a job."),

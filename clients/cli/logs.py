@@ -1,9 +1,8 @@
 """`tinkermq logs`: what the actors of a run wrote."""
 
-import json as json_module
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -11,14 +10,13 @@ from ...broker.feed import follow
 from ...broker.streams import stream_info
 from ...schemas.errors import NotFoundError
 from ...schemas.job import JobRecord
+from ...schemas.log_line import readable
 from ...schemas.metric import LogLines
 from ..names import did_you_mean
 from ..pool import Pool
 from .options import COMMON, Common
 from .output import print_json_line, say_plain
 from .session import with_pool
-
-_PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
 
 def logs(
@@ -87,18 +85,3 @@ def _print(batch: LogLines, *, as_json: bool) -> None:
         return
     for line in batch.lines:
         say_plain(f"{batch.actor} | {readable(line)}")
-
-
-def readable(line: str) -> str:
-    """Return a structured log line as text; any other line as it is."""
-    try:
-        entry = json_module.loads(line)
-    except ValueError:
-        return line
-    if not isinstance(entry, dict):
-        return line
-    fields = cast("dict[str, Any]", entry)
-    clock = str(fields.get("timestamp", ""))[11:19]
-    rest = [f"{key}={value}" for key, value in fields.items() if key not in _PLAIN_FIELDS]
-    words = [clock, str(fields.get("level", "")), str(fields.get("event", "")), *rest]
-    return " ".join(word for word in words if word)

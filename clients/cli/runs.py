@@ -9,6 +9,7 @@ from cyclopts import Parameter
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.presence import list_presences
+from ...broker.recent import recent_values
 from ...schemas.errors import ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
@@ -16,7 +17,6 @@ from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
-from ..recent import recent_values
 from .live import announce
 from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say

@@ -1,10 +1,12 @@
 """`tinkermq up` and `tinkermq down`."""
 
 import contextlib
+import importlib.util
 import json as json_module
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 UP_DEADLINE_S = 60.0
 DOWN_DEADLINE_S = 60.0
+GATEWAY_PORT = 8780
 _POLL_S = 0.1
+_GATEWAY_NEEDS = ("starlette", "uvicorn", "sse_starlette", "jinja2", "prometheus_client")
 
 
 def up(
@@ -36,10 +40,12 @@ def up(
     tls_key: Path | None = None,
     slots: int | None = None,
     store: Path | None = None,
+    gateway_port: int | None = None,
+    no_gateway: bool = False,
     foreground: bool = False,
     json: bool = False,
 ) -> int:
-    """Start broker, scheduler and one node on this machine; harmless when they run.
+    """Start broker, scheduler, one node and the dashboard on this machine; harmless when they run.
 
     They go on in the background, and each is started again if it dies, until `tinkermq down`. In a
     folder where `tinkermq init` has made secrets, the broker lets nobody in without a key.
@@ -61,6 +67,10 @@ def up(
     store
         Folder of state, logs and stored messages; default: $TINKERMQ_HOME, or
         ~/.local/share/tinkermq.
+    gateway_port
+        Port of the dashboard; default: 8780, or a free one where that is taken.
+    no_gateway
+        Start no dashboard.
     foreground
         Stay until Ctrl-C instead of going into the background.
     json
@@ -74,6 +84,7 @@ def up(
     if running is None:
         from .supervisor import StackOptions
 
+        gateway = None if no_gateway else _gateway_port(gateway_port, any_port=port == 0)
         options = StackOptions(
             home=folder,
             nats_url=nats_url,
@@ -82,6 +93,7 @@ def up(
             tls_cert=tls_cert.resolve() if tls_cert else None,
             tls_key=tls_key.resolve() if tls_key else None,
             slots=slots,
+            gateway_port=gateway,
         )
         if foreground:
             return _hold(options, as_json=json)
@@ -112,6 +124,22 @@ def down(*, store: Path | None = None, json: bool = False) -> int:
         print_json({"stopped": state is not None, "home": str(home.folder)})
     else:
         say("stopped" if state is not None else f"no stack is up in {home.folder}")
+    return 0
+
+
+def _gateway_port(given: int | None, *, any_port: bool) -> int | None:
+    """Return the port of the dashboard, 0 for a free one; None when it is not installed."""
+    if any(importlib.util.find_spec(name) is None for name in _GATEWAY_NEEDS):
+        if given is not None:
+            raise ConfigError(
+                "the dashboard is not installed", hint="pip install 'tinkermq[gateway]'"
+            )
+        note("without dashboard: pip install 'tinkermq[gateway]'")
+        return None
+    if given is not None or any_port:
+        return given or 0
+    with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", GATEWAY_PORT)):
+        return GATEWAY_PORT
     return 0
 
 
@@ -203,6 +231,8 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         return
     age = time.time() - state.started
     say(f"[bold green]up[/]  {state.url}  (since {duration(age)}, state and logs in {state.home})")
+    if state.gateway:
+        say(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
         say(f"  other commands find it with [bold]{HOME_VARIABLE}={state.home}[/]")
     if "auth" in state.children and not os.environ.get(KEY_VARIABLE):

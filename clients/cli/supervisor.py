@@ -1,4 +1,4 @@
-"""The process behind `tinkermq up`: broker, auth service, scheduler, node; each is kept alive.
+"""The process behind `tinkermq up`: broker, auth service, scheduler, node, gateway, kept alive.
 
 It runs by itself (`python -m tinkermq.clients.cli.supervisor`), in a session of its own, so that
 it outlives the terminal; `up` reads one line of JSON from its standard output that says whether
@@ -8,9 +8,11 @@ process is killed the kernel kills its children.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,6 +53,8 @@ class StackOptions:
     """Slots of the node; None lets it count."""
     node: str | None = None
     """Name of the node; None: that of this machine."""
+    gateway_port: int | None = None
+    """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
 
     def arguments(self) -> list[str]:
         """Return the command line that gives a supervisor these options."""
@@ -63,6 +67,7 @@ class StackOptions:
             ("--tls-key", self.tls_key),
             ("--slots", self.slots),
             ("--node", self.node),
+            ("--gateway-port", self.gateway_port),
         ):
             words += [flag, str(value)] if value is not None else []
         return words
@@ -82,6 +87,7 @@ class Supervisor:
         self.home = Home(self.options.home)
         self.secrets = PoolSecrets(self.home.secrets)
         self.started = time.time()
+        self.gateway: str | None = None
 
     def run(self, ready: Callable[[StackState], None]) -> None:
         """Hold the stack up until a signal; `ready` is called once it is up.
@@ -110,6 +116,10 @@ class Supervisor:
             "scheduler": ["-m", "tinkermq.actors.scheduler"],
             "node": ["-m", "tinkermq.actors.node", *node],
         }
+        if self.options.gateway_port is not None:
+            port = self.options.gateway_port or _free_port()
+            self.gateway = f"http://127.0.0.1:{port}"
+            commands["gateway"] = ["-m", "tinkermq.actors.gateway", "--port", str(port)]
         if not self.secrets.exist:
             del commands["auth"]
         for name, words in commands.items():
@@ -152,7 +162,7 @@ class Supervisor:
         deadline = time.monotonic() + READY_DEADLINE_S
         while not self.stopping:
             heard = asyncio.run(_heard(url, self._credentials()))
-            missing = [child.name for child in self.children if child.pid not in heard]
+            missing = [child.name for child in self.children if not self._answers(child, heard)]
             if not missing:
                 return
             for child in self.children:
@@ -165,6 +175,15 @@ class Supervisor:
                     hint=f"see the logs in {self.home.logs}",
                 )
             time.sleep(POLL_S)
+
+    def _answers(self, child: Child, heard: set[int]) -> bool:
+        """Whether a child is up: the gateway listens, others have a heartbeat."""
+        if child.name != "gateway":
+            return child.pid in heard
+        assert self.gateway is not None
+        with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
+            return child.exit_code is None
+        return False
 
     def _watch(self, url: str) -> None:
         while not self.stopping:
@@ -200,12 +219,23 @@ class Supervisor:
             restarts["broker"] = self.server_restarts
         return StackState(
             url=url,
+            gateway=self.gateway,
             pid=os.getpid(),
             children=pids,
             restarts=restarts,
             home=str(self.home.folder),
             started=self.started,
         )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def _place(url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition("//")[2].rpartition(":")
+    return host, int(port)
 
 
 async def _heard(url: str, credentials: Path | None) -> set[int]:
@@ -243,6 +273,7 @@ def _parse(argv: Sequence[str] | None) -> StackOptions:
     parser.add_argument("--tls-key", type=Path)
     parser.add_argument("--slots", type=int)
     parser.add_argument("--node")
+    parser.add_argument("--gateway-port", type=int)
     return StackOptions(**vars(parser.parse_args(argv)))
 
 

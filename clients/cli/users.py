@@ -173,7 +173,8 @@ def audit(*, last: int = 50, common: Common = COMMON) -> int:
     last
         How many of the newest records.
     """
-    records = _ask(common, "audit", AuditRequest(last=last), AuditList).records
+    newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
+    records = newest_first[::-1]
     if common.json:
         print_json([record.model_dump() for record in records])
     else:

@@ -25,6 +25,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
     [
         pytest.param("against_trl", marks=needs("trl", "datasets")),
         "asynchrony",
+        "dashboard",
         "engine",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "memory",

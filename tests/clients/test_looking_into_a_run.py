@@ -12,7 +12,6 @@ from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.presence import presences
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.clients.cli.logs import readable
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
@@ -192,9 +191,3 @@ async def test_scale_is_checked_before_anything_is_asked(cli: Cli) -> None:
     outcome = await aside(cli, "scale", "r", "generatrs=2")
     assert outcome.code == 2
     assert "did you mean generators?" in outcome.err
-
-
-def test_a_log_line_that_is_no_record_is_shown_as_it_is() -> None:
-    assert readable("[1, 2]") == "[1, 2]"
-    assert readable("{broken") == "{broken"
-    assert readable('{"event": "a", "level": "info", "step": 3}') == "info a step=3"

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,7 +45,10 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
     up = cli("up", "--port", "0", "--slots", "2", "--json")
     assert up.code == 0, up.err
     state = StackState.model_validate_json(up.out)
-    assert set(state.children) == {"broker", "scheduler", "node"}
+    assert set(state.children) == {"broker", "scheduler", "node", "gateway"}
+    assert state.gateway is not None
+    with urllib.request.urlopen(f"{state.gateway}/healthz") as reply:
+        assert json.load(reply)["status"] == "ok"
     assert find_url() == state.url
     assert json.loads(cli("ps", "--json").out) == []
     findings = {one["name"]: one["ok"] for one in json.loads(cli("doctor", "--json").out)}
@@ -97,7 +101,7 @@ def test_a_port_in_use_is_named_and_nothing_is_left_running(home: Home, cli: Cli
 def test_a_server_that_runs_already_is_used_and_survives(
     home: Home, cli: Cli, own_server: NatsServer
 ) -> None:
-    outcome = cli("up", "--nats-url", own_server.url, "--json")
+    outcome = cli("up", "--nats-url", own_server.url, "--no-gateway", "--json")
     state = StackState.model_validate_json(outcome.out)
     assert state.url == own_server.url
     assert set(state.children) == {"scheduler", "node"}

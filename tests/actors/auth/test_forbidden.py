@@ -308,7 +308,7 @@ async def test_what_the_door_refuses_is_written_down(
     root = await pool.user("root")
 
     async def told() -> bool:
-        records = (await ask(root, "audit", AuditRequest(last=1000), AuditList)).records
+        records = (await ask(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
         return any((one.who, one.what) == ("mallory", "store") for one in records)
 
     await eventually(told, "the refusal to be written down")

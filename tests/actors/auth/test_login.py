@@ -39,7 +39,7 @@ REFUSED = "refuses this user"
 
 async def audit(pool: SecuredPool) -> list[AuditRecord]:
     root = await pool.user("root")
-    return (await ask(root, "audit", AuditRequest(last=1000), AuditList)).records
+    return (await ask(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
 
 
 async def refused(pool: SecuredPool, key: str) -> None:

@@ -1,10 +1,10 @@
 """The newest numbers of a run, without reading its whole history."""
 
-from ..broker.connection import Broker
-from ..broker.stored import get_batch
-from ..broker.streams import stream_info
 from ..schemas.metric import Metric
 from ..schemas.subjects import JobScope
+from .connection import Broker
+from .stored import get_batch
+from .streams import stream_info
 
 RECENT_ENTRIES = 40
 

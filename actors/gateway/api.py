@@ -1,0 +1,333 @@
+"""The REST interface: everything that the pages show and do, as JSON below `/api/v1`."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from ...schemas.errors import MessageError
+from ...schemas.job import JobRecord
+from ...schemas.load_config import parse_config
+from . import checkpoints, logs, rollouts, users
+from .episodes import show_episode, show_tokens
+from .live import job_stream
+from .operations import BODIES, SubmitBody, act, body_of, config_of, effective, submit
+from .overview import actors_of, glance
+from .records import PAGE, Query, row, select
+from .scheduler import Scheduler, scope_of
+from .sessions import Visitor
+from .token_text import TokenTexts, token_texts
+from .web import Json, flag_in, gateway_of, json_of, number_in, scheduler_of, visitor_of
+
+MAX_LIMIT = 1000
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of the interface; `openapi` tells of it."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    query: tuple[tuple[str, str, str], ...] = ()
+    """Name, type and meaning of each parameter of the query."""
+    body: type[BaseModel] | None = None
+    reply: str = "application/json"
+
+
+async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
+    """Return who asks, and the job in the path; raises LogInError, NotFoundError."""
+    visitor = await visitor_of(request)
+    return visitor, await Scheduler(visitor).get(request.path_params["job"])
+
+
+async def list_jobs(request: Request) -> Response:
+    """Answer with a page of the table of jobs."""
+    visitor = await visitor_of(request)
+    query = query_of(request)
+    page = select(await Scheduler(visitor).list_jobs(), query)
+    rows = await gateway_of(request).figures.rows(visitor.broker, page.records)
+    return Json({"jobs": rows, "total": page.total, "counts": page.counts})
+
+
+def query_of(request: Request) -> Query:
+    """Return what a request wants to see of the jobs."""
+    limit = number_in(request, "limit", PAGE, least=1) or PAGE
+    return Query(
+        state=request.query_params.get("state", "")[:32],
+        search=request.query_params.get("search", "")[:200],
+        offset=number_in(request, "offset", 0) or 0,
+        limit=min(limit, MAX_LIMIT),
+    )
+
+
+async def submit_job(request: Request) -> Response:
+    """Submit a job; answers with its record."""
+    scheduler = await scheduler_of(request)
+    record = await submit(scheduler, body_of(SubmitBody, await json_of(request)))
+    return Json(_record(record), status_code=201)
+
+
+async def check_config(request: Request) -> Response:
+    """Check a configuration without submitting it; answers with the effective one."""
+    await visitor_of(request)
+    config = config_of(body_of(SubmitBody, await json_of(request)))
+    return Json({"config": parse_config(config).model_dump(mode="json")})
+
+
+async def get_job(request: Request) -> Response:
+    """Answer with a job's record, its newest figures and its actors."""
+    visitor, record = await job_of(request)
+    seen = await glance(gateway_of(request), visitor, record)
+    return Json({**_record(record), **seen["job"], "bottleneck": seen["bottleneck"]})
+
+
+async def act_on_job(request: Request) -> Response:
+    """Do what the end of the path says to a job; answers with its record."""
+    scheduler = await scheduler_of(request)
+    action = request.url.path.rpartition("/")[2]
+    body = body_of(BODIES[action], await json_of(request))
+    return Json(_record(await act(scheduler, request.path_params["job"], action, body)))
+
+
+async def get_config(request: Request) -> Response:
+    """Answer with a job's configuration, as given and with its defaults."""
+    _, record = await job_of(request)
+    config = record.config
+    return Json({"config": config, "effective": effective(config)})
+
+
+async def get_metrics(request: Request) -> Response:
+    """Answer with the curves of a job, down-sampled."""
+    visitor, record = await job_of(request)
+    histories = gateway_of(request).histories
+    return Json(await histories.points(visitor.broker, scope_of(record)))
+
+
+async def get_events(request: Request) -> Response:
+    """Answer with a job's last events, newest first."""
+    visitor, record = await job_of(request)
+    limit = _limit(request, 200)
+    events = await logs.tail_of_events(visitor.broker, scope_of(record), limit=limit, quiet=False)
+    return Json({"events": events})
+
+
+async def get_logs(request: Request) -> Response:
+    """Answer with the last lines that a job's actors wrote."""
+    visitor, record = await job_of(request)
+    lines = await logs.tail_of_log(
+        visitor.broker, scope_of(record), actor=actor_in(request), limit=_limit(request, 500)
+    )
+    return Json({"lines": lines})
+
+
+def actor_in(request: Request) -> str:
+    """Return the actor named in the query; raises MessageError for what cannot be one."""
+    actor = request.query_params.get("actor", "")
+    if actor and not all(char.isalnum() or char in "-_" for char in actor):
+        raise MessageError(f"actor={actor!r} is no name of an actor")
+    return actor[:64]
+
+
+async def get_actors(request: Request) -> Response:
+    """Answer with a job's actors, what each does and whom it waits for."""
+    visitor, record = await job_of(request)
+    return Json({"actors": await actors_of(visitor, record)})
+
+
+async def get_rollouts(request: Request) -> Response:
+    """Answer with a page of a job's groups."""
+    visitor, record = await job_of(request)
+    page = await page_of_rollouts(request, visitor, record)
+    return Json({"groups": page.groups, "older": page.older, "entries": page.num_entries})
+
+
+async def page_of_rollouts(
+    request: Request, visitor: Visitor, record: JobRecord
+) -> rollouts.GroupPage:
+    """Return the page of the rollout log that a request names."""
+    return await rollouts.read_page(
+        visitor.broker,
+        scope_of(record),
+        before=number_in(request, "before", least=1),
+        step=number_in(request, "step", least=1),
+        sort=request.query_params.get("sort", "log"),
+        errors=flag_in(request, "errors"),
+    )
+
+
+async def get_episode(request: Request) -> Response:
+    """Answer with one episode: messages, turns, tokens."""
+    visitor, record = await job_of(request)
+    return Json(await read_episode(visitor, record, request))
+
+
+async def read_episode(visitor: Visitor, record: JobRecord, request: Request) -> dict[str, Any]:
+    """Return the episode that a path names, with its tokens."""
+    seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
+    group, step = await rollouts.read_group(visitor.broker, scope_of(record), seq)
+    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
+    shown = show_episode(group, number, estimator=algorithm.get("advantage", "grpo"), step=step)
+    texts = await asyncio.to_thread(_texts_of, record)
+    return {"seq": seq, **shown, **show_tokens(group.trajectories[number], texts)}
+
+
+def _texts_of(record: JobRecord) -> TokenTexts:
+    latest = f"{record.run_dir}/checkpoints/latest"
+    model: dict[str, Any] = record.config.get("model") or {}
+    return token_texts([str(model.get("path", "")), latest])
+
+
+async def get_checkpoints(request: Request) -> Response:
+    """Answer with a job's checkpoints."""
+    _, record = await job_of(request)
+    return Json({"checkpoints": await asyncio.to_thread(checkpoints.list_checkpoints, record)})
+
+
+async def get_checkpoint(request: Request) -> Response:
+    """Answer with a checkpoint as a tar archive."""
+    _, record = await job_of(request)
+    step = int(request.path_params["step"])
+    folder = await asyncio.to_thread(checkpoints.folder_of, record, step)
+    name = f"{record.name}-step_{step:06d}"
+    safe = "".join(char for char in name if char.isalnum() or char in "-_") or "checkpoint"
+    return StreamingResponse(
+        checkpoints.pack(folder, safe),
+        media_type="application/x-tar",
+        headers={"content-disposition": f'attachment; filename="{safe}.tar"'},
+    )
+
+
+async def list_nodes(request: Request) -> Response:
+    """Answer with the nodes of the pool."""
+    return Json({"nodes": await (await scheduler_of(request)).nodes()})
+
+
+async def list_queue(request: Request) -> Response:
+    """Answer with the jobs that wait, and the reason of each, first come first."""
+    records = await (await scheduler_of(request)).list_jobs()
+    return Json({"queue": [row(record, {}) for record in queue_of(records)]})
+
+
+def queue_of(records: list[JobRecord]) -> list[JobRecord]:
+    """Return the jobs that wait, in the order in which they are looked at."""
+    waiting = [record for record in records if record.state == "QUEUED"]
+    return sorted(waiting, key=lambda one: (-one.priority, one.created))
+
+
+async def who_am_i(request: Request) -> Response:
+    """Answer with the user whose key was sent."""
+    return Json({"user": (await visitor_of(request)).user})
+
+
+def _record(record: JobRecord) -> dict[str, Any]:
+    return record.model_dump(exclude={"config", "fork_dir"})
+
+
+def _limit(request: Request, default: int) -> int:
+    return min(number_in(request, "limit", default, least=1) or default, MAX_LIMIT)
+
+
+_LIMIT = ("limit", "integer", "at most so many")
+_JOBS = "/api/v1/jobs"
+_JOB = f"{_JOBS}/{{job}}"
+OPERATIONS: tuple[Operation, ...] = (
+    Operation("GET", "/api/v1/whoami", who_am_i, "The user whose key was sent"),
+    Operation(
+        "GET",
+        _JOBS,
+        list_jobs,
+        "Jobs, newest first",
+        (
+            ("state", "string", "a state, or one of active, queued, completed, failed, cancelled"),
+            ("search", "string", "words that name, id, game, model or reason must contain"),
+            ("offset", "integer", "leave out so many"),
+            _LIMIT,
+        ),
+    ),
+    Operation("POST", _JOBS, submit_job, "Submit a job", body=SubmitBody),
+    Operation("POST", "/api/v1/check", check_config, "Check a configuration", body=SubmitBody),
+    Operation("GET", _JOB, get_job, "One job with its newest figures"),
+    *(
+        Operation("POST", f"{_JOB}/{name}", act_on_job, text, body=BODIES[name])
+        for name, text in (
+            ("stop", "Stop a job, with a checkpoint unless `now`"),
+            ("pause", "Let a running job stand still"),
+            ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
+            ("scale", "Change the number of generators or environment hosts"),
+            ("priority", "Change a job's place in the queue"),
+        )
+    ),
+    Operation("GET", f"{_JOB}/config", get_config, "Configuration, as given and effective"),
+    Operation("GET", f"{_JOB}/metrics", get_metrics, "Curves, at most 1,000 points each"),
+    Operation("GET", f"{_JOB}/events", get_events, "Last events, newest first", (_LIMIT,)),
+    Operation(
+        "GET",
+        f"{_JOB}/logs",
+        get_logs,
+        "Last lines of the actors",
+        (("actor", "string", "only this actor's"), _LIMIT),
+    ),
+    Operation("GET", f"{_JOB}/actors", get_actors, "Actors, and what each waits for"),
+    Operation(
+        "GET",
+        f"{_JOB}/stream",
+        job_stream,
+        "What is new, as server-sent events",
+        (("of", "string", "feed or log"), ("from", "integer", "first sequence; none: from now")),
+        reply="text/event-stream",
+    ),
+    Operation(
+        "GET",
+        f"{_JOB}/rollouts",
+        get_rollouts,
+        "Groups of the rollout log",
+        (
+            ("before", "integer", "entries before this sequence"),
+            ("step", "integer", "only those that this step trained"),
+            ("sort", "string", "log or reward"),
+            ("errors", "boolean", "only what failed"),
+        ),
+    ),
+    Operation(
+        "GET",
+        f"{_JOB}/rollouts/{{seq:int}}/{{episode:int}}",
+        get_episode,
+        "One episode: messages, rewards, tokens",
+    ),
+    Operation("GET", f"{_JOB}/checkpoints", get_checkpoints, "Checkpoints, newest first"),
+    Operation(
+        "GET",
+        f"{_JOB}/checkpoints/{{step:int}}",
+        get_checkpoint,
+        "A checkpoint as a tar archive",
+        reply="application/x-tar",
+    ),
+    Operation("GET", "/api/v1/nodes", list_nodes, "Nodes of the pool"),
+    Operation("GET", "/api/v1/queue", list_queue, "Jobs that wait, and why"),
+    Operation("GET", "/api/v1/users", users.list_users, "Users, for admins"),
+    *(
+        Operation("POST", f"/api/v1/users/{name}", users.change_user, text, body=body)
+        for name, text, body in (
+            ("add", "Make a user; the key is told once, for admins", users.AddBody),
+            ("rotate", "Replace a key, one's own or as an admin", users.RotateBody),
+            ("revoke", "Shut a user out for good, for admins", users.RevokeBody),
+            ("quota", "Change a user's share of the pool, for admins", users.QuotaBody),
+        )
+    ),
+    Operation("GET", "/api/v1/audit", users.read_audit, "What touched security", (_LIMIT,)),
+)
+"""Every operation, in the order in which the page lists them."""
+
+
+def routes() -> list[Route]:
+    """Return the routes of the interface."""
+    return [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]

@@ -1,0 +1,124 @@
+"""What stands before every request: where it comes from, how large it is, what browsers may do.
+
+Pages run no script and load nothing that this gateway did not serve. A browser's request that
+changes something must come from one of these pages: cookies are `samesite=strict`, and beyond that
+`Sec-Fetch-Site` or `Origin` must say so. Without a log-in only names of this machine are answered,
+so that no web site can reach the gateway under a name of its own.
+"""
+
+import contextlib
+import time
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .counters import Counters
+from .sessions import COOKIE
+
+MAX_BODY_BYTES = 2 << 20
+MAX_INFERENCE_BYTES = 8 << 20
+HELD = "tinkermq.held"
+"""Key in a request's scope: what is held until the request is answered."""
+LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+_SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+_HEADERS = {
+    "content-security-policy": _POLICY,
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+
+class Guard:
+    """ASGI middleware around the whole application."""
+
+    def __init__(self, app: ASGIApp, *, counters: Counters, local_only: bool) -> None:
+        """`local_only`: answer only under names of this machine."""
+        self._app = app
+        self._counters = counters
+        self._local_only = local_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse what must not pass, and put the headers on what does."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        status = 500
+        held = scope[HELD] = contextlib.ExitStack()
+
+        async def send_guarded(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("cache-control", "no-store")
+            await send(message)
+
+        refusal = self._refusal(scope)
+        app = self._app if refusal is None else refusal
+        try:
+            with held:
+                await app(scope, _limited(receive, max_body_bytes(scope["path"])), send_guarded)
+        finally:
+            self._counters.count(scope, status, time.perf_counter() - started)
+
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        headers = Headers(scope=scope)
+        host = headers.get("host", "")
+        if self._local_only and urlsplit(f"//{host}").hostname not in LOOPBACK:
+            return _refuse(f"this gateway answers on this machine only, not as {host!r}")
+        if scope["method"] in _SAFE:
+            return None
+        length = headers.get("content-length", "0")
+        largest = max_body_bytes(scope["path"])
+        if not length.isdigit() or int(length) > largest:
+            return _refuse(f"a request may have {largest:,} bytes", 413)
+        return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
+
+
+def _same_origin(headers: Headers, host: str) -> bool:
+    """Whether a request that changes something comes from our own pages, or from no browser."""
+    site = headers.get("sec-fetch-site")
+    origin = headers.get("origin")
+    if site is not None and site not in ("same-origin", "none"):
+        return False
+    if origin is not None:
+        return urlsplit(origin).netloc == host
+    return site is not None or COOKIE not in headers.get("cookie", "")
+
+
+def max_body_bytes(path: str) -> int:
+    """Return the size of the largest body that is read: conversations may hold images."""
+    return MAX_INFERENCE_BYTES if path.startswith("/v1/") else MAX_BODY_BYTES
+
+
+def _limited(receive: Receive, largest: int) -> Receive:
+    """Cut off a body that is longer than it said."""
+    seen = 0
+
+    async def limited() -> Message:
+        nonlocal seen
+        message = await receive()
+        seen += len(message.get("body", b""))
+        if seen > largest:
+            return {"type": "http.disconnect"}
+        return message
+
+    return limited
+
+
+def _refuse(why: str, status: int = 403) -> JSONResponse:
+    body = {"error": {"code": "refused", "message": why, "hint": ""}}
+    return JSONResponse(body, status_code=status)

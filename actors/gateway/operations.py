@@ -1,0 +1,149 @@
+"""What can be done to jobs: the same for the forms of the pages and for the REST interface."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError, MessageError
+from ...schemas.job import JobRecord, Priority
+from ...schemas.load_config import apply_override, parse_config
+from ...schemas.message import summarize
+from .scheduler import Scheduler
+
+ACTIONS = ("stop", "pause", "resume", "scale", "priority")
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class SubmitBody(Body):
+    """A job to be submitted."""
+
+    config: dict[str, Any] | str
+    """The configuration, as an object or as YAML text."""
+    overrides: list[str] = Field(default_factory=list[str], max_length=500)
+    """Keys that differ: `learner.lr=1e-5`."""
+    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    """What the job does."""
+    fork_of: str | None = None
+    """`run@step` whose checkpoint the job starts from."""
+    priority: Priority = 0
+    """Jobs of a higher priority are placed first."""
+    request_id: str | None = Field(default=None, min_length=1, max_length=64)
+    """Made by the caller; the same id returns the same job."""
+
+
+class StopBody(Body):
+    """How to stop a job."""
+
+    now: bool = False
+    """Do not wait for a checkpoint."""
+
+
+class ScaleBody(Body):
+    """How many of which actors a job shall have."""
+
+    role: Literal["generator", "environment"]
+    """Which actors."""
+    count: int = Field(ge=0, le=1024)
+    """How many there shall be."""
+
+
+class PriorityBody(Body):
+    """A job's place in the queue."""
+
+    priority: Priority
+    """Jobs of a higher priority are placed first."""
+
+
+class EmptyBody(Body):
+    """Nothing has to be said."""
+
+
+BODIES: dict[str, type[Body]] = {
+    "stop": StopBody,
+    "pause": EmptyBody,
+    "resume": EmptyBody,
+    "scale": ScaleBody,
+    "priority": PriorityBody,
+}
+
+
+async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRecord:
+    """Do one of `ACTIONS` to a job; raises what the scheduler raises."""
+    if isinstance(body, StopBody):
+        return await scheduler.stop(job, now=body.now)
+    if isinstance(body, ScaleBody):
+        return await scheduler.scale(job, body.role, body.count)
+    if isinstance(body, PriorityBody):
+        return await scheduler.prioritize(job, body.priority)
+    return await (scheduler.pause(job) if action == "pause" else scheduler.resume(job))
+
+
+async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
+    """Submit a job; raises ConfigError, and what the scheduler raises."""
+    config = config_of(body)
+    parse_config(config)
+    return await scheduler.submit(
+        config,
+        kind=body.kind,
+        fork_of=body.fork_of,
+        priority=body.priority,
+        request_id=body.request_id,
+    )
+
+
+def config_of(body: SubmitBody) -> dict[str, Any]:
+    """Return the configuration that a submission asks for, overrides laid over it.
+
+    Raises ConfigError for text that is no YAML map.
+    """
+    config = from_yaml(body.config) if isinstance(body.config, str) else dict(body.config)
+    for override in body.overrides:
+        if override.strip():
+            apply_override(config, override.strip())
+    return config
+
+
+def from_yaml(text: str) -> dict[str, Any]:
+    """Read a YAML map; raises ConfigError."""
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"the configuration is not valid YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"the configuration holds a {type(value).__name__}, not a map of keys to values",
+            hint="begin with `model:` and `env:`; examples/ has one for each game",
+        )
+    return cast("dict[str, Any]", value)
+
+
+def to_yaml(config: Mapping[str, Any]) -> str:
+    """Return a configuration as YAML text."""
+    return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
+
+
+def effective(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with every default filled in; as it is where it cannot be read."""
+    try:
+        parsed: JobConfig = parse_config(dict(config))
+    except ConfigError:
+        return dict(config)
+    return parsed.model_dump(mode="json")
+
+
+def body_of(model: type[Body], fields: Mapping[str, Any]) -> Any:
+    """Validate the body of a request; raises MessageError that names the field."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise MessageError(
+            f"the request is malformed: {summarize(error)}", hint="see /api"
+        ) from error

@@ -1,0 +1,179 @@
+"""The life of a gateway: connect, serve HTTP, drain at a signal."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import structlog
+import uvicorn
+
+from ...broker.connection import connect
+from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from ...broker.presence import PresenceBeat
+from ...broker.rpc import Service
+from ...broker.streams import create_shared, wait_for_shared
+from ...schemas.errors import ConfigError, StorageError
+from ...schemas.metric import Presence
+from ..systemd import told_to_systemd
+from .app import make_app
+from .guard import LOOPBACK
+from .sessions import Sessions, asks_for_keys
+from .web import Gateway
+
+DRAIN_S = 5
+_RETRY_S = 0.5
+_CONNECT_S = 30.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to listen, and whom to serve."""
+
+    nats: str
+    host: str = "127.0.0.1"
+    port: int = 8780
+    name: str = "gateway"
+    certificate: str | None = None
+    """PEM files of certificate and key: HTTPS."""
+    certificate_key: str | None = None
+    behind_tls: bool = False
+    """A proxy in front speaks TLS with the browsers."""
+
+
+async def run(options: Options) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises ConfigError for an address that must not be listened on, StorageError for one in use.
+    """
+    with_keys = await _until_broker(options.nats)
+    if not with_keys and options.host not in LOOPBACK:
+        raise ConfigError(
+            f"the broker asks for no keys, so the gateway does not listen on {options.host}: "
+            "whoever reaches it could do everything",
+            hint="listen on 127.0.0.1 (and use an SSH tunnel), or switch on the broker's "
+            "authentication",
+        )
+    sessions = Sessions(options.nats, with_keys=with_keys)
+    secure = options.certificate is not None or options.behind_tls
+    app = make_app(sessions, local_only=not with_keys, secure=secure)
+    gateway: Gateway = app.state.gateway
+    with _listen(options.host, options.port) as listener:
+        server = _Server(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_graceful_shutdown=DRAIN_S,
+                ssl_certfile=options.certificate,
+                ssl_keyfile=options.certificate_key,
+            )
+        )
+        sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
+        async with _announced(options, sessions):
+            _stop_on_signal(server, gateway)
+            scheme = "https" if options.certificate else "http"
+            address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
+            _log.info("gateway_listens", url=address, with_keys=with_keys)
+            await server.serve(sockets=[listener])
+        sweeping.cancel()
+        await gateway.histories.close()
+        await sessions.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with its signals left to this module."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
+    """Drain at the first signal; a second one ends at once."""
+
+    def stop() -> None:
+        if gateway.stopping.is_set():
+            sys.stderr.flush()
+            os._exit(1)
+        _log.info("actor_draining")
+        gateway.stopping.set()
+        server.should_exit = True
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+async def _until_broker(url: str) -> bool:
+    """Wait for the broker; return whether it asks for keys."""
+    deadline = time.monotonic() + _CONNECT_S
+    while True:
+        try:
+            return await asks_for_keys(url)
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_RETRY_S)
+
+
+@contextlib.contextmanager
+def _listen(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        listener = socket.create_server(
+            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=256
+        )
+    except OSError as error:
+        raise StorageError(
+            f"the gateway cannot listen on {host}:{port}: {error.strerror}",
+            hint="choose another port: --port N (0 takes a free one)",
+        ) from error
+    with listener:
+        yield listener
+
+
+@contextlib.asynccontextmanager
+async def _announced(options: Options, sessions: Sessions) -> AsyncIterator[None]:
+    """Be an actor like others: a micro service with a heartbeat, watched by systemd.
+
+    Where the broker asks for keys that needs the gateway's own credentials; they let it do nothing
+    else.
+    """
+    if sessions.with_keys and not os.environ.get(CREDENTIALS_VARIABLE):
+        async with told_to_systemd():
+            yield
+        return
+    async with await connect(options.nats, name=options.name) as broker:
+        for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
+            os.environ.pop(secret, None)
+        if sessions.with_keys:
+            await wait_for_shared(broker, _CONNECT_S)
+        else:
+            await create_shared(broker)
+        service = await Service.start(
+            broker, name="tinkermq-gateway", description=f"tinkermq gateway {options.name}"
+        )
+        beat = PresenceBeat(broker, f"pool.{options.name}", lambda: _presence(options, sessions))
+        async with service, beat, told_to_systemd():
+            yield
+
+
+def _presence(options: Options, sessions: Sessions) -> Presence:
+    return Presence(
+        actor=options.name,
+        role="gateway",
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        state="working",
+        numbers={"visitors": float(sessions.num_visitors)},
+        time=time.time(),
+    )

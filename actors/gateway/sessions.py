@@ -1,0 +1,248 @@
+"""Who is logged in, and the one connection to the broker that speaks for each of them.
+
+A session is a random id in a cookie; the key it stands for stays in this process's memory. The
+connections are bounded and close when nobody has used them for a while. Where the broker asks for
+no keys everyone is the user `local`, without a log-in.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+
+from ...broker.connection import Broker, connect
+from ...broker.faults import shown_url
+from ...broker.keys import user_of_key
+from ...schemas.errors import AuthError, BrokerError, MessageError, TinkermqError
+from ...schemas.job import JobRecord
+
+LOCAL_USER = "local"
+COOKIE = "tinkermq_session"
+SESSION_S = 12 * 3600.0
+IDLE_S = 600.0
+MAX_VISITORS = 128
+MAX_SESSIONS = 4096
+_CONNECT_DEADLINE_S = 5.0
+_INFO_DEADLINE_S = 5.0
+_CONNECTING_AT_ONCE = 8
+_SWEEP_S = 30.0
+
+_log = structlog.get_logger()
+
+
+class LogInError(TinkermqError):
+    """No key, an unknown one, or a session that has ended."""
+
+
+@dataclass
+class Visitor:
+    """A user, and the connection that speaks for them."""
+
+    user: str
+    broker: Broker
+    used: float = field(default_factory=time.monotonic)
+    holds: int = 0
+    listed: tuple[float, list[JobRecord]] | None = None
+    """When the jobs were last listed, and what came: a list that many pages show is asked once."""
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the connection open while the block runs, however long that is."""
+        self.holds += 1
+        try:
+            yield
+        finally:
+            self.holds -= 1
+            self.used = time.monotonic()
+
+
+@dataclass(frozen=True)
+class _Session:
+    key: str
+    until: float
+
+
+class Sessions:
+    """The log-ins of this gateway and their connections."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        with_keys: bool,
+        max_visitors: int = MAX_VISITORS,
+        idle_s: float = IDLE_S,
+        session_s: float = SESSION_S,
+    ) -> None:
+        """Speak to the broker at `url`; nothing is opened yet."""
+        self.url = url
+        self.with_keys = with_keys
+        self._max_visitors = max_visitors
+        self._idle_s = idle_s
+        self._session_s = session_s
+        self._sessions: dict[str, _Session] = {}
+        self._visitors: dict[str, Visitor] = {}
+        self._opening: dict[str, asyncio.Task[Visitor]] = {}
+        self._free = asyncio.Semaphore(_CONNECTING_AT_ONCE)
+
+    @property
+    def num_sessions(self) -> int:
+        """Browsers that are logged in."""
+        return len(self._sessions)
+
+    @property
+    def num_visitors(self) -> int:
+        """Connections that are open."""
+        return len(self._visitors)
+
+    async def log_in(self, key: str) -> str:
+        """Return the id of a new session of the key's user; raises LogInError."""
+        await self.visitor_of_key(key)
+        now = time.monotonic()
+        self._sessions = {name: one for name, one in self._sessions.items() if one.until > now}
+        if len(self._sessions) >= MAX_SESSIONS:
+            raise LogInError("too many people are logged in", hint="try again later")
+        session = secrets.token_urlsafe(32)
+        self._sessions[session] = _Session(key, now + self._session_s)
+        return session
+
+    async def log_out(self, session: str) -> None:
+        """End a session, and its connection unless another one of the same key goes on."""
+        ended = self._sessions.pop(session, None)
+        if ended is not None and all(one.key != ended.key for one in self._sessions.values()):
+            await self._drop(ended.key)
+
+    async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
+        """Return who asks, by key or session; raises LogInError."""
+        if not self.with_keys:
+            return await self.visitor_of_key("")
+        if key:
+            return await self.visitor_of_key(key)
+        found = self._sessions.get(session or "")
+        if found is None or found.until < time.monotonic():
+            raise LogInError("you are not logged in", hint="log in with your API key")
+        try:
+            return await self.visitor_of_key(found.key)
+        except LogInError:
+            self._sessions.pop(session or "", None)
+            raise
+
+    async def visitor_of_key(self, key: str) -> Visitor:
+        """Return the user of a key with their connection, which is opened if need be.
+
+        One that broke is opened anew: the key may have been revoked.
+        """
+        found = self._visitors.get(key)
+        if found is not None and found.broker.is_connected:
+            found.used = time.monotonic()
+            return found
+        if key not in self._opening:
+            opening = asyncio.create_task(self._open(key), name="open a user's connection")
+            self._opening[key] = opening
+            opening.add_done_callback(lambda _: self._opening.pop(key, None))
+        return await asyncio.shield(self._opening[key])
+
+    async def sweep(self) -> None:
+        """Close connections that nobody uses, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            before = time.monotonic() - self._idle_s
+            for key, visitor in list(self._visitors.items()):
+                idle = not visitor.holds and visitor.used < before
+                if idle or visitor.broker.closed.is_set():
+                    await self._drop(key)
+
+    async def close(self) -> None:
+        """End everything."""
+        self._sessions.clear()
+        for key in list(self._visitors):
+            await self._drop(key)
+
+    async def _open(self, key: str) -> Visitor:
+        await self._drop(key)
+        await self._make_room()
+        async with self._free:
+            if key:
+                user = user_of(key)
+                broker = await _connect_as(self.url, user, key)
+            else:
+                user = LOCAL_USER
+                broker = await connect(self.url, name="gateway", deadline_s=_CONNECT_DEADLINE_S)
+        self._visitors[key] = Visitor(user, broker)
+        return self._visitors[key]
+
+    async def _make_room(self) -> None:
+        if len(self._visitors) < self._max_visitors:
+            return
+        free = [key for key, visitor in self._visitors.items() if not visitor.holds]
+        if not free:
+            raise BrokerError(
+                f"{len(self._visitors)} users are connected, as many as this gateway serves",
+                hint="try again later, or run a second gateway",
+            )
+        await self._drop(min(free, key=lambda key: self._visitors[key].used))
+
+    async def _drop(self, key: str) -> None:
+        visitor = self._visitors.pop(key, None)
+        if visitor is not None:
+            await visitor.broker.close()
+
+
+async def _connect_as(url: str, user: str, key: str) -> Broker:
+    """Open a connection with a user's key; the only place that hands a key on."""
+    try:
+        return await connect(
+            url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
+        )
+    except BrokerError as error:
+        if "refuses" not in error.message:
+            raise
+        _log.warning("log_in_refused", user=user)
+        raise LogInError(
+            "the broker refuses this key", hint="it may have been revoked or mistyped"
+        ) from error
+
+
+def user_of(key: str) -> str:
+    """Return the user that a key `tmq_<user>_<secret>` names; raises LogInError."""
+    try:
+        return user_of_key(key)
+    except (AuthError, MessageError) as error:
+        raise LogInError(
+            "this is not an API key of a user", hint="a key looks like tmq_<user>_<secret>"
+        ) from error
+
+
+async def asks_for_keys(url: str) -> bool:
+    """Whether the broker wants its clients to authenticate: it says so before anything else.
+
+    Raises BrokerError when nobody answers at `url`.
+    """
+    return bool((await server_info(url)).get("auth_required"))
+
+
+async def server_info(url: str) -> dict[str, Any]:
+    """Return what a NATS server tells whoever connects; raises BrokerError."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(_INFO_DEADLINE_S):
+            reader, writer = await asyncio.open_connection(
+                parts.hostname, parts.port or 4222, limit=1 << 20
+            )
+            try:
+                line = await reader.readline()
+            finally:
+                writer.close()
+        return dict(json.loads(line.removeprefix(b"INFO ")))
+    except (OSError, ValueError, TimeoutError) as error:
+        raise BrokerError(
+            f"no NATS server answers at {shown_url(url)} ({error or type(error).__name__})",
+            hint="start one with `tinkermq up`, or name another: --nats URL",
+        ) from error

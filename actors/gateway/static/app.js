@@ -1,0 +1,50 @@
+"use strict";
+// On every page: the theme, questions before what cannot be undone, tables that keep up to date.
+(() => {
+  const root = document.documentElement;
+
+  const toggle = document.querySelector("[data-theme-toggle]");
+  if (toggle) {
+    toggle.addEventListener("click", () => {
+      const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+      const now = root.dataset.theme === "auto" ? (dark ? "dark" : "light") : root.dataset.theme;
+      root.dataset.theme = now === "dark" ? "light" : "dark";
+      document.cookie = `theme=${root.dataset.theme}; path=/; max-age=31536000; samesite=strict`;
+      document.dispatchEvent(new Event("themechange"));
+    });
+  }
+
+  document.addEventListener("submit", (event) => {
+    const question = event.target.dataset.confirm;
+    if (question && !window.confirm(question)) event.preventDefault();
+  });
+
+  for (const place of document.querySelectorAll("[data-refresh]")) {
+    const url = place.dataset.refresh + (place.dataset.refresh.includes("?") ? "&" : "?") + "part=rows";
+    let shown = null;
+    setInterval(async () => {
+      const busy = place.contains(document.activeElement) && document.activeElement.matches("input, button");
+      if (document.hidden || busy) return;
+      try {
+        const reply = await fetch(url, { headers: { accept: "text/html" } });
+        if (reply.redirected || reply.status === 401) return location.reload();
+        if (!reply.ok) return;
+        const html = await reply.text();
+        if (shown !== null && html !== shown) place.innerHTML = html;
+        shown = html;
+      } catch { /* the gateway is away; the next round tries again */ }
+    }, Number(place.dataset.every) * 1000);
+  }
+
+  const filter = document.querySelector("[data-log-filter]");
+  const log = document.querySelector("[data-log]");
+  if (log) {
+    log.scrollTop = log.scrollHeight;
+    const apply = () => {
+      const words = (filter.value || "").toLowerCase();
+      for (const line of log.children) line.hidden = !line.textContent.toLowerCase().includes(words);
+    };
+    filter.addEventListener("input", apply);
+    document.addEventListener("logchange", apply);
+  }
+})();

@@ -1,0 +1,172 @@
+"""What the handlers of pages and of the REST interface have in common."""
+
+import asyncio
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import parse_qsl
+
+from jinja2 import Environment
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ...schemas.errors import MessageError, TinkermqError
+from .counters import Counters
+from .guard import HELD
+from .history import Histories
+from .records import Figures
+from .scheduler import Scheduler
+from .sessions import COOKIE, LogInError, Sessions, Visitor
+
+_STATUS = {
+    "auth": 403,
+    "not_found": 404,
+    "state": 409,
+    "conflict": 409,
+    "fenced": 409,
+    "deadline": 504,
+    "broker": 503,
+    "internal": 500,
+}
+
+
+@dataclass
+class Gateway:
+    """The parts that handlers work with."""
+
+    sessions: Sessions
+    templates: Environment
+    counters: Counters = field(default_factory=Counters)
+    histories: Histories = field(default_factory=Histories)
+    figures: Figures = field(default_factory=Figures)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    secure: bool = False
+    """Served over TLS: cookies are sent over nothing else."""
+
+
+def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that answers a request."""
+    return cast("Gateway", request.app.state.gateway)
+
+
+async def visitor_of(request: Request) -> Visitor:
+    """Return who asks, with a connection that stays until the request is answered.
+
+    Raises LogInError.
+    """
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    visitor = await gateway_of(request).sessions.visitor(
+        session=request.cookies.get(COOKIE),
+        key=key.strip() if scheme.lower() == "bearer" else None,
+    )
+    request.scope[HELD].enter_context(visitor.held())
+    return visitor
+
+
+async def scheduler_of(request: Request) -> Scheduler:
+    """Return the scheduler as who asks sees it."""
+    return Scheduler(await visitor_of(request))
+
+
+def status_of(error: TinkermqError) -> int:
+    """Return the HTTP status of an error."""
+    if isinstance(error, LogInError):
+        return 401
+    if "may not" in error.message and error.code == "broker":
+        return 403
+    return _STATUS.get(error.code, 400)
+
+
+def error_fields(error: TinkermqError) -> dict[str, Any]:
+    """Return what a reply tells of an error."""
+    code = "unauthorized" if isinstance(error, LogInError) else error.code
+    return {"error": {"code": code, "message": error.message, "hint": error.hint}}
+
+
+class Json(Response):
+    """A JSON reply; pydantic models become maps, NaN and infinity null."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Return the bytes of a value."""
+        return to_json(content).encode("utf-8", "replace")
+
+
+def to_json(value: Any) -> str:
+    """Return a value as JSON text; see `Json`."""
+    try:
+        return json.dumps(value, default=_plain, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return repr(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _finite(one) for key, one in cast("dict[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in cast("list[Any]", value)]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    return _finite(_plain(value))
+
+
+async def form_of(request: Request) -> dict[str, str]:
+    """Return the fields of a form; the last of each name counts.
+
+    Raises MessageError for what is no form.
+    """
+    kind = request.headers.get("content-type", "").split(";")[0]
+    if kind != "application/x-www-form-urlencoded":
+        raise MessageError(f"a form was expected, {kind or 'nothing'} came")
+    body = (await request.body()).decode("utf-8", "replace")
+    return dict(parse_qsl(body, keep_blank_values=True, max_num_fields=64))
+
+
+async def json_of(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request; an empty body is an empty one.
+
+    Raises MessageError for anything else.
+    """
+    body = await request.body()
+    if not body:
+        return {}
+    kind = request.headers.get("content-type", "").split(";")[0]
+    try:
+        value = json.loads(body)
+    except ValueError as error:
+        raise MessageError(f"the body is not JSON: {error}") from error
+    if kind != "application/json" or not isinstance(value, dict):
+        raise MessageError(
+            f"the body must be a JSON object, sent as application/json, not {kind or 'untyped'}"
+        )
+    return cast("dict[str, Any]", value)
+
+
+def number_in(
+    request: Request, name: str, default: int | None = None, *, least: int = 0
+) -> int | None:
+    """Return a whole number of the query; raises MessageError for what is none."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit() or len(text) > 15 or int(text) < least:
+        raise MessageError(f"{name}={text!r} is no whole number of at least {least}")
+    return int(text)
+
+
+def flag_in(request: Request, name: str) -> bool:
+    """Return a yes or no of the query."""
+    return request.query_params.get(name, "").lower() in ("1", "true", "yes", "on")

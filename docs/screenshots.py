@@ -1,0 +1,134 @@
+"""Take the pictures of docs/dashboard.md: `make screenshots`.
+
+Starts a stack of its own, trains the bandit and the guessing game for about two minutes, and opens
+the dashboard in Debian's chromium. It prints each picture that it writes to docs/images/.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.request import Request, urlopen
+
+from playwright.async_api import Browser
+from tinkermq.actors.warm_start import warm_start
+
+from tests.browser import open_browser
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+MODELS = ROOT / "outputs" / "models"
+WIDE, PHONE = 1280, 390
+_POLL_S = 1.0
+_DEADLINE_S = 600
+
+
+class Shot(NamedTuple):
+    """One picture."""
+
+    name: str
+    path: str
+    scheme: Any = "light"
+    width: int = WIDE
+    height: int = 860
+
+
+def tinkermq(home: Path, *words: str) -> str:
+    """Run one command on the stack of a folder; return what it printed."""
+    code = "import sys; from tinkermq.clients.cli import main; sys.exit(main())"
+    environment = {**os.environ, "TINKERMQ_HOME": str(home), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+def ask(url: str, body: Any = None) -> Any:
+    """Ask the gateway for JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=30) as reply:
+        return json.load(reply)
+
+
+def submit(url: str, game: str, home: Path, *overrides: str) -> str:
+    """Submit an example; return its job id."""
+    warm_start(game, MODELS / game)
+    places = [f"output_dir={home / 'runs'}", f"model.path={MODELS / game}"]
+    config = (ROOT / "examples" / f"{game}.yaml").read_text(encoding="utf-8")
+    body = {"config": config, "overrides": [*places, *overrides]}
+    return str(ask(f"{url}/api/v1/jobs", body)["job"])
+
+
+async def until_step(url: str, job: str, step: int) -> None:
+    """Wait until a job has done so many steps."""
+    for _ in range(int(_DEADLINE_S / _POLL_S)):
+        if (await asyncio.to_thread(ask, f"{url}/api/v1/jobs/{job}"))["step"] >= step:
+            return
+        await asyncio.sleep(_POLL_S)
+    raise TimeoutError(f"job {job} did not come to step {step}")
+
+
+async def take(browser: Browser, url: str, shot: Shot) -> None:
+    """Take one picture."""
+    context = await browser.new_context(
+        viewport={"width": shot.width, "height": shot.height}, color_scheme=shot.scheme
+    )
+    page = await context.new_page()
+    await page.goto(url + shot.path)
+    await page.wait_for_timeout(2500)
+    file = IMAGES / f"{shot.name}.png"
+    await page.screenshot(path=file)
+    print(file.relative_to(ROOT))
+    await context.close()
+
+
+async def take_all(url: str, home: Path) -> None:
+    """Train, and take the pictures meanwhile."""
+    bandit = submit(url, "bandit", home, "training.save_freq=20", "training.num_steps=150",
+                    "training.test_freq=10", "algorithm.kl_coef=0.001")  # fmt: skip
+    guess = submit(url, "guess", home, "training.num_steps=80", "training.save_freq=20")
+    submit(url, "guess", home, "name=waits-for-room", "generator.count=3")
+    await until_step(url, guess, 12)
+    await until_step(url, bandit, 40)
+    groups = ask(f"{url}/api/v1/jobs/{guess}/rollouts")["groups"]
+    seq = max(groups, key=lambda group: len({one["reward"] for one in group["episodes"]}))["seq"]
+    group = ask(f"{url}/api/v1/jobs/{guess}/rollouts/{seq}/0")
+    longest = max(
+        group["siblings"],
+        key=lambda one: ask(f"{url}/api/v1/jobs/{guess}/rollouts/{seq}/{one['episode']}")[
+            "num_tokens"
+        ],
+    )
+    episode = f"/jobs/{guess}/rollouts/{seq}/{longest['episode']}"
+    async with open_browser() as browser:
+        for shot in (
+            Shot("dashboard-jobs", "/jobs", height=420),
+            Shot("dashboard-job", f"/jobs/{bandit}"),
+            Shot("dashboard-job-dark", f"/jobs/{bandit}", "dark"),
+            Shot("dashboard-rollouts", f"/jobs/{guess}/rollouts"),
+            Shot("dashboard-episode", episode, height=640),
+            Shot("dashboard-pool", "/pool", "dark", height=620),
+            Shot("dashboard-phone", f"/jobs/{bandit}", "dark", PHONE, 844),
+        ):
+            await take(browser, url, shot)
+
+
+def main() -> None:
+    """Start a stack, take the pictures, stop it."""
+    IMAGES.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        state = json.loads(tinkermq(home, "up", "--port", "0", "--slots", "4", "--json"))
+        try:
+            asyncio.run(take_all(state["gateway"], home))
+        finally:
+            tinkermq(home, "down")
+
+
+if __name__ == "__main__":
+    main()

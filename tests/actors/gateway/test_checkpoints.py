@@ -1,0 +1,54 @@
+"""Checkpoints are listed and packed; nothing beside them is."""
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.actors.gateway.checkpoints import folder_of, list_checkpoints, pack
+from tinkermq.schemas.errors import NotFoundError
+
+from tests.actors.gateway.test_records import record
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    for step in (3, 12):
+        folder = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
+        (folder / "learner").mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(bytes(range(256)) * 5000)
+        (folder / "learner" / "state.json").write_text("{}")
+    (tmp_path / "secret.txt").write_text("secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    (tmp_path / "run" / "checkpoints" / "latest").symlink_to(folder)
+    (tmp_path / "run" / "checkpoints" / "step_000099").symlink_to(tmp_path)
+    return record(1, run_dir=str(tmp_path / "run"))
+
+
+def test_checkpoints_are_listed_newest_first_links_left_out(run: Any) -> None:
+    found = list_checkpoints(run)
+    assert [one["step"] for one in found] == [12, 3]
+    assert found[0]["files"] == ["model.safetensors", "learner/state.json"]
+    assert found[0]["bytes"] == 256 * 5000 + 2
+
+
+def test_a_checkpoint_is_packed_as_an_ordinary_tar_archive(run: Any) -> None:
+    packed = b"".join(pack(folder_of(run, 12), "run-12"))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        names = archive.getnames()
+        weights = archive.extractfile("run-12/model.safetensors")
+        assert weights is not None
+        assert weights.read() == bytes(range(256)) * 5000
+    assert names == ["run-12/model.safetensors", "run-12/learner/state.json"]
+
+
+@pytest.mark.parametrize("step", [7, 99])
+def test_a_checkpoint_that_is_not_there_is_named(run: Any, step: int) -> None:
+    with pytest.raises(NotFoundError, match=f"step {step}"):
+        folder_of(run, step)
+
+
+def test_a_run_without_folder_has_no_checkpoints() -> None:
+    assert list_checkpoints(record(1)) == []
+    assert list_checkpoints(record(1, run_dir="/nonexistent")) == []

@@ -1,0 +1,81 @@
+"""Curves of any length become at most a thousand points, and no extreme is lost."""
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tinkermq.actors.gateway.curves import MAX_POINTS, NAMES, Curves, live_values
+from tinkermq.schemas.metric import Metric
+
+REWARD = "training_step_reward"
+
+
+def metric(step: int, **values: float) -> Metric:
+    return Metric(step=step, values={REWARD: float(step), **values}, time=0.0)
+
+
+def test_a_short_run_is_shown_step_by_step() -> None:
+    curves = Curves()
+    curves.add([metric(1), metric(2), metric(4)])
+    points = curves.points()
+    assert points["width"] == 1
+    assert points["x"] == [1, 2, 4]
+    assert points["series"] == {REWARD: {"y": [1.0, 2.0, 4.0]}}
+
+
+def test_a_step_that_is_told_again_counts_as_it_was_told_last() -> None:
+    curves = Curves()
+    curves.add([metric(3), Metric(step=3, values={REWARD: 7.0}, time=1.0)])
+    assert curves.points()["series"][REWARD]["y"] == [7.0]
+
+
+def test_values_that_are_no_numbers_and_unknown_names_are_left_out() -> None:
+    curves = Curves()
+    curves.add([Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0, "x": 1.0}, time=0)])
+    assert curves.points()["series"] == {"actor/entropy": {"y": [2.0]}}
+    assert live_values(metric(1, x=2.0)) == {REWARD: 1.0}
+
+
+def test_nothing_is_drawn_of_a_run_without_metrics() -> None:
+    assert Curves().points() == {"width": 1, "x": [], "series": {}}
+
+
+@pytest.mark.parametrize("steps", [999, 1000, 1001, 5000, 100_000])
+def test_a_long_run_has_at_most_a_thousand_points_and_keeps_its_extremes(steps: int) -> None:
+    curves, spike = Curves(), steps // 3
+    values = [random.Random(step).random() for step in range(steps)]
+    values[spike] = 99.0
+    batch = [Metric(step=step, values={REWARD: values[step]}, time=0.0) for step in range(steps)]
+    for start in range(0, steps, 1000):
+        curves.add(batch[start : start + 1000])
+    points = curves.points()
+    assert len(points["x"]) <= MAX_POINTS
+    assert points["x"][-1] <= steps - 1 < points["x"][-1] + points["width"]
+    series = points["series"][REWARD]
+    assert max(series.get("high", series["y"])) == 99.0
+    if points["width"] > 1:
+        first = values[: points["width"]]
+        assert series["y"][0] == pytest.approx(sum(first) / len(first), rel=1e-3)
+        assert series["low"][0] == pytest.approx(min(first), rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(-5, 5)), max_size=80))
+def test_low_mean_and_high_are_in_order_however_the_steps_come(
+    told: list[tuple[int, float]],
+) -> None:
+    curves = Curves(max_points=8)
+    for step, value in told:
+        curves.add([Metric(step=step, values={REWARD: value}, time=0.0)])
+    points = curves.points()
+    assert len(points["x"]) <= 8
+    one = points["series"].get(REWARD, {})
+    for low, mean, high in zip(
+        one.get("low", []), one.get("y", []), one.get("high", []), strict=False
+    ):
+        assert low - 1e-3 <= mean <= high + 1e-3
+
+
+def test_no_name_is_drawn_twice() -> None:
+    assert len(set(NAMES)) == len(NAMES)

@@ -1,0 +1,129 @@
+"""The dashboard in a real browser: submit, watch, look into, cancel; nothing hostile runs."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from playwright.async_api import Page, expect
+
+from tests.actors.gateway.test_rest import HOSTILE, finished_job
+from tests.browser import PATIENCE_MS, Browser, watched_page
+from tests.configs import small_job
+from tests.gateway import Gateway
+from tests.stack import Stack
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+
+async def last_step(page: Page) -> int:
+    """Return the last step that the curves show."""
+    return int(await page.get_attribute("#charts", "data-last") or -1)
+
+
+async def until_beyond(page: Page, step: int) -> int:
+    """Wait until the curves show more than a step, without loading the page again."""
+    await page.wait_for_function(
+        "step => Number(document.getElementById('charts').dataset.last) > step",
+        arg=step,
+        timeout=2 * PATIENCE_MS,
+    )
+    return await last_step(page)
+
+
+async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
+    stack: Stack, gateway: Gateway, browser: Browser, model: Path
+) -> None:
+    config = small_job(model, training={"num_steps": 5000}, env={"game": "bandit", "num_val": 4})
+    config["output_dir"] = str(stack.folder / "runs")
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/jobs")
+        await page.click("text=New job")
+        await page.fill("textarea[name=config]", yaml.safe_dump(config))
+        await page.fill("textarea[name=overrides]", "learner.lrr=1")
+        async with page.expect_response(lambda reply: reply.status == 400):
+            await page.click("text=Check only")
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto("/submit")
+        await page.fill("textarea[name=config]", yaml.safe_dump(config))
+        await page.fill("textarea[name=overrides]", "learner.lr=1e-4\nname=from-the-browser")
+        await page.click("text=Check only")
+        await expect(page.locator(".good")).to_contain_text("Nothing was submitted")
+        await page.click("button[value=submit]")
+        await page.wait_for_url("**/jobs/*")
+        assert await page.inner_text("h1") == "from-the-browser"
+
+        step = await until_beyond(page, 0)
+        await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
+        await until_beyond(page, step + 2)
+        await expect(page.locator("[data-part=head]")).to_contain_text("running")
+        await expect(page.locator("[data-part=actors]")).to_contain_text("generator-0")
+
+        await page.click("nav.tabs >> text=Rollouts")
+        await page.locator("td a.chip").first.click()
+        await expect(page.locator(".m-assistant").first).to_be_visible()
+        assert await page.locator(".tokens .tok.made").count() >= 1
+        await expect(page.locator(".turn-reward").first).to_be_visible()
+
+        await page.click("nav.tabs >> text=Logs")
+        await expect(page.locator(".log li").first).to_be_visible()
+        await page.click("nav.tabs >> text=Curves")
+        await page.click("text=Pause")
+        await expect(page.locator("[data-part=head]")).to_contain_text("paused")
+        await page.click("text=Resume")
+        await page.click("text=Cancel now")
+        await expect(page.locator("[data-part=head]")).to_contain_text(
+            "cancelled", timeout=PATIENCE_MS
+        )
+        await page.goto("/jobs?state=cancelled")
+        await expect(page.locator("a.name", has_text="from-the-browser")).to_be_visible()
+
+
+async def test_what_jobs_say_is_text_and_never_runs(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway, name=HOSTILE, reason=HOSTILE, state="FAILED")
+    async with watched_page(browser, gateway.url) as page:
+        for path in (
+            "/jobs",
+            f"/jobs?search={HOSTILE.split('>')[0]}",
+            *(
+                f"/jobs/{record.job}{tab}"
+                for tab in ("", "/logs", "/events", "/config", "/rollouts", "/rollouts/1/0")
+            ),
+            f"/submit?like={record.job}",
+        ):
+            await page.goto(path)
+            assert await page.evaluate("window.hacked === undefined")
+            assert await page.locator("img[src=x]").count() == 0
+            assert HOSTILE in await page.inner_text("body") or "submit" in path
+        await page.goto(f"/jobs/{record.job}")
+        await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
+        assert await last_step(page) == 5
+
+
+async def test_the_pages_fit_a_phone_and_follow_the_theme(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    context = await browser.new_context(
+        base_url=gateway.url, viewport={"width": 390, "height": 800}, color_scheme="dark"
+    )
+    page = await context.new_page()
+    colour = "getComputedStyle(document.body).backgroundColor"
+    for path in (
+        "/jobs",
+        "/pool",
+        "/submit",
+        "/api",
+        *(f"/jobs/{record.job}{tab}" for tab in ("", "/logs", "/rollouts", "/rollouts/1/0")),
+    ):
+        await page.goto(path)
+        wide = await page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 390, f"{path} is {wide} pixels wide"
+    dark = await page.evaluate(colour)
+    await page.click("[data-theme-toggle]")
+    light = await page.evaluate(colour)
+    assert light != dark
+    await page.goto("/jobs")
+    assert await page.evaluate(colour) == light
+    await context.close()

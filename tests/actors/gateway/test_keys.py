@@ -1,0 +1,227 @@
+"""Where the broker asks for keys, each visitor has the rights of their own key and no others."""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
+from tinkermq.broker.keys import new_api_key
+from tinkermq.broker.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.server import NatsServer
+from tinkermq.broker.streams import create_shared
+from tinkermq.schemas.user import NameUser, UserReply
+
+from tests.browser import Browser, watched_page
+from tests.gateway import Gateway, run_gateway
+from tests.secured import SecuredPool, ask, environment, secured
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A gateway to a pool with two users, each with a job."""
+
+    gateway: Gateway
+    pool: SecuredPool
+
+    def key(self, user: str) -> str:
+        return self.pool.keys[user]
+
+    def bearer(self, user: str) -> dict[str, str]:
+        return bearer(self.key(user))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+    """A gateway to a secured pool with a scheduler and no nodes."""
+    folder = tmp_path_factory.mktemp("guarded")
+    async with secured(folder) as pool:
+        await create_shared(await pool.service("scheduler"))
+        for user in ("alice", "bob"):
+            await pool.user(user)
+            await pool.job(user, f"job-of-{user}")
+        scheduler = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkermq.actors.scheduler", "--nats", pool.server.url),
+            env={**os.environ, CREDENTIALS_VARIABLE: str(pool.secrets.credentials("scheduler"))},
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            with environment(**{CREDENTIALS_VARIABLE: str(pool.secrets.credentials("gateway"))}):
+                async with run_gateway(pool.server.url, folder) as gateway:
+                    made = Guarded(gateway, pool)
+
+                    async def answers() -> bool:
+                        answer = await gateway.get("/api/v1/jobs", **made.bearer("alice"))
+                        return answer.status == 200
+
+                    await eventually(answers, "the scheduler to answer")
+                    yield made
+        finally:
+            scheduler.terminate()
+            await scheduler.wait()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+async def test_each_key_shows_the_jobs_of_its_own_user(guarded: Guarded) -> None:
+    for own, other in (("alice", "bob"), ("bob", "alice")):
+        key = guarded.key(own)
+        listed = (await guarded.gateway.get("/api/v1/jobs", **bearer(key))).json["jobs"]
+        assert [one["job"] for one in listed] == [f"job-of-{own}"]
+        assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).json == {"user": own}
+        for part in ("", "/metrics", "/logs", "/rollouts", "/config", "/checkpoints/1"):
+            path = f"/api/v1/jobs/job-of-{other}{part}"
+            assert (await guarded.gateway.get(path, **bearer(key))).status == 404
+        answer = await guarded.gateway.post(
+            f"/api/v1/jobs/job-of-{other}/resume", {}, **bearer(key)
+        )
+        assert answer.status == 404
+
+
+@pytest.mark.parametrize("key", [new_api_key("alice"), "tmq_alice_short", "nonsense", "tmq__", ""])
+async def test_a_wrong_key_is_refused(guarded: Guarded, key: str) -> None:
+    answer = await guarded.gateway.get("/api/v1/jobs", **bearer(key))
+    assert answer.status == 401
+    assert answer.json["error"]["code"] == "unauthorized"
+
+
+async def test_without_a_key_pages_lead_to_the_log_in_and_the_interface_refuses(
+    guarded: Guarded,
+) -> None:
+    page = await guarded.gateway.get("/jobs?state=failed")
+    assert page.status == 303
+    assert page.headers["location"] == "/login?next=%2Fjobs%3Fstate%3Dfailed"
+    assert (await guarded.gateway.get("/api/v1/jobs")).status == 401
+    health = (await guarded.gateway.get("/healthz")).json
+    assert health["with_keys"]
+    figures = await guarded.gateway.get("/metrics")
+    assert figures.status == 200
+    assert "tinkermq_jobs" not in figures.text
+    assert (
+        "tinkermq_jobs" in (await guarded.gateway.get("/metrics", **guarded.bearer("alice"))).text
+    )
+
+
+async def test_the_session_cookie_is_kept_from_scripts_and_other_sites(guarded: Guarded) -> None:
+    answer = await guarded.gateway.form("/login", f"key={guarded.key('alice')}".encode())
+    assert answer.status == 303
+    cookie = answer.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=strict" in cookie
+    assert guarded.key("alice") not in cookie
+    session = cookie.split(";")[0]
+    assert "run-job-of-alice" in (await guarded.gateway.get("/jobs", cookie=session)).text
+    assert (await guarded.gateway.post("/logout", {}, cookie=session)).status == 403
+    assert (await guarded.gateway.form("/logout", b"", cookie=session)).status == 303
+    assert (await guarded.gateway.get("/jobs", cookie=session)).status == 303
+
+
+@pytest.mark.parametrize("place", ["//evil.example", "https://evil.example", "/\\evil.example"])
+async def test_the_log_in_leads_to_our_own_pages_only(guarded: Guarded, place: str) -> None:
+    answer = await guarded.gateway.form(
+        f"/login?next={place}", f"key={guarded.key('alice')}".encode()
+    )
+    assert answer.headers["location"] == "/jobs"
+
+
+async def test_two_users_in_two_browsers_see_their_own(guarded: Guarded, browser: Browser) -> None:
+    async with (
+        watched_page(browser, guarded.gateway.url) as alice,
+        watched_page(browser, guarded.gateway.url) as bob,
+    ):
+        for page, key in ((alice, guarded.key("alice")), (bob, guarded.key("bob"))):
+            await page.goto("/jobs")
+            await page.fill("input[name=key]", key)
+            await page.click("main button[type=submit]")
+            await page.wait_for_url("**/jobs")
+        assert await alice.locator("a.name").all_inner_texts() == ["run-job-of-alice"]
+        assert await bob.locator("a.name").all_inner_texts() == ["run-job-of-bob"]
+        assert await alice.inner_text(".who") == "alice"
+        await alice.click("text=Log out")
+        await alice.wait_for_url("**/login")
+        await bob.reload()
+        assert await bob.inner_text(".who") == "bob"
+
+
+async def test_the_user_of_a_key_may_have_underscores() -> None:
+    assert user_of(new_api_key("a_b_c")) == "a_b_c"
+    for key in ("tmq_secret", "tmq_A_secret", "tmq_a.b_secret", "x_a_secret", "tmq_a_" + "s" * 300):
+        with pytest.raises(LogInError):
+            user_of(key)
+
+
+async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
+    await guarded.pool.user("carol")
+    answer = await guarded.gateway.form("/login", f"key={guarded.key('carol')}".encode())
+    session = answer.headers["set-cookie"].split(";")[0]
+    assert (await guarded.gateway.get("/jobs", cookie=session)).status == 200
+    admin = await guarded.pool.connected(guarded.pool.admin_key)
+    await ask(admin, "revoke", NameUser(user="carol"), UserReply)
+
+    async def shut_out() -> bool:
+        return (await guarded.gateway.get("/jobs", cookie=session)).status == 303
+
+    await eventually(shut_out, "the session to end")
+    assert (await guarded.gateway.get("/jobs", **guarded.bearer("carol"))).status == 303
+
+
+async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:
+    sessions = Sessions(own_server.url, with_keys=False, max_visitors=1)
+    first = await sessions.visitor(session=None, key=None)
+    assert await sessions.visitor(session=None, key="ignored") is first
+    await sessions.close()
+    assert first.broker.closed.is_set()
+    assert sessions.num_visitors == 0
+
+
+async def test_an_admin_manages_users_and_reads_the_audit_in_the_browser(
+    guarded: Guarded, browser: Browser
+) -> None:
+    async with watched_page(browser, guarded.gateway.url) as page:
+        await page.goto("/users")
+        await page.fill("input[name=key]", guarded.pool.admin_key)
+        await page.click("main button[type=submit]")
+        await page.wait_for_url("**/users")
+        await page.fill("form[action='/users/add'] input[name=user]", "dave")
+        await page.fill("form[action='/users/add'] input[name=max_slots]", "3")
+        await page.click("form[action='/users/add'] button")
+        key = await page.inner_text("#new-key")
+        assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).json == {"user": "dave"}
+        assert "users.add" in await page.inner_text("main")
+        row = page.locator("tr", has_text="dave").first
+        assert await row.locator("input[name=max_slots]").input_value() == "3"
+        await row.locator("form[action='/users/revoke'] button").click()
+        await page.wait_for_function("() => document.body.innerText.includes('revoked 20')")
+
+    async def shut_out() -> bool:
+        return (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).status == 401
+
+    await eventually(shut_out, "the revoked key to be refused")
+
+
+async def test_a_user_sees_the_own_record_and_may_not_manage_others(guarded: Guarded) -> None:
+    own = guarded.bearer("alice")
+    text = (await guarded.gateway.get("/users", **own)).text
+    assert "Replace my key" in text
+    assert "Audit" not in text
+    for path in ("/api/v1/users", "/api/v1/audit"):
+        assert (await guarded.gateway.get(path, **own)).status == 403
+    refused = await guarded.gateway.post("/api/v1/users/revoke", {"user": "bob"}, **own)
+    assert refused.status == 403
+    malformed = await guarded.gateway.post("/api/v1/users/add", {"name": "x"}, **own)
+    assert malformed.status == 400
+
+
+async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guarded) -> None:
+    assert (await guarded.gateway.get("/v1/models")).status == 401
+    answer = await guarded.gateway.get("/v1/models", **guarded.bearer("alice"))
+    assert answer.json == {"object": "list", "data": []}

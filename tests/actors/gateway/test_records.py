@@ -1,0 +1,58 @@
+"""The table of jobs finds, filters and pages."""
+
+from typing import Any
+
+from tinkermq.actors.gateway.records import Query, row, select
+from tinkermq.schemas.job import JobRecord
+
+
+def record(number: int, state: str = "RUNNING", **fields: Any) -> JobRecord:
+    base: dict[str, Any] = {
+        "job": f"id{number}",
+        "name": f"run-{number}",
+        "user": "local",
+        "state": state,
+        "config": {"env": {"game": "bandit"}, "model": {"path": "m/tiny"}},
+        "created": float(number),
+    }
+    return JobRecord(**{**base, **fields})
+
+
+RECORDS = [record(3), record(2, "QUEUED", reason="waits for 4 slots"), record(1, "FAILED")]
+
+
+def names(query: Query) -> list[str]:
+    return [one.name for one in select(RECORDS, query).records]
+
+
+def test_all_jobs_are_shown_in_their_order_and_counted() -> None:
+    page = select(RECORDS, Query())
+    assert [one.name for one in page.records] == ["run-3", "run-2", "run-1"]
+    assert page.counts == {
+        "all": 3, "active": 1, "queued": 1, "completed": 0, "failed": 1, "cancelled": 0,
+    }  # fmt: skip
+
+
+def test_a_state_and_a_group_of_states_filter() -> None:
+    assert names(Query(state="queued")) == ["run-2"]
+    assert names(Query(state="RUNNING")) == ["run-3"]
+    assert names(Query(state="active")) == ["run-3"]
+    assert names(Query(state="no-such-state")) == []
+
+
+def test_every_word_of_a_search_must_be_found_somewhere() -> None:
+    assert names(Query(search="slots")) == ["run-2"]
+    assert names(Query(search="BANDIT tiny run-1")) == ["run-1"]
+    assert names(Query(search="bandit nothing")) == []
+
+
+def test_a_page_is_cut_out_and_the_total_told() -> None:
+    page = select(RECORDS, Query(offset=1, limit=1))
+    assert [one.name for one in page.records] == ["run-2"]
+    assert page.total == 3
+
+
+def test_a_configuration_of_another_shape_does_not_break_the_row() -> None:
+    odd = record(4, config={"env": "?", "model": None, "training": []})
+    assert row(odd, {})["game"] == ""
+    assert row(odd, {"step": 5.0, "training/total_steps": float("nan")})["total_steps"] is None

@@ -1,0 +1,214 @@
+"""The REST interface does what the pages do, refuses what it must, and says why."""
+
+import json
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.actors.gateway.api import OPERATIONS
+from tinkermq.broker.feed import publish_event, publish_log, publish_metric
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.streams import create_job_streams
+from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Event, LogLines, Metric
+from tinkermq.schemas.subjects import JobScope
+
+from tests.actors.gateway.test_episodes import two_turns
+from tests.configs import small_job
+from tests.gateway import Gateway, free_port, start
+from tests.groups import make_group
+from tests.stack import Stack
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
+
+
+async def finished_job(stack: Stack, gateway: Gateway, **fields: Any) -> JobRecord:
+    """Write a job that has ended as its actors would have, with one of everything."""
+    job = f"job-{uuid.uuid4().hex[:8]}"
+    scope = JobScope("local", job)
+    await create_job_streams(stack.broker, scope, LimitsConfig())
+    base: dict[str, Any] = {
+        "job": job, "name": job, "user": "local", "state": "COMPLETED", "created": time.time(),
+        "config": {"env": {"game": "bandit"}, "model": {"path": "tiny"}, "project": HOSTILE},
+    }  # fmt: skip
+    record = JobRecord(**{**base, **fields})
+    await JobStore(stack.broker).create(record, "test")
+    for step in range(1, 6):
+        values = {"training_step_reward": step / 5, "actor/entropy": float("nan")}
+        await publish_metric(stack.broker, scope, Metric(step=step, values=values, time=0.0))
+    await publish_event(
+        stack.broker, scope, Event(kind="odd_thing", source=HOSTILE, message=HOSTILE, time=1.0)
+    )
+    await publish_log(
+        stack.broker, scope, LogLines(actor="learner", attempt=1, lines=[HOSTILE], time=1.0)
+    )
+    episode = two_turns(info={HOSTILE: HOSTILE})
+    episode.messages[0]["content"] = HOSTILE
+    await RolloutLog(stack.broker, scope).append(make_group([episode]))
+
+    async def listed() -> bool:
+        return bool((await gateway.get(f"/api/v1/jobs?search={job}")).json["total"])
+
+    await eventually(listed, "the scheduler to know the job")
+    return record
+
+
+async def test_a_job_is_submitted_found_and_stopped(
+    stack: Stack, gateway: Gateway, model: Path
+) -> None:
+    config = {**small_job(model), "output_dir": str(stack.folder / "runs")}
+    request = {"config": config, "overrides": ["generator.count=31"], "request_id": "once"}
+    made = await gateway.post("/api/v1/jobs", request)
+    assert made.status == 201, made.text
+    job = made.json["job"]
+    assert (await gateway.post("/api/v1/jobs", request)).json["job"] == job
+
+    listed = (await gateway.get("/api/v1/jobs?search=bandit")).json
+    assert job in [one["job"] for one in listed["jobs"]]
+    told = (await gateway.get(f"/api/v1/jobs/{job}")).json
+    assert told["state"] in ("QUEUED", "STARTING", "RUNNING")
+    assert told["slots_wanted"] == 32
+    config = (await gateway.get(f"/api/v1/jobs/{job}/config")).json
+    assert config["config"]["generator"]["count"] == 31
+    assert config["effective"]["learner"]["grad_clip"] == 1.0
+
+    stopped = await gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True})
+    assert stopped.status == 200
+    assert stopped.json["stop"] == "now"
+
+
+async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -> None:
+    record = await finished_job(stack, gateway)
+    base = f"/api/v1/jobs/{record.job}"
+    metrics = (await gateway.get(f"{base}/metrics")).json
+    assert metrics["series"]["training_step_reward"]["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert "actor/entropy" not in metrics["series"]
+    events = (await gateway.get(f"{base}/events")).json["events"]
+    assert [event["kind"] for event in events] == ["odd_thing", "job_completed"]
+    assert (await gateway.get(f"{base}/logs?actor=learner")).json["lines"][0]["text"] == HOSTILE
+    assert (await gateway.get(f"{base}/logs?actor=other")).json["lines"] == []
+    (group,) = (await gateway.get(f"{base}/rollouts")).json["groups"]
+    episode = (await gateway.get(f"{base}/rollouts/{group['seq']}/0")).json
+    assert episode["messages"][0]["parts"][0]["text"] == HOSTILE
+    assert (await gateway.get(f"{base}/checkpoints")).json == {"checkpoints": []}
+    assert (await gateway.get(f"{base}/actors")).json == {"actors": []}
+    nodes = (await gateway.get("/api/v1/nodes")).json["nodes"]
+    assert [node["node"] for node in nodes] == ["node"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "says"),
+    [
+        ("GET", "/api/v1/jobs/nope", None, 404, "no job or run 'nope'"),
+        ("GET", "/api/v1/nope", None, 404, "no page"),
+        ("GET", "/api/v1/jobs?limit=many", None, 400, "limit='many'"),
+        ("POST", "/api/v1/jobs", {}, 400, "config"),
+        ("POST", "/api/v1/jobs", {"config": "a: [b"}, 400, "not valid YAML"),
+        ("POST", "/api/v1/jobs", {"config": "- a"}, 400, "holds a list"),
+        ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
+        ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
+        ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
+        ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
+        ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
+        ("POST", "/api/v1/jobs/nope/scale", {"role": "learner", "count": 1}, 400, "role"),
+        ("POST", "/api/v1/jobs/nope/explode", {}, 404, "no page"),
+    ],
+)
+async def test_an_error_says_what_is_wrong(
+    gateway: Gateway, method: str, path: str, body: Any, status: int, says: str
+) -> None:
+    answer = await (gateway.get(path) if method == "GET" else gateway.post(path, body))
+    assert answer.status == status, answer.text
+    told = answer.json["error"]
+    assert says in f"{told['message']} {told['hint']}"
+
+
+async def test_pages_run_no_foreign_script_and_are_framed_by_nobody(gateway: Gateway) -> None:
+    for path in ("/jobs", "/api/v1/jobs", "/nope", "/static/app.js"):
+        policy = (await gateway.get(path)).headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "script-src 'self';" in policy
+        assert "style-src 'self';" in policy
+        assert "frame-ancestors 'none'" in policy
+
+
+async def test_pages_hold_no_inline_script_or_style(stack: Stack, gateway: Gateway) -> None:
+    record = await finished_job(stack, gateway)
+    for tab in ("", "/logs", "/events", "/config", "/checkpoints", "/rollouts", "/rollouts/1/0"):
+        answer = await gateway.get(f"/jobs/{record.job}{tab}")
+        assert answer.status == 200
+        assert "<script>" not in answer.text
+        assert " style=" not in answer.text
+        assert not re.search(r" on[a-z]+=", answer.text.replace("src=x onerror=", ""))
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"origin": "https://evil.example"},
+        {"sec_fetch_site": "cross-site"},
+        {"sec_fetch_site": "same-site"},
+        {"cookie": "tinkermq_session=x"},
+    ],
+    ids=str,
+)
+async def test_a_change_asked_for_by_another_site_is_refused(
+    gateway: Gateway, headers: dict[str, str]
+) -> None:
+    for path in ("/submit", "/api/v1/jobs", "/jobs/x/stop"):
+        assert (await gateway.post(path, {}, **headers)).status == 403
+
+
+async def test_without_keys_only_names_of_this_machine_are_answered(gateway: Gateway) -> None:
+    assert (await gateway.get("/jobs", host="rebound.example")).status == 403
+    assert (await gateway.get("/jobs", host="localhost:1")).status == 200
+
+
+async def test_a_body_that_is_too_large_is_refused(gateway: Gateway) -> None:
+    assert (await gateway.post("/api/v1/jobs", b"x" * (2 << 20 | 1))).status == 413
+
+
+async def test_without_keys_the_gateway_does_not_listen_beyond_this_machine(
+    stack: Stack, tmp_path: Path
+) -> None:
+    process = start(stack.server.url, tmp_path, "--host", "0.0.0.0", "--port", str(free_port()))
+    assert process.wait(60) == 2
+    assert "asks for no keys" in (tmp_path / "gateway.log").read_text()
+
+
+async def test_prometheus_gets_jobs_nodes_and_actors(gateway: Gateway) -> None:
+    await gateway.get("/jobs")
+    text = (await gateway.get("/metrics")).text
+    assert 'tinkermq_node_slots{kind="cpu",node="node"} 32.0' in text
+    assert 'tinkermq_jobs{state="active"}' in text
+    assert re.search(r'tinkermq_actor_up\{actor="pool.gateway",role="gateway"', text)
+    assert 'tinkermq_gateway_requests_total{method="GET",status="200"}' in text
+    assert len(re.findall("^# TYPE tinkermq_jobs gauge", text, flags=re.MULTILINE)) == 1
+
+
+async def test_health_tells_of_the_broker(gateway: Gateway) -> None:
+    answer = await gateway.get("/healthz")
+    assert answer.json["status"] == "ok"
+    assert not answer.json["with_keys"]
+
+
+async def test_the_openapi_document_has_every_operation_and_no_dangling_reference(
+    gateway: Gateway,
+) -> None:
+    answer = await gateway.get("/api/openapi.json")
+    document = answer.json
+    told = {(verb.upper(), path) for path, verbs in document["paths"].items() for verb in verbs}
+    assert told == {(one.method, re.sub(r":\w+", "", one.path)) for one in OPERATIONS}
+    for name in re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)):
+        assert name in document["components"]["schemas"]
+    ids = [one["operationId"] for verbs in document["paths"].values() for one in verbs.values()]
+    assert len(ids) == len(set(ids))
+    assert (await gateway.get("/api")).status == 200

@@ -1,0 +1,123 @@
+"""A gateway as a real process on a free port, and requests to it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkermq.broker.process import die_with
+
+from tests.configs import REPOSITORY
+from tests.waiting import eventually
+
+_STOP_S = 15.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def text(self) -> str:
+        return self.body.decode()
+
+
+class Gateway:
+    """A gateway that runs; make one with `run_gateway`."""
+
+    def __init__(self, url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.url = url
+        self.process = process
+        self.log = log
+
+    async def get(self, path: str, **headers: str) -> Answer:
+        """Ask for a path; underscores in the names of headers become dashes."""
+        return await asyncio.to_thread(self._ask, "GET", path, None, headers)
+
+    async def post(self, path: str, body: Any = None, **headers: str) -> Answer:
+        """Send JSON, or bytes as they are."""
+        sent = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        return await asyncio.to_thread(
+            self._ask, "POST", path, sent, {"content_type": "application/json", **headers}
+        )
+
+    async def form(self, path: str, fields: bytes, **headers: str) -> Answer:
+        """Send a form as a browser does from one of the gateway's own pages."""
+        own = {"content_type": "application/x-www-form-urlencoded", "origin": self.url}
+        return await self.post(path, fields, **{**own, **headers})
+
+    def _ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(self.url + path, body, named, method=method)
+        opener = urllib.request.build_opener(_NoRedirect)
+        try:
+            with opener.open(request, timeout=60) as reply:
+                return Answer(reply.status, reply.read(), dict(reply.headers.items()))
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.read(), dict(error.headers.items()))
+
+    async def alive(self) -> bool:
+        """Whether it answers; fails when the process has ended."""
+        assert self.process.poll() is None, self.log.read_text()
+        with contextlib.suppress(OSError):
+            return (await self.get("/healthz")).status == 200
+        return False
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def start(nats: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
+    """Start a gateway process whose output goes to `gateway.log` in a folder."""
+    with (folder / "gateway.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tinkermq.actors.gateway", "--nats", nats, *words],
+            cwd=REPOSITORY,
+            env={**os.environ, "TINKERMQ_LOG_FORMAT": "json"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with(os.getpid()),
+        )
+
+
+@contextlib.asynccontextmanager
+async def run_gateway(nats: str, folder: Path) -> AsyncIterator[Gateway]:
+    """Run a gateway until the block ends; it must end by itself at SIGTERM."""
+    port = free_port()
+    process = start(nats, folder, "--port", str(port))
+    gateway = Gateway(f"http://127.0.0.1:{port}", process, folder / "gateway.log")
+    try:
+        await eventually(gateway.alive, "the gateway to answer")
+        yield gateway
+        process.terminate()
+        code = await asyncio.to_thread(process.wait, _STOP_S)
+        assert code == 0, gateway.log.read_text()
+    finally:
+        process.kill()
+        process.wait()
