@@ -76,7 +76,13 @@ class PoolSecrets:
         )
         self._write("first-admin.json", json.dumps(record.model_dump()))
         self._write("issuer.nk", _new_seed(nkeys.PREFIX_BYTE_ACCOUNT))
+        self.accounts.write_text(self.server_config() + "\n", encoding="ascii")
         return key
+
+    @property
+    def accounts(self) -> Path:
+        """What the configuration of a nats-server of one's own includes; it holds no secret."""
+        return self.folder.parent / "accounts.conf"
 
     def credentials(self, service: str) -> Path:
         """Return the credentials file of a service."""

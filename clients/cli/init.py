@@ -39,6 +39,7 @@ def init(
     say(f"secrets are in {folder}, for you alone to read")
     say(f"  the key of [bold]{admin}[/], shown this once:")
     say(f"  export {KEY_VARIABLE}={key}")
+    say(f"  a nats-server of your own includes {PoolSecrets(folder).accounts}")
     say("  [bold]tinkermq up[/]                start the pool, with authentication")
     say("  [bold]tinkermq user add NAME[/]     make a user")
     return 0

@@ -22,7 +22,7 @@ from tests.configs import REPOSITORY
 from tests.waiting import PATIENCE_S
 
 UNITS = sorted((REPOSITORY / "deploy" / "systemd").glob("*.service"))
-SERVICES = ("scheduler", "node")
+PORT_OF_ITS_OWN = {"gateway": " --port 0"}
 MOST_EXPOSED = {"node": 5.0, "environment@": 5.0}
 
 
@@ -56,7 +56,7 @@ def analyzed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_systemd_finds_nothing_wrong(units: list[Path]) -> None:
-    assert len(units) == 6
+    assert len(units) == len(UNITS) == 6
     done = analyzed("verify", "--recursive-errors=no", *units)
     ours = [line for line in done.stderr.splitlines() if "tinkermq" in line]
     complaints = [line for line in ours if "environment@" not in line]  # it needs an instance
@@ -78,6 +78,7 @@ class Systemd:
     """What systemd does for a service: environment, folders, a socket for its messages."""
 
     root: Path
+    with_users: bool
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -87,6 +88,15 @@ class Systemd:
         self.port = _free_port()
         config = (REPOSITORY / "deploy/nats/single.conf").read_text()
         config = config.replace("4222", str(self.port)).replace("8222", str(_free_port()))
+        if self.with_users:
+            config = config.replace("# include", "include")
+            command = [f"{sys.prefix}/bin/tinkermq", "init", "--home", self.root / "etc/tinkermq"]
+            subprocess.run(command, check=True, capture_output=True)
+            for name in ("auth", "scheduler", "node", "gateway"):
+                text = (REPOSITORY / f"deploy/etc/{name}.env").read_text()
+                (self.root / f"etc/tinkermq/{name}.env").write_text(
+                    of_this_machine(text, self.root)
+                )
         (self.root / "etc/tinkermq/nats.conf").write_text(of_this_machine(config, self.root))
         shared = (REPOSITORY / "deploy/etc/tinkermq.env").read_text()
         shared = shared.replace("4222", str(self.port))
@@ -101,6 +111,7 @@ class Systemd:
         for command in _values(lines, "ExecStartPre"):
             subprocess.run(shlex.split(command), check=True, capture_output=True)
         (command,) = _values(lines, "ExecStart")
+        command += PORT_OF_ITS_OWN.get(name, "")
         with (self.root / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
                 shlex.split(command),
@@ -148,22 +159,27 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-@pytest.fixture
-def systemd(tmp_path: Path) -> Iterator[Systemd]:
-    made = Systemd(tmp_path / "root")
+@pytest.fixture(params=[False, True], ids=["without users", "with users"])
+def systemd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Systemd]:
+    made = Systemd(tmp_path / "root", request.param)
     yield made
     made.close()
 
 
 def test_every_service_starts_says_so_and_stops_at_sigterm(systemd: Systemd) -> None:
     nats = systemd.start("nats")
-    for name in SERVICES:
-        process = systemd.start(name)
-        log = systemd.root / f"{name}.log"
-        assert systemd.told() == "READY=1", log.read_text()
-        assert [systemd.told() for _ in range(3)] == ["WATCHDOG=1"] * 3
+    auth = ["auth"] if systemd.with_users else []
+    started: list[tuple[str, subprocess.Popen[bytes]]] = []
+    for name in (*auth, "scheduler", "node", "gateway"):
+        started.append((name, systemd.start(name)))
+        said = systemd.told()
+        while said == "WATCHDOG=1":  # of one that was started before
+            said = systemd.told()
+        assert said == "READY=1", (systemd.root / f"{name}.log").read_text()
+    assert [systemd.told() for _ in range(9)] == ["WATCHDOG=1"] * 9
+    for name, process in reversed(started):
         process.terminate()
-        assert process.wait(PATIENCE_S) == 0, log.read_text()
+        assert process.wait(PATIENCE_S) == 0, (systemd.root / f"{name}.log").read_text()
         said = systemd.told()
         while said == "WATCHDOG=1":
             said = systemd.told()
