@@ -40,6 +40,7 @@ from .job import (
     JobReply,
     JobRequest,
     ListRequest,
+    PriorityRequest,
     RequestRecord,
     ScaleRequest,
     StopRequest,
@@ -52,7 +53,10 @@ from .rollout import Group
 from .task import DeadLetter, Task
 from .user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
+    Invitation,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -131,6 +135,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", JobRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),
+    _scheduler("priority", PriorityRequest, JobReply),
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
@@ -140,6 +145,7 @@ TOPICS: tuple[Topic, ...] = (
     _users("revoke", NameUser, UserReply),
     _users("quota", SetQuota, UserReply),
     _users("invite", Invite, NewKey),
+    _users("audit", AuditRequest, AuditList),
     _users("me", Empty, UserReply, "user"),
     _users("register", Register, NewKey, "somebody invited"),
     Topic(
@@ -301,8 +307,15 @@ STORES: tuple[Store, ...] = (
     Store(
         subjects.BUCKET_USERS,
         "bucket",
-        "`user.<u>`, and `invitation.<id>`",
+        "`user.<u>`",
         UserRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`invitation.<id>`",
+        Invitation,
         "for good",
     ),
     Store(

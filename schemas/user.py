@@ -187,3 +187,17 @@ class AuditRecord(Message):
     """Address and client of a log-in; how many like it were left out."""
     time: float
     """Seconds since the epoch."""
+
+
+class AuditRequest(Message):
+    """Read the newest records of the audit stream: `audit`."""
+
+    last: int = Field(default=50, ge=1, le=1000)
+    """How many."""
+
+
+class AuditList(Message):
+    """Records of the audit stream, oldest first."""
+
+    records: list[AuditRecord]
+    """The records."""

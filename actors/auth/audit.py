@@ -5,8 +5,10 @@ import time
 import structlog
 
 from ...broker.connection import Broker
+from ...broker.stored import get_batch
+from ...broker.streams import stream_info
 from ...schemas.errors import TinkermqError
-from ...schemas.subjects import AUDIT
+from ...schemas.subjects import AUDIT, STREAM_AUDIT
 from ...schemas.user import AuditRecord
 
 MAX_REFUSALS = 60
@@ -16,7 +18,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Audit:
-    """The audit stream; refused log-ins are bounded, so that nobody can fill it."""
+    """The audit stream; what is refused is bounded, so that nobody can fill it."""
 
     def __init__(self, broker: Broker) -> None:
         """Write with this connection."""
@@ -38,14 +40,21 @@ class Audit:
         except TinkermqError as error:
             _log.error("audit_failed", error=error.message)
 
-    async def refused(self, who: str, why: str, detail: str) -> None:
-        """Append a refused log-in; beyond the bound they are only counted."""
+    async def last(self, num: int) -> list[AuditRecord]:
+        """Return the newest records, oldest first."""
+        state = (await stream_info(self._broker, STREAM_AUDIT))["state"]
+        first = max(int(state["last_seq"]) - num + 1, int(state["first_seq"]), 1)
+        messages, _ = await get_batch(self._broker, STREAM_AUDIT, first, AUDIT)
+        return [AuditRecord.from_bytes(message.payload) for message in messages]
+
+    async def refused(self, who: str, what: str, why: str, detail: str = "") -> None:
+        """Append a refused log-in or request; beyond the bound they are only counted."""
         left_out = self._refusals.take(time.monotonic())
         if left_out is None:
             return
         if left_out:
-            detail = f"{detail}; {left_out} more were left out before"
-        await self.write(who[:64], "login", outcome=why, detail=detail)
+            detail = f"{detail}; {left_out} more were left out before".lstrip("; ")
+        await self.write(who, what, outcome=why, detail=detail)
 
 
 class Bound:

@@ -16,6 +16,8 @@ from ...schemas.message import Empty, Message
 from ...schemas.subjects import rpc, user_name
 from ...schemas.user import (
     AddUser,
+    AuditList,
+    AuditRequest,
     Invitation,
     Invite,
     NameUser,
@@ -56,6 +58,7 @@ class UserDesk:
             ("revoke", NameUser, self._revoke),
             ("quota", SetQuota, self._quota),
             ("invite", Invite, self._invite),
+            ("audit", AuditRequest, self._audit_records),
             ("me", Empty, self._me),
         ]
         for method, model, handler in endpoints:
@@ -164,6 +167,12 @@ class UserDesk:
         await self._create(record)
         await self._audit.write(f"invitation {number}", "users.register", target=name)
         return NewKey(secret=key, user=name, expires=record.expires)
+
+    async def _audit_records(self, request: AuditRequest, context: RequestContext) -> AuditList:
+        async def work() -> AuditList:
+            return AuditList(records=await self._audit.last(request.last))
+
+        return await self._as_admin(context, "users.audit", "", work)
 
     async def _me(self, _: Empty, context: RequestContext) -> UserReply:
         return UserReply(user=_info(await self._known(context.user)))
