@@ -20,9 +20,10 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from . import codec, errors
-from .config import JobConfig, Section
+from .config import JobConfig
 from .errors import TinkermqError
 from .message import SCHEMA_VERSION, Message
+from .section import Section
 from .subjects import PREFIX
 from .topics import STORES, TOPICS
 
