@@ -46,8 +46,8 @@ EXIT_FAILED = 2
 EXIT_DRAINED = 3
 """Told to stop before the work was done: to be gone on with elsewhere."""
 SLOW_CALLBACK_S = 0.05
-MAKERS = frozenset({"local", "scheduler", "auth"})
-"""Who makes the buckets that all jobs share; others have no right to and wait for them."""
+WAITERS = frozenset({"node", "gateway"})
+"""Services without the right to make the buckets that all jobs share: they wait for them."""
 _CONNECT_DEADLINE_S = 30.0
 _SHARED_DEADLINE_S = 60.0
 _NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
@@ -243,10 +243,10 @@ def run_service_actor(
     """Run an actor that belongs to no job (scheduler, node); return the exit code."""
 
     async def body(broker: Broker, stopping: asyncio.Event) -> None:
-        if broker.user in MAKERS:
-            await create_shared(broker)
-        else:
+        if broker.user in WAITERS:
             await wait_for_shared(broker, _SHARED_DEADLINE_S)
+        else:
+            await create_shared(broker)
         service = await _start_service(broker, role, name, None)
         context = ActorContext(
             broker=broker,

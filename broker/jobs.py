@@ -17,6 +17,7 @@ from ..schemas.subjects import BUCKET_JOBS, BUCKET_REQUESTS, JobScope
 from .connection import Broker
 from .feed import publish_event
 from .kv import Bucket, Entry
+from .metering import metered
 
 _MAX_TRIES = 20
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -124,6 +125,7 @@ class JobStore:
             changed = change(entry.value)
             if changed == entry.value:
                 return changed
+            changed = metered(entry.value, changed, time.time())
             try:
                 await self._jobs.update(key, changed, entry.revision)
             except ConflictError:

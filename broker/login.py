@@ -20,6 +20,8 @@ from .keys import id_of_invitation, read_job_key, user_of_key
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
 CA_VARIABLE = "TINKERMQ_CA"
+AS_VARIABLE = "TINKERMQ_AS"
+"""An admin sets it to the user whose jobs he wants to look at or to stop."""
 _GUESTS = frozenset({"environment"})
 
 
@@ -64,9 +66,10 @@ def _of_key(key: str) -> Login:
     if id_of_invitation(key) is not None:
         options = {"user": "invited", "password": key}
         return Login("invited", inbox("invited"), options, user_door("invited"), is_guest=True)
-    user = user_of_key(key)
-    options = {"user": user, "password": key}
-    return Login(user, inbox(user), options, user_door(user), is_guest=True)
+    owner = user_of_key(key)
+    options = {"user": owner, "password": key}
+    user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
+    return Login(user, inbox(owner), options, user_door(user), is_guest=True)
 
 
 def _of_service(path: Path) -> Login:

@@ -25,7 +25,7 @@ from ..schemas.errors import (
 from ..schemas.message import Message
 from ..schemas.reply import ErrorReply, Part
 from .connection import Broker, ConnectionLost
-from .rpc import Service
+from .rpc import INBOXES, Service
 
 Q = TypeVar("Q", bound=Message)
 P = TypeVar("P", bound=Part)
@@ -74,7 +74,11 @@ class PartsService:
 
         async def answer(request: Request) -> None:
             raw: Any = cast("Any", request)._msg
-            if raw.reply:
+            if not raw.reply:
+                return
+            if not raw.reply.startswith(INBOXES):  # we may publish where the caller may not
+                _log.warning("reply_refused", subject=subject, reply=raw.reply)
+            else:
                 sender = _Sender(self._broker, raw.reply, part_model)
                 await self._answer(sender, handler, request_model, raw.data)
 

@@ -70,11 +70,13 @@ def user_permissions(user: str) -> Permissions:
             rpc(user, ">", "").rstrip("."),
             f"{own}.ctl.>",
             f"{own}.infer.>",
+            f"{own}.env.describe",
             f"_INBOX_job.{user}.>",
         ),
         subscribe=(
             f"{inbox(user)}.>",
             f"{own}.env.>",
+            f"{own}.play.*.env.>",
             *(f"{own}.{kind}" for kind in _FED),
             _DISCOVERY,
         ),
@@ -106,10 +108,11 @@ def invited_permissions() -> Permissions:
 # -- processes of jobs -----------------------------------------------------------------------------
 
 
-def job_permissions(identity: JobIdentity) -> Permissions:
+def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permissions:
     """Return what a process of a job may do, by its role.
 
-    Raises KeyError for a role that is none.
+    `follow` is the run of the same user whose weights an inference job serves. Raises KeyError
+    for a role that is none.
     """
     scope, actor = identity.scope, identity.actor
     inboxes = (f"_INBOX_job.{scope.user}.{scope.job}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
@@ -118,11 +121,18 @@ def job_permissions(identity: JobIdentity) -> Permissions:
         "generator": _generator,
         "evaluator": _evaluator,
         "environment": _environment,
+        "server": _server,
     }[identity.role](scope, actor)
     hears = {
         "learner": (scope.rollout("*"), scope.weights),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
+        "server": (scope.infer(">"),),
     }.get(identity.role, (scope.weights,))
+    if follow is not None and identity.role == "server":
+        followed = JobScope(scope.user, follow)
+        weights = followed.bucket_weights
+        publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
+        hears = (*hears, followed.weights)
     return Permissions(
         publish=(*publish, scope.door(identity.role) + ".>", *inboxes),
         subscribe=(
@@ -173,6 +183,11 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$KV.{BUCKET_EVALS}.{scope.key}.*",
         _env(scope),
     )
+
+
+def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
+    games = f"{PREFIX}.job.{scope.user}.{scope.job}.play.*.env.>"
+    return (*_common(scope, actor), _env(scope), games)
 
 
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
@@ -304,6 +319,7 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
             "generator": (BUCKET_JOBS,),
             "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
+            "server": (BUCKET_JOBS,),
         }.get(guest.role, ())
         own_beat = bucket == BUCKET_ACTORS
         return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()

@@ -7,6 +7,7 @@ oldest. Making a stream that is there already changes it to the wanted configura
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from .connection import Broker, ConnectionLost, NoResponders
 
 PRESENCE_TTL_S = 10
 REQUEST_TTL_S = 7 * 24 * 3600
+REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
 BATCH_BYTES = 1 << 30
 DEAD_BYTES = 64 << 20
 MANIFEST_BYTES = 256 << 20
@@ -210,10 +212,21 @@ def _stream(
         "retention": "limits",
         "discard": "old",
         "max_bytes": max_bytes,
-        "num_replicas": 1,
+        "num_replicas": num_replicas(),
         "allow_direct": True,
         **more,
     }
+
+
+def num_replicas() -> int:
+    """Return on how many servers of a cluster new streams are kept: `$TINKERMQ_REPLICAS`, or 1."""
+    given = os.environ.get(REPLICAS_VARIABLE, "1")
+    if given not in ("1", "3", "5"):
+        raise BrokerError(
+            f"{REPLICAS_VARIABLE}={given!r} is no number of replicas",
+            hint="set it to 3 for a cluster of three servers, or leave it out",
+        )
+    return int(given)
 
 
 def bucket_config(
@@ -260,7 +273,10 @@ def object_store_config(bucket: str, description: str, max_bytes: int) -> Stream
 
 
 async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
-    """Make a stream, or change the one of that name to this configuration."""
+    """Make a stream, or change the one of that name to this configuration.
+
+    It never gets fewer replicas than it has.
+    """
     name = config["name"]
     try:
         await _ask(broker, f"STREAM.CREATE.{name}", config)
@@ -268,7 +284,9 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
         if error.err_code != _NAME_IN_USE:
             raise _refused(name, config, error) from error
         try:
-            await _ask(broker, f"STREAM.UPDATE.{name}", config)
+            present = await stream_info(broker, name)
+            replicas = max(config["num_replicas"], int(present["config"]["num_replicas"]))
+            await _ask(broker, f"STREAM.UPDATE.{name}", {**config, "num_replicas": replicas})
         except APIError as update_error:
             raise _refused(name, config, update_error) from update_error
 

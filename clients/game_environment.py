@@ -50,8 +50,13 @@ class GameEnvironment:
         config: Any = None,
         game_kwargs: dict[str, Any] | None = None,
         job_id: str | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """Prepare to host `game_class`; hosting starts with `setup`."""
+        """Prepare to host `game_class`; hosting starts with `setup`.
+
+        Without `api_key` that of $TINKERMQ_API_KEY counts.
+        """
+        self._api_key = api_key
         self.game_class = game_class
         self.game_kwargs = dict(game_kwargs or {})
         self.job_id = job_id
@@ -135,7 +140,7 @@ class GameEnvironment:
 
         self._stopping = asyncio.Event()
         config = EnvConfig.model_validate({**self.get_config()["env"], "kwargs": self.game_kwargs})
-        async with await open_broker(address.broker_url, None) as broker:
+        async with await open_broker(address.broker_url, self._api_key) as broker:
             host = EnvironmentHost(
                 broker,
                 address.scope,
@@ -163,9 +168,10 @@ class MathGameEnvironment(GameEnvironment):
         val_data_paths: str | Path | Sequence[str | Path] | None = None,
         game_kwargs: dict[str, Any] | None = None,
         job_id: str | None = None,
+        api_key: str | None = None,
     ) -> None:
         """Prepare to host `game_class` on parquet or JSONL files of this machine."""
-        super().__init__(game_class, config, game_kwargs, job_id)
+        super().__init__(game_class, config, game_kwargs, job_id, api_key)
         self.data_paths = _paths(data_paths)
         self.val_data_paths = _paths(val_data_paths or ())
         if not self.data_paths:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..broker.connection import ConnectionLost
 from ..broker.parts import ask_parts, last_part
@@ -120,8 +120,8 @@ async def run_inference_async(
             if on_job is not None:
                 on_job(record)
             inference = _Inference(pool, record, sampling, success_reward, token_ids)
-            async with inference.hosting(env, game_class, seed) as session:
-                chosen = await inference.choose(env, tasks, max_samples, seed, session)
+            async with inference.hosting(env, game_class, seed) as host:
+                chosen = await inference.choose(host, tasks, max_samples, seed)
                 wanted = [
                     (task, sample) for task in chosen.tasks for sample in range(samples_per_task)
                 ]
@@ -129,7 +129,7 @@ async def run_inference_async(
                     if on_start is not None:
                         on_start(len(wanted), sum(key in file.done for key in wanted))
                     failed = await inference.play(
-                        chosen, wanted, session, file, max_concurrent, on_result
+                        chosen, wanted, host.session, file, max_concurrent, on_result
                     )
     results = [file.done[key] for key in wanted if key in file.done]
     return InferenceReport(results, failed, samples_per_task)
@@ -170,6 +170,13 @@ def run_inference(
     )
 
 
+class _Hosting(NamedTuple):
+    """How the game is hosted: in a session of this process, or, without one, by the pool."""
+
+    session: str = ""
+    num_rows: int | None = None
+
+
 class _Inference:
     """One inference against one job."""
 
@@ -202,10 +209,10 @@ class _Inference:
     @contextlib.asynccontextmanager
     async def hosting(
         self, env: EnvConfig | None, game_class: "type[AbstractGame] | None", seed: int
-    ) -> AsyncIterator[str]:
-        """Host the game here; yield the name of the session, empty for the pool's own hosts."""
+    ) -> AsyncIterator[_Hosting]:
+        """Host the game here for as long as the block runs; without one the pool does."""
         if env is None or game_class is None:
-            yield ""
+            yield _Hosting()
             return
         from ..envs.host import EnvironmentHost
 
@@ -228,36 +235,34 @@ class _Inference:
                 )
             try:
                 if host.ready.is_set():
-                    yield session
+                    yield _Hosting(session, host.num_train)
             finally:
                 ready.cancel()
                 stopping.set()
 
     async def choose(
         self,
-        env: EnvConfig | None,
+        hosting: _Hosting,
         tasks: Sequence[int] | None,
         max_samples: int | None,
         seed: int,
-        session: str,
     ) -> Tasks:
         """Return which tasks are played."""
-        scope = self._scope.of_session(session) if session else self._scope
-        config = env or EnvConfig.model_validate(self._record.config["env"])
-        if not session and not (config.game and config.hosts):
+        if hosting.session:
+            rows = hosting.num_rows is not None
+            chosen = chosen_tasks(tasks, hosting.num_rows, max_samples)
+            return Tasks("train", chosen, rows, seed)
+        record = self._record
+        config = EnvConfig.model_validate(record.config["env"])
+        if not (config.game and config.hosts):
             raise ConfigError(
-                f"job {self._record.name} has no game that the pool could host",
+                f"job {record.name} has no game that the pool could host",
                 hint="give game_class, or on the command line --game",
             )
-        hosts = Environments(self._pool.broker, scope, config, _unnamed)
-        there = await hosts.describe()
-        if not session:
-            seed = int(self._record.config.get("seed", 0))
-            rows = bool(config.val_data)
-            return Tasks("val", chosen_tasks(tasks, there.num_val, max_samples), rows, seed, True)
-        if there.num_train is None:
-            return Tasks("train", chosen_tasks(tasks, None, max_samples), False, seed)
-        return Tasks("train", chosen_tasks(tasks, there.num_train, max_samples), True, seed)
+        hosts = Environments(self._pool.broker, self._scope, config, _unnamed)
+        num_val = (await hosts.describe()).num_val
+        chosen = chosen_tasks(tasks, num_val, max_samples)
+        return Tasks("val", chosen, bool(config.val_data), int(record.config.get("seed", 0)), True)
 
     async def play(
         self,

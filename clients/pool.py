@@ -19,6 +19,7 @@ from ..schemas.job import (
     JobRecord,
     JobReply,
     JobRequest,
+    PriorityRequest,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -54,6 +55,7 @@ class Pool:
         fork_of: str | None = None,
         follow: str | None = None,
         request_id: str | None = None,
+        priority: int = 0,
     ) -> JobRecord:
         """Submit a job; the same `request_id` returns the same job."""
         request = SubmitRequest(
@@ -63,6 +65,7 @@ class Pool:
             configured=configured,
             fork_of=fork_of,
             follow=follow,
+            priority=priority,
         )
         return await self._change("submit", request)
 
@@ -89,6 +92,10 @@ class Pool:
     ) -> JobRecord:
         """Change the number of generators, environment hosts or servers."""
         return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
+
+    async def priority(self, job: str, priority: int) -> JobRecord:
+        """Change the priority of a job that waits."""
+        return await self._change("priority", PriorityRequest(job=job, priority=priority))
 
     async def nodes(self) -> NodeList:
         """Return the nodes of the pool."""

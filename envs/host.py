@@ -102,6 +102,11 @@ class EnvironmentHost:
         """Number of episodes that have not ended."""
         return sum(not held.ended for held in self._held.values())
 
+    @property
+    def num_train(self) -> int | None:
+        """Rows of the training data, once it is ready; None for a game that makes its states."""
+        return self._data.num_train
+
     async def run(self, stopping: asyncio.Event) -> None:
         """Serve until `stopping` is set, then finish the episodes held and return.
 

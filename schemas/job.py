@@ -9,6 +9,8 @@ from .message import Message
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
 ]
+HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
+"""States in which a job has actors on nodes."""
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 Role = Literal["learner", "generator", "evaluator", "environment", "server"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
@@ -96,6 +98,10 @@ class JobRecord(Message):
     """When it first ran."""
     finished: float | None = None
     """When it came to its last state."""
+    slot_s: dict[str, float] = Field(default_factory=dict[str, float])
+    """Slot-seconds that it has held, by role, until `metered`."""
+    metered: float = 0.0
+    """When what it holds last changed."""
 
 
 class RequestRecord(Message):

@@ -18,7 +18,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Audit:
-    """The audit stream; refused log-ins are bounded, so that nobody can fill it."""
+    """The audit stream; what is refused is bounded, so that nobody can fill it."""
 
     def __init__(self, broker: Broker) -> None:
         """Write with this connection."""
@@ -54,14 +54,14 @@ class Audit:
             seq = messages[-1].seq + 1
         return found[::-1]
 
-    async def refused(self, who: str, why: str, detail: str) -> None:
-        """Append a refused log-in; beyond the bound they are only counted."""
+    async def refused(self, who: str, what: str, why: str, detail: str = "") -> None:
+        """Append a refused log-in or request; beyond the bound they are only counted."""
         left_out = self._refusals.take(time.monotonic())
         if left_out is None:
             return
         if left_out:
-            detail = f"{detail}; {left_out} more were left out before"
-        await self.write(who[:64], "login", outcome=why, detail=detail)
+            detail = f"{detail}; {left_out} more were left out before".lstrip("; ")
+        await self.write(who, what, outcome=why, detail=detail)
 
 
 class Bound:

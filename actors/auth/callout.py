@@ -74,7 +74,7 @@ class Gate:
             (one.name, one.role) == (identity.actor, identity.role) for one in record.actors
         ):
             raise AuthError("the key of an actor that the job no longer has")
-        return Admission(identity.scope.key, job_permissions(identity))
+        return Admission(identity.scope.key, job_permissions(identity, record.follow))
 
     async def _invited(self, code: str) -> Admission:
         number = id_of_invitation(code)

@@ -44,12 +44,12 @@ def read_request(token: bytes) -> LoginRequest:
         return LoginRequest(
             server=nats["server_id"]["id"],
             nkey=nats["user_nkey"],
-            user=str(options.get("user", "")),
-            password=str(options.get("pass", "")),
-            address=str(info.get("host", "")),
-            client=str(options.get("name", ""))[:64],
+            user=_text(options.get("user"))[:64],
+            password=_text(options.get("pass")),
+            address=_text(info.get("host"))[:64],
+            client=_text(options.get("name"))[:64],
         )
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise MessageError(f"the server's request cannot be read: {error!r}") from error
 
 
@@ -96,6 +96,12 @@ class Issuer:
         }
         text = b".".join(_packed(json.dumps(part).encode()) for part in (_HEADER, stamped))
         return (text + b"." + _packed(self._pair.sign(text))).decode()
+
+
+def _text(value: object) -> str:
+    """Return what a client says of himself as printable text; it may be anything."""
+    text = value if isinstance(value, str) else ""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def _packed(data: bytes) -> bytes:

@@ -22,10 +22,13 @@ from ...broker.rpc import INBOXES
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.subjects import PREFIX, rpc
+from .audit import Audit
 
 _QUEUE = "door"
 _KNOWN_S = 5.0
 _MAX_KNOWN = 10_000
+_MAX_RUNNING = 4096
+"""Beyond it requests are dropped, and asked again."""
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _FORBIDDEN = "403"
@@ -44,9 +47,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Door:
     """Answers below `rpc.<user>.store` and `job.<user>.<job>.store.<role>`."""
 
-    def __init__(self, broker: Broker) -> None:
-        """Ask JetStream with this connection."""
+    def __init__(self, broker: Broker, audit: Audit) -> None:
+        """Ask JetStream with this connection; write down what is refused."""
         self._broker = broker
+        self._audit = audit
         self._known: dict[str, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening: list[Listening] = []
@@ -64,7 +68,7 @@ class Door:
             await one.stop()
 
     def _take(self, message: Msg) -> None:
-        if message.reply.startswith(INBOXES):
+        if message.reply.startswith(INBOXES) and len(self._tasks) < _MAX_RUNNING:
             task = asyncio.create_task(self._answer(message), name="door")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -134,10 +138,10 @@ class Door:
 
     async def _refuse(self, message: Msg, why: str) -> None:
         """Answer in the form of the request that was made: a read, or a call of the API."""
-        _log.warning("door_refused", subject=message.subject, why=why)
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
         headers = {"Status": _FORBIDDEN, "Description": why}
         await self._broker.publish(message.reply, body, headers)
+        await self._audit.refused(message.subject.split(".")[3], "store", why)
 
 
 def read_subject(subject: str) -> tuple[Guest, str, str]:

@@ -55,7 +55,7 @@ async def serve(context: ActorContext, secrets: PoolSecrets) -> None:
     gate = Gate(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
-    door = Door(broker)
+    door = Door(broker, audit)
     try:
         await UserDesk(users, audit, system).open(context.service)
         await JobKeys(jobs, job_secret).open(context.service)
@@ -96,7 +96,7 @@ class Answering:
             admission = await self._gate.admit(request.user, request.password)
         except AuthError as error:
             await message.respond(self._issuer.refuse(request, error.message))
-            await self._audit.refused(request.user, error.message, _where(request))
+            await self._audit.refused(request.user, "login", error.message, _where(request))
         except TinkermqError as error:  # not known: the client asks again
             _log.error("login_undecided", user=request.user, error=error.message)
             await message.respond(self._issuer.refuse(request, "the users cannot be read now"))

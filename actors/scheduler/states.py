@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord, JobState
+from ...schemas.job import FINAL_STATES, HOLDING_STATES, ActorPlacement, JobRecord, JobState
 from ...schemas.node import ActorStatus
 from .roster import main_actor
 
-ACTIVE = frozenset({"STARTING", "RUNNING", "PAUSED"})
-"""States in which a job has actors on nodes."""
+ACTIVE = HOLDING_STATES
 
 
 @dataclass(frozen=True)

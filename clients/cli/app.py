@@ -19,6 +19,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("down", "stack:down", "Stop what `up` started."),
         _Command("init", "init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
+        _Command("deploy check", "deploy:check", "Check a machine that systemd runs the pool on."),
         _Command("version", "version:version", "Print versions."),
     ],
     "Runs": [
@@ -32,6 +33,8 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
+        _Command("priority", "queue:priority", "Change the priority of a run that waits."),
+        _Command("cost", "queue:cost", "Show the slot-hours that runs have used."),
     ],
     "Inference": [
         _Command("serve", "infer:serve", "Serve a model: a folder, a run, or RUN@STEP."),
@@ -51,6 +54,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("user revoke", "users:revoke", "Shut a user out, and close his connections."),
         _Command("user quota", "users:quota", "Change a user's share of the pool."),
         _Command("user invite", "users:invite", "Let people register themselves."),
+        _Command("user audit", "users:audit", "Print what was done to users, and refused."),
         _Command("register", "users:register", "Become a user by an invitation."),
     ],
     "Single actors, for debugging": [
@@ -74,6 +78,7 @@ _GROUPS: dict[str, list[_Command]] = {
 }
 _FAMILIES = {
     "config": ("Writing one", "Look at the configuration of a job."),
+    "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
     "env": ("Writing one", "List, check and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }

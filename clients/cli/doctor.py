@@ -41,15 +41,21 @@ def doctor(*, common: Common = COMMON) -> int:
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
     findings += [_disk(), *_pool(common.nats_url)]
-    if common.json:
-        print_json([finding._asdict() for finding in findings])
-    else:
-        for finding in findings:
-            mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
-            say(f"{mark} {finding.name:<12} {literal(finding.detail)}")
-            if finding.hint:
-                say(f"                  [dim]{literal(finding.hint)}[/]")
+    show_findings(findings, as_json=common.json)
     return 0 if all(finding.ok for finding in findings) else FAILED
+
+
+def show_findings(findings: list[Finding], *, as_json: bool) -> None:
+    """Print what was found, with the remedy below what is not well."""
+    if as_json:
+        print_json([finding._asdict() for finding in findings])
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
+        say(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
+        if finding.hint:
+            say(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
 
 
 def _python() -> Finding:

@@ -135,8 +135,8 @@ class Supervisor:
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
         environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        environment.pop(KEY_VARIABLE, None)  # of the user who typed `up`
         if self.secrets.exist:
-            environment.pop(KEY_VARIABLE, None)
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
         if name == "auth":
             environment[SECRETS_VARIABLE] = str(self.secrets.folder)

@@ -31,6 +31,7 @@ def train(
     *overrides: str,
     dry_run: bool = False,
     detach: Annotated[bool, Parameter(alias="-d")] = False,
+    priority: int = 0,
     common: Common = COMMON,
 ) -> int:
     """Submit a training job and watch it; Ctrl-C detaches and the run goes on.
@@ -45,6 +46,8 @@ def train(
         Check configuration, model, game, data and slots, print the configuration, submit nothing.
     detach
         Submit and return.
+    priority
+        From -10 to 10: runs of a higher one are placed first.
     """
     effective = load_config(config, overrides)
     if dry_run:
@@ -57,7 +60,7 @@ def train(
     request_id = new_request_id()
 
     async def work(pool: Pool) -> int:
-        record = await pool.submit(values, request_id=request_id)
+        record = await pool.submit(values, request_id=request_id, priority=priority)
         if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:

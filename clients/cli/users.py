@@ -15,6 +15,8 @@ from ...schemas.message import Empty, Message
 from ...schemas.subjects import rpc
 from ...schemas.user import (
     AddUser,
+    AuditList,
+    AuditRequest,
     Invite,
     NameUser,
     NewKey,
@@ -163,6 +165,28 @@ def invite(
     return 0
 
 
+def audit(*, last: int = 50, common: Common = COMMON) -> int:
+    """Print what was done to users, and what was refused to whom.
+
+    Parameters
+    ----------
+    last
+        How many of the newest records.
+    """
+    newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
+    records = newest_first[::-1]
+    if common.json:
+        print_json([record.model_dump() for record in records])
+    else:
+        columns = ("when", "who", "what", "whom", "outcome", "detail")
+        rows = [
+            [_moment(one.time), one.who, one.what, one.target, one.outcome, one.detail]
+            for one in records
+        ]
+        print_table(columns, rows)
+    return 0
+
+
 def register(user: str, /, *, common: Common = COMMON) -> int:
     """Become a user by an invitation: its code is read from $TINKERMQ_INVITATION, or from stdin.
 
@@ -238,3 +262,7 @@ def _cells(user: UserInfo) -> list[str]:
 
 def _day(moment: float | None) -> str:
     return "never" if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d")
+
+
+def _moment(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")

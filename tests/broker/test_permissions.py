@@ -16,7 +16,7 @@ from tinkermq.broker.permissions import (
 )
 from tinkermq.schemas.subjects import SERVICES
 
-ROLES = ("learner", "generator", "evaluator", "environment")
+ROLES = ("learner", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"
 
 
@@ -164,3 +164,25 @@ def test_the_door_reads_ones_own(guest: Guest, stream: str, subject: str, allowe
 )
 def test_the_door_stores_ones_own(guest: Guest, subject: str, stream: str | None) -> None:
     assert may_store(guest, subject) == stream
+
+
+def test_a_server_reads_the_weights_of_the_run_that_it_follows_and_of_no_other() -> None:
+    identity = JobIdentity("ada", "j1", "server", "server-0", 1)
+    alone, following = job_permissions(identity), job_permissions(identity, "j2")
+    read = "$JS.API.DIRECT.GET.KV_tmq-ada-{}-weights"
+    assert not may_publish(alone, read.format("j2"))
+    assert may_publish(following, read.format("j2"))
+    assert not may_publish(following, read.format("j3"))
+    assert "tmq.v1.job.ada.j2.weights" in following.subscribe
+
+
+def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
+    user, server = user_permissions("ada"), of_role("server")
+    assert may_publish(user, f"{JOB}.infer.play")
+    assert may_publish(user, f"{JOB}.env.describe")
+    assert not may_publish(user, f"{JOB}.env.reset")
+    assert any(covers(one, f"{JOB}.play.s1.env.reset") for one in user.subscribe)
+    assert any(covers(one, f"{JOB}.infer.play") for one in server.subscribe)
+    assert may_publish(server, f"{JOB}.play.s1.env.reset")
+    assert not may_publish(server, "tmq.v1.job.ada.j2.play.s1.env.reset")
+    assert not any(covers(one, f"{JOB}.infer.play") for one in user.subscribe)

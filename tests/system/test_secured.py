@@ -1,5 +1,6 @@
 """The whole stack with authentication: `init`, `up`, users with their keys, and a job of each."""
 
+import asyncio
 import json
 import stat
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.weights import WeightStore
+from tinkermq.clients.address import JobAddress
+from tinkermq.clients.game_environment import GameEnvironment
 from tinkermq.clients.home import Home
 from tinkermq.clients.pool import Pool
+from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.errors import BrokerError, NotFoundError
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
 from tinkermq.schemas.subjects import JobScope
@@ -95,6 +99,8 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert operator.told("user", "revoke", "cleo", key="root")["revoked"]
     assert operator.run("ps", key="cleo").code != 0
     assert operator.run("ps").code != 0
+    audit = operator.told("user", "audit", key="root")
+    assert ("cleo", "users.revoke") in {(one["target"], one["what"]) for one in audit}
 
 
 async def trained(pool: Pool, config: dict[str, Any]) -> JobRecord:
@@ -154,6 +160,8 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert not [one for one in others if one.user not in ("", name)]
     for broker in brokers.values():
         await broker.close()
+    for record in records.values():
+        assert not [text for text in ("tmq_", "tmqj.") if text in str(record.model_dump())]
     assert operator.run("logs", "run-ada", key="ada").code == 0
     assert operator.run("rollouts", "run-ada", key="ada").code == 0
     assert operator.run("logs", "run-ada", key="bob").code != 0
@@ -161,6 +169,57 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     written += list((operator.home / "logs").iterdir())
     for key in [*operator.keys.values(), "tmqj."]:
         assert not [path for path in written if key.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(400)
+async def test_a_user_hosts_the_game_with_the_own_key(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    config = small_job(model, env={"hosts": 0}, training={"num_steps": 2})
+    async with await connect(operator.url, name="ada", api_key=operator.keys["ada"]) as broker:
+        pool = Pool(broker)
+        settings = {**config, "output_dir": str(tmp_path), "name": "run-hosted"}
+        record = await pool.submit(settings)
+        game = GameEnvironment(BanditGame, settings, api_key=operator.keys["ada"])
+        address = JobAddress(operator.url, JobScope("ada", record.job))
+        await asyncio.to_thread(game.setup, address.server_url)
+        try:
+
+            async def ended() -> JobRecord | None:
+                now = await pool.find(record.job)
+                return now if now.state in FINAL_STATES else None
+
+            done = await eventually(ended, "the job to end", 150)
+        finally:
+            await asyncio.to_thread(game.cleanup)
+    assert done.state == "COMPLETED", done.reason
+
+
+def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    config = {
+        **small_job(model, env={"game": "tests.games:SlowBandit"}, training={"num_steps": 5000}),
+        "output_dir": str(tmp_path / "runs"),
+        "name": "live-run",
+    }
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(config))
+    operator.told("train", str(file), "-d", key="ada")
+    served = operator.told("serve", "live-run", f"output_dir={tmp_path}", key="ada")
+    assert served["state"] == "RUNNING"
+    words = ("infer", served["name"], "--game", "bandit", "--max-samples", "4", "--json")
+    played = operator.run(*words, key="ada")
+    assert played.code == 0, played.err
+    lines = [json.loads(line) for line in played.out.splitlines()]
+    assert lines[-1]["summary"]["episodes"] == 4
+    models = {line["result"]["model"] for line in lines if "result" in line}
+    assert all(one.startswith("live-run@") for one in models)
+    denied = operator.run(*words, key="bob")
+    assert denied.code != 0
+    assert "belongs" in denied.err or "no model folder and no run" in denied.err
+    for name in (served["name"], "live-run"):
+        assert operator.run("stop", name, "--now", key="ada").code == 0
 
 
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric, read_events
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.rpc import call
@@ -29,6 +30,8 @@ from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
 from tinkermq.schemas.user import (
     AddUser,
+    AuditList,
+    AuditRequest,
     Invite,
     JobKeyRequest,
     NameUser,
@@ -39,9 +42,9 @@ from tinkermq.schemas.user import (
     UserReply,
 )
 
-from tests.secured import SecuredPool, ask
+from tests.secured import SecuredPool, ask, environment
 from tests.strategies import make_group, make_task
-from tests.waiting import until
+from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REFUSED = r"may not|refused"
@@ -114,6 +117,12 @@ async def test_the_owner_reads_all_of_it(pool: SecuredPool, job: JobScope) -> No
 
 
 async def test_an_admin_may_look_at_it(pool: SecuredPool, job: JobScope) -> None:
+    with environment(**{AS_VARIABLE: "ada"}):
+        as_ada = await pool.connected(pool.admin_key)
+    assert [one.job for one in await JobStore(as_ada).list_jobs("ada")] == [job.job]
+    assert [one.kind for one in await read_events(as_ada, job)][-1] == "started"
+    async with aclosing(RolloutLog(as_ada, job).read()) as entries:
+        assert (await anext(entries)).number == 0
     root = await pool.user("root")
     await refused_publish(root, "$JS.API.STREAM.DELETE." + job.stream_log)
     reply = await root.request(rpc("ada", "store", f"info.{job.stream_log}"))
@@ -292,6 +301,19 @@ async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) 
         await mallory.publish(subject, b"")
 
 
+async def test_what_the_door_refuses_is_written_down(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    await mallory.request(rpc("mallory", "store", "get.tmq-audit"), b'{"seq":1}')
+    root = await pool.user("root")
+
+    async def told() -> bool:
+        records = (await ask(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
+        return any((one.who, one.what) == ("mallory", "store") for one in records)
+
+    await eventually(told, "the refusal to be written down")
+
+
 async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
     pool: SecuredPool, job: JobScope, mallory: Broker
 ) -> None:
@@ -322,6 +344,7 @@ async def test_users_cannot_manage_users(job: JobScope, mallory: Broker) -> None
         ("revoke", NameUser(user="ada"), UserReply),
         ("quota", SetQuota(user="mallory", max_slots=-1), UserReply),
         ("invite", Invite(), NewKey),
+        ("audit", AuditRequest(), AuditList),
     ):
         with pytest.raises(AuthError, match="may not do this"):
             await ask(mallory, method, request, reply)
@@ -329,6 +352,14 @@ async def test_users_cannot_manage_users(job: JobScope, mallory: Broker) -> None
         await refused_publish(mallory, subject, Empty().to_bytes())
     key = JobKeyRequest(user="mallory", job="01mine", actor="learner", attempt=1)
     await refused_publish(mallory, rpc("node", "keys", "job"), key.to_bytes())
+
+
+async def test_only_an_admin_may_act_for_another(pool: SecuredPool, job: JobScope) -> None:
+    await pool.user("mallory")
+    with environment(**{AS_VARIABLE: "ada"}):
+        mallory = await pool.connected(pool.keys["mallory"])
+    with pytest.raises(BrokerError, match="may not publish"):
+        await JobStore(mallory).find_by_id("ada", job.job)
 
 
 async def test_an_admin_cannot_ask_in_the_name_of_another_admin(pool: SecuredPool) -> None:

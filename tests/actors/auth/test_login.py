@@ -8,14 +8,17 @@ from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.keys import JobIdentity, job_key, new_api_key
 from tinkermq.broker.login import Login
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import get_all
 from tinkermq.broker.users import UserStore
 from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
 from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import AUDIT, STREAM_AUDIT
 from tinkermq.schemas.user import (
     AddUser,
+    AuditList,
     AuditRecord,
+    AuditRequest,
     Invite,
     NameUser,
     NewKey,
@@ -27,6 +30,7 @@ from tinkermq.schemas.user import (
 )
 
 from tests.secured import SecuredPool, ask
+from tests.strategies import make_group
 from tests.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,8 +38,8 @@ REFUSED = "refuses this user"
 
 
 async def audit(pool: SecuredPool) -> list[AuditRecord]:
-    messages = await get_all(await pool.service("auth"), STREAM_AUDIT, AUDIT)
-    return [AuditRecord.from_bytes(message.payload) for message in messages]
+    root = await pool.user("root")
+    return (await ask(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
 
 
 async def refused(pool: SecuredPool, key: str) -> None:
@@ -204,3 +208,19 @@ async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool)
         return (await ask(ada, "me", Empty(), UserReply)).user.user == "ada"
 
     await eventually(back, "an answer")
+
+
+async def test_everybody_is_let_in_again_after_a_restart_of_the_server(pool: SecuredPool) -> None:
+    ada = await pool.user("ada")
+    scope = await pool.job("ada", "01again")
+    generator = await pool.process(scope, "generator-0")
+    pool.server.kill()
+    pool.server.start()
+    assert await RolloutLog(generator, scope).append(make_group(1))
+    assert await RolloutLog(ada, scope).append(make_group(2))
+    assert (await JobStore(ada).get("ada", scope.job)).state == "RUNNING"
+
+
+async def test_a_pool_without_users_has_no_quotas(nats_server: NatsServer) -> None:
+    async with await connect(nats_server.url, name="test") as broker:
+        assert await UserStore(broker).get("ada") is None

@@ -1,0 +1,79 @@
+"""`tinkermq deploy check`, on a folder that stands for a machine."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.configs import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A machine that was set up as the guide says."""
+    root = tmp_path / "root"
+    units = root / "etc/systemd/system"
+    shutil.copytree(DEPLOY / "systemd", units)
+    (root / "etc/tinkermq").mkdir()
+    shutil.copy(DEPLOY / "etc/tinkermq.env", root / "etc/tinkermq")
+    (root / "etc/tinkermq/tinkermq.env").chmod(0o640)
+    config = (DEPLOY / "nats/single.conf").read_text()
+    config = config.replace("/var/lib/tinkermq-nats", str(root / "var/lib/tinkermq-nats"))
+    (root / "etc/tinkermq/nats.conf").write_text(config)
+    (root / "etc/tinkermq/nats.conf").chmod(0o640)
+    (root / "etc/passwd").write_text("tinkermq:x:990:990::/:\ntinkermq-nats:x:991:991::/:\n")
+    for program in ("python", "nats-server"):
+        path = root / "opt/tinkermq/bin" / program
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (root / "var/lib").mkdir(parents=True)
+    return root
+
+
+def findings(root: Path) -> tuple[int, dict[str, dict[str, object]]]:
+    command = [f"{sys.prefix}/bin/tinkermq", "deploy", "check", "--json"]
+    done = subprocess.run(
+        [*command, "--root", str(root)], capture_output=True, text=True, check=False
+    )
+    assert done.stdout, done.stderr
+    return done.returncode, {one["name"]: one for one in json.loads(done.stdout)}
+
+
+def test_a_machine_that_is_set_up_as_the_guide_says_is_found_well(root: Path) -> None:
+    code, found = findings(root)
+    wrong = {name: one for name, one in found.items() if not one["ok"]}
+    assert not wrong
+    assert code == 0
+    assert "tinkermq-scheduler" in found["units"]["detail"]
+
+
+def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
+    (root / "opt/tinkermq/bin/python").unlink()
+    (root / "etc/passwd").write_text("root:x:0:0::/:\n")
+    (root / "etc/tinkermq/tinkermq.env").write_text("TINKERMQ_REPLICAS=2\n")
+    (root / "etc/tinkermq/tinkermq.env").chmod(0o644)
+    with (root / "etc/tinkermq/nats.conf").open("a") as config:
+        config.write("no_such_key: 1\n")
+    (root / "etc/tinkermq/tls").mkdir()
+    (root / "etc/tinkermq/tls/server.crt").write_text("no certificate")
+    code, found = findings(root)
+    assert code == 1
+    wrong = {name: str(one["detail"]) for name, one in found.items() if not one["ok"]}
+    assert "/opt/tinkermq/bin/python is not there" in wrong["tinkermq-scheduler"]
+    assert "no user tinkermq, tinkermq-nats" in wrong["accounts"]
+    assert "TINKERMQ_NATS_URL is not set" in wrong["environment"]
+    assert "everybody may read" in wrong["secrets"]
+    assert "no_such_key" in wrong["nats.conf"]
+    assert "tls server" in wrong
+    assert all(found[name]["hint"] for name in wrong)
+
+
+def test_a_machine_without_anything_is_told_where_to_begin(tmp_path: Path) -> None:
+    code, found = findings(tmp_path)
+    assert code == 1
+    assert "cp deploy/systemd/*" in str(found["units"]["hint"])
