@@ -1,6 +1,7 @@
 """The application: pages, REST interface, health, metrics, static files, and how errors look."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
@@ -17,9 +18,11 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from ...broker.connection import Broker
+from ...broker.kv import Entry
 from ...broker.presence import list_presences
 from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
+from ...schemas.metric import Presence
 from . import api, openai, pages, users
 from .counters import Counters, pool_text
 from .guard import Guard
@@ -126,12 +129,11 @@ async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
     records, nodes = await asyncio.gather(scheduler.list_jobs(), scheduler.nodes())
     live = [one for one in records if one.state not in FINAL_STATES][:_MAX_LIVE_JOBS]
     rows = await gateway.figures.rows(visitor.broker, live)
-    try:
-        actors = await list_presences(
-            visitor.broker, "" if not gateway.sessions.with_keys else visitor.user
-        )
-    except TinkermqError:
-        actors = []
+    places = (visitor.user, "pool") if gateway.sessions.with_keys else ("",)
+    actors: list[Entry[Presence]] = []
+    with contextlib.suppress(TinkermqError):
+        for place in places:
+            actors += await list_presences(visitor.broker, place)
     counts = select(records, Query(limit=0)).counts
     return pool_text(counts, rows, nodes, [(entry.key, entry.value) for entry in actors])
 
