@@ -87,7 +87,9 @@ async def test_each_key_shows_the_jobs_of_its_own_user(guarded: Guarded) -> None
         assert answer.status == 404
 
 
-@pytest.mark.parametrize("key", [new_api_key("alice"), "tmq_alice_short", "nonsense", "tmq__", ""])
+@pytest.mark.parametrize(
+    "key", [f"tmq_alice_{'x' * 43}", "tmq_alice_short", "nonsense", "tmq__", ""]
+)
 async def test_a_wrong_key_is_refused(guarded: Guarded, key: str) -> None:
     answer = await guarded.gateway.get("/api/v1/jobs", **bearer(key))
     assert answer.status == 401
