@@ -156,7 +156,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             await RolloutLog(brokers[name], theirs).get(1)
         with pytest.raises(BrokerError):
             await WeightStore(brokers[name], theirs).latest()
-        others = [one for node in (await pool.nodes()).nodes for one in node.actors]
+        others = [one for node in await pool.nodes() for one in node.actors]
         assert not [one for one in others if one.user not in ("", name)]
     for broker in brokers.values():
         await broker.close()
