@@ -63,7 +63,8 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     try:
         up = made.run("up", "--port", "0", "--slots", "8", "--json")
         assert up.code == 0, up.err
-        assert set(json.loads(up.out)["children"]) == {"broker", "auth", "scheduler", "node"}
+        services = {"broker", "auth", "scheduler", "node", "gateway"}
+        assert set(json.loads(up.out)["children"]) == services
         for name in ("ada", "bob"):
             made.keys[name] = made.told("user", "add", name, key="root")["api_key"]
         yield made
