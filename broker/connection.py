@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.subjects import DEFAULT_USER
 from . import faults
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
@@ -359,7 +360,7 @@ async def connect(
     url: str,
     *,
     name: str,
-    user: str = "local",
+    user: str = DEFAULT_USER,
     api_key: str | None = None,
     credentials_file: Path | None = None,
     deadline_s: float = 10.0,

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from ..schemas.errors import ConfigError
-from ..schemas.subjects import JobScope
+from ..schemas.subjects import DEFAULT_USER, JobScope
 
-DEFAULT_USER = "local"
 _SCHEMES = {"nats", "tls", "ws", "wss"}
 
 

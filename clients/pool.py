@@ -7,12 +7,11 @@ that looking works while the scheduler is down.
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from ulid import ULID
-
 from ..broker.connection import Broker
 from ..broker.jobs import JobStore
 from ..broker.rpc import call
 from ..schemas.errors import BrokerError, MessageError, NotFoundError
+from ..schemas.ids import new_id
 from ..schemas.job import (
     FINAL_STATES,
     ConfigureRequest,
@@ -36,7 +35,7 @@ TIMEOUT_S = 30.0
 
 def new_request_id() -> str:
     """Return an id under which a submission can be sent again without making a second job."""
-    return str(ULID()).lower()
+    return new_id()
 
 
 class Pool:

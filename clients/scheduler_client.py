@@ -10,7 +10,7 @@ from ..broker.connection import Broker, connect
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
 from ..schemas.subjects import JobScope
-from .address import DEFAULT_USER, JobAddress, parse_broker_url
+from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
 from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate

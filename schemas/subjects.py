@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from .errors import MessageError
 
 PREFIX = "tmq.v1"
+DEFAULT_USER = "local"
+"""Everybody, in a pool without authentication."""
 
 BUCKET_JOBS = "tmq-jobs"
 BUCKET_NODES = "tmq-nodes"

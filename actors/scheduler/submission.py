@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
-from ulid import ULID
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
@@ -25,9 +24,10 @@ from ...schemas.errors import (
     StateError,
     TinkermqError,
 )
+from ...schemas.ids import new_id
 from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
-from ...schemas.subjects import JobScope, token
+from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
 from .board import Board
 from .naming import run_name
@@ -75,7 +75,7 @@ class Submission:
         return await asyncio.shield(making)
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
-        fresh = str(ULID()).lower()
+        fresh = new_id()
         job = await self._jobs.job_of_request(user, request.request_id, fresh)
         record = None if job == fresh else await self._jobs.find_by_id(user, job)
         if record is None:
@@ -145,7 +145,7 @@ class Submission:
         actors = actors_for(config, record.kind)
         refuse_impossible(actors, self._reconciler.capacity())
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
-        run_dir = await asyncio.to_thread(make_run_dir, config)
+        run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
             fork_dir = str(await asyncio.to_thread(pin_checkpoint, Path(fork_dir), run_dir))
@@ -158,6 +158,11 @@ class Submission:
             "fork_dir": fork_dir,
         }
         return record.model_copy(update=fields)
+
+    def _folder_of(self, user: str) -> str:
+        """Return the folder for the runs of a user; in a pool without users there is one for all."""
+        alone = user == DEFAULT_USER and self._broker.user == DEFAULT_USER
+        return "" if alone else user
 
     def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
         """Return the configured name if no other run has it, else a new one."""
