@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
+from tinkermq.broker.rpc import call
 from tinkermq.envs.games import addition
+from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.env import ResetReply, ResetRequest
 from tinkermq.schemas.errors import (
     DataError,
     MessageError,
