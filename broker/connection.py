@@ -97,6 +97,10 @@ class Broker:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
         return self._complaints.callbacks.add(callback)
 
+    def derived_key(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes that follow from a service's credentials; None without them."""
+        return self._login.derived_key(purpose)
+
     async def close(self) -> None:
         """Send what is pending and close."""
         self._closing = True

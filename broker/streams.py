@@ -24,6 +24,7 @@ from ..schemas.subjects import (
     BUCKET_LEASES,
     BUCKET_NODES,
     BUCKET_REQUESTS,
+    BUCKET_SECRETS,
     STREAM_AUDIT,
     TASK_CONSUMER,
     JobScope,
@@ -141,6 +142,7 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_ACTORS, "Heartbeats of actors; a missing key is a missing actor", PRESENCE_TTL_S),
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
         (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
+        (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
     )
     for bucket, description, ttl_s in shared:

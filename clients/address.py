@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from ..schemas.errors import ConfigError
-from ..schemas.subjects import DEFAULT_USER, JobScope
+from ..schemas.subjects import JobScope
 
 _SCHEMES = {"nats", "tls", "ws", "wss"}
 

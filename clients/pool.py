@@ -25,8 +25,10 @@ from ..schemas.job import (
 )
 from ..schemas.message import Empty, Message
 from ..schemas.node import NodeList
+from ..schemas.secret import SealingKey, SecretName, SecretsRequest
 from ..schemas.subjects import JobScope, rpc, token
 from .names import did_you_mean
+from .secrets import sealed
 
 R = TypeVar("R", bound=Message)
 
@@ -55,8 +57,12 @@ class Pool:
         follow: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        secrets: Mapping[SecretName, str] | None = None,
     ) -> JobRecord:
-        """Submit a job; the same `request_id` returns the same job."""
+        """Submit a job; the same `request_id` returns the same job.
+
+        `secrets` travel and are kept sealed, and are removed when the job ends.
+        """
         request = SubmitRequest(
             request_id=request_id or new_request_id(),
             kind=kind,
@@ -65,8 +71,18 @@ class Pool:
             fork_of=fork_of,
             follow=follow,
             priority=priority,
+            sealed=await self._sealed(secrets) if secrets else b"",
         )
         return await self._change("submit", request)
+
+    async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
+        """Give a job secrets, beside those that it has."""
+        request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
+        return await self._change("secrets", request)
+
+    async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
+        key = await self._ask("key", Empty(), SealingKey)
+        return sealed(key.public, self.broker.user, secrets)
 
     async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
         """Lay keys over the configuration of a job that has not started; maybe start it."""

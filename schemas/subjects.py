@@ -20,6 +20,7 @@ BUCKET_EVALS = "tmq-evals"
 BUCKET_REQUESTS = "tmq-requests"
 BUCKET_LEASES = "tmq-leases"
 BUCKET_USERS = "tmq-users"
+BUCKET_SECRETS = "tmq-secrets"
 STREAM_AUDIT = "tmq-audit"
 AUDIT = f"{PREFIX}.audit"
 

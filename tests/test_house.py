@@ -285,7 +285,9 @@ def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     for path in modules(*ROOMS, "examples", "benchmarks"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                named = dict(zip(reversed(node.args.args), reversed(node.args.defaults), strict=False))
+                named = dict(
+                    zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
+                )
                 named |= dict(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
                 pairs = [(argument.arg, value) for argument, value in named.items()]
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -35,15 +35,22 @@ from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
 from .roster import KINDS, actors_for, slots_of
 from .run_folder import make_run_dir, pin_checkpoint
+from .vault import Vault
 
 
 class Submission:
     """Makes jobs; a name is taken from the moment it is given."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, board: Board, reconciler: Reconciler
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: Board,
+        reconciler: Reconciler,
+        vault: Vault,
     ) -> None:
-        """Make jobs that `reconciler` takes up."""
+        """Make jobs that `reconciler` takes up, with their secrets in `vault`."""
+        self._vault = vault
         self._broker = broker
         self._jobs = jobs
         self._board = board
@@ -100,6 +107,7 @@ class Submission:
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
+            secrets=self._vault.names(user, request.sealed),
             created=time.time(),
         )
         self._names.add((user, blank.name))
@@ -108,6 +116,8 @@ class Submission:
             async with asyncio.TaskGroup() as group:
                 group.create_task(create_job_feeds(self._broker, JobScope(user, job), limits))
                 making = group.create_task(self._complete(blank)) if request.configured else None
+            if request.sealed:
+                await self._vault.keep(JobScope(user, job), request.sealed)
             return await self._jobs.create(making.result() if making else blank, WHO)
         except* TinkermqError as errors:
             raise first_of(errors) from None

@@ -1,6 +1,7 @@
 """What must not happen to jobs and to those who ask for them, each shown by its absence."""
 
 import asyncio
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -125,9 +126,7 @@ async def test_the_queue_goes_on_by_itself_though_nobody_wakes_the_scheduler(
     stack: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Reconciler, "hurry", lambda _: None)
-    monkeypatch.setattr(
-        Reconciler, "look", lambda self, record: self._board.enter(record) and None
-    )
+    monkeypatch.setattr(Reconciler, "look", lambda self, record: self._board.enter(record) and None)
     first = await stack.running()
     second = await stack.submit()
     stack.do(first, "learner", "done")
@@ -287,7 +286,7 @@ def test_no_id_of_a_job_follows_from_that_of_another() -> None:
     ids = [ULID.from_str(new_id().upper()) for _ in range(2000)]
     tails = sorted(int.from_bytes(one.bytes[6:], "big") for one in ids)
     assert len(set(tails)) == len(tails)
-    assert min(b - a for a, b in zip(tails, tails[1:], strict=False)) > 1 << 32
+    assert min(b - a for a, b in itertools.pairwise(tails)) > 1 << 32
 
 
 # -- nodes -----------------------------------------------------------------------------------------
