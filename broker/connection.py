@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.subjects import DEFAULT_USER
 from . import faults
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
@@ -95,6 +96,10 @@ class Broker:
     def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
         return self._complaints.callbacks.add(callback)
+
+    def derived_key(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes that follow from a service's credentials; None without them."""
+        return self._login.derived_key(purpose)
 
     async def close(self) -> None:
         """Send what is pending and close."""
@@ -359,7 +364,7 @@ async def connect(
     url: str,
     *,
     name: str,
-    user: str = "local",
+    user: str = DEFAULT_USER,
     api_key: str | None = None,
     credentials_file: Path | None = None,
     deadline_s: float = 10.0,

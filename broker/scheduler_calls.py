@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from ulid import ULID
-
 from ..schemas.errors import BrokerError, NotFoundError
+from ..schemas.ids import new_id
 from ..schemas.job import (
     ConfigureRequest,
     JobList,
@@ -20,6 +19,7 @@ from ..schemas.job import (
 )
 from ..schemas.message import Empty, Message
 from ..schemas.node import NodeList, NodeStatus
+from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.subjects import rpc
 from .connection import Broker
 from .rpc import call
@@ -31,7 +31,7 @@ TIMEOUT_S = 30.0
 
 def new_request_id() -> str:
     """Return an id under which a submission can be sent again without making a second job."""
-    return str(ULID()).lower()
+    return new_id()
 
 
 class SchedulerCalls:
@@ -58,8 +58,12 @@ class SchedulerCalls:
         follow: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        secrets: Mapping[SecretName, str] | None = None,
     ) -> JobRecord:
-        """Submit a job; the same `request_id` returns the same job."""
+        """Submit a job; the same `request_id` returns the same job.
+
+        `secrets` travel and are kept sealed, and are removed when the job ends.
+        """
         request = SubmitRequest(
             request_id=request_id or new_request_id(),
             kind=kind,
@@ -68,8 +72,20 @@ class SchedulerCalls:
             fork_of=fork_of,
             follow=follow,
             priority=priority,
+            sealed=await self._sealed(secrets) if secrets else b"",
         )
         return await self._change("submit", request)
+
+    async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
+        """Give a job secrets, beside those that it has."""
+        request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
+        return await self._change("secrets", request)
+
+    async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
+        from .sealing import close_seal  # only who has a secret loads the cryptography
+
+        key = await self._ask("key", Empty(), SealingKey)
+        return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
 
     async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
         """Lay keys over the configuration of a job that has not started; maybe start it."""

@@ -6,7 +6,6 @@ from urllib.parse import urlsplit, urlunsplit
 from ..schemas.errors import ConfigError
 from ..schemas.subjects import JobScope
 
-DEFAULT_USER = "local"
 _SCHEMES = {"nats", "tls", "ws", "wss"}
 
 

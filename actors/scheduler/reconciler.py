@@ -27,6 +27,7 @@ from ...schemas.subjects import JobScope
 from .board import Board, key_of
 from .lease import Lease
 from .messenger import Messenger
+from .notifier import Notifier
 from .placement import Assignment, NodeSlots, place, refuse_impossible
 from .pool import Pool
 from .queue import PlacementRequest
@@ -64,14 +65,16 @@ class Reconciler:
         pool: Pool,
         lease: Lease,
         timing: Timing,
+        notifier: Notifier,
     ) -> None:
-        """Work on what `board` and `pool` know."""
+        """Work on what `board` and `pool` know; ends of jobs are told by `notifier`."""
         self._broker = broker
         self._jobs = jobs
         self._board = board
         self._pool = pool
         self._lease = lease
         self._timing = timing
+        self._notifier = notifier
         self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
@@ -302,6 +305,7 @@ class Reconciler:
         moved = await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
         self._board.enter(moved)
         if is_final(moved):
+            self._notifier.ended(moved)
             await settle_job_streams(self._broker, _scope(moved))
         return moved
 
@@ -312,6 +316,7 @@ class Reconciler:
         self._versions_read = time.monotonic()
         active = [one for one in self._board.live.values() if one.state in ACTIVE]
         await asyncio.gather(*map(self._read_version, active))
+        await self._notifier.look(active)
 
     async def _read_version(self, record: JobRecord) -> None:
         entry = await presences(self._broker).get(f"{key_of(record)}.learner")

@@ -17,6 +17,7 @@ from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
+from ..secrets import secrets_for
 from .live import announce
 from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
@@ -170,7 +171,15 @@ def resume(run: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     """
-    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.resume(job)))
+
+    async def work(pool: Pool) -> JobRecord:
+        record = await pool.find(run)
+        secrets = secrets_for(record.config)
+        if secrets and record.state in FINAL_STATES:  # what it had went with its end
+            await pool.hand_over(record.job, secrets)
+        return await pool.resume(record.job)
+
+    record = with_pool(common.nats_url, work)
     return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
@@ -201,7 +210,10 @@ def fork(
         for override in overrides:
             apply_override(config, override)
         return await pool.submit(
-            config, fork_of=f"{origin.job}@{step}", request_id=new_request_id()
+            config,
+            fork_of=f"{origin.job}@{step}",
+            request_id=new_request_id(),
+            secrets=secrets_for(config),
         )
 
     record = with_pool(common.nats_url, work)
