@@ -43,7 +43,7 @@ async def tail_of_events(
     scope = scope_of(record)
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = [event for message in messages if (event := _parse(message, Event)) is not None]
-    events = [*stored, *record.early]
+    events = [*record.early, *stored]
     told = [event for event in events if not quiet or event.kind != "bottleneck"]
     return told[-limit:][::-1]
 
