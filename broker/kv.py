@@ -6,6 +6,7 @@ reads and idempotent writes are repeated, and a compare-and-set whose answer was
 by reading the key back.
 """
 
+import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable
@@ -25,6 +26,7 @@ T = TypeVar("T")
 
 DEADLINE_S = 30.0
 _TOMBSTONE_TTL_S = 3600
+_AT_ONCE = 50
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _OPERATION = "KV-Operation"
 _KEY = re.compile(r"^[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*$")
@@ -114,7 +116,9 @@ class Bucket(Generic[M]):
         A value that cannot be read is left out, and logged: one bad key must not hide the rest.
         """
         entries: list[Entry[M]] = []
-        for message in await self._all(prefix):
+        for number, message in enumerate(await self._all(prefix)):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)  # a large bucket must not hold up the loop
             try:
                 entries.append(self._entry(message))
             except MessageError as error:

@@ -19,7 +19,7 @@ from .kv import Bucket, Entry
 
 M = TypeVar("M", bound=Message)
 
-RELIST_S = 30.0
+RELIST_S = 600.0
 _AT_ONCE = 64
 
 

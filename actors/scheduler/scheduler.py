@@ -9,7 +9,7 @@ import asyncio
 from ...broker.jobs import JobStore
 from ...broker.rpc import Service
 from ...schemas.errors import BrokerError, DeadlineError, FencedError
-from ..runtime import ActorContext
+from ..runtime import ActorContext, settle_memory
 from .board import Board
 from .desk import Desk
 from .lease import Lease
@@ -61,6 +61,7 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
             await board.open(reconciler.hurry)
             await pool.records.open(reconciler.hurry)
             await pool.refresh()
+            settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
             await Desk(broker, jobs, board, pool, reconciler, vault).open(service)
             await reconciler.run(context.stopping)
