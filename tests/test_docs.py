@@ -21,8 +21,8 @@ from tinkermq.clients.cli.app import build_app
 from tinkermq.schemas.config import JobConfig, LimitsConfig
 from tinkermq.schemas.docs import message_modules, pages
 from tinkermq.schemas.load_config import all_keys, parse_config
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.secret import JobSecrets
+from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.topics import STORES, TOPICS
 
 ROOT = Path(__file__).resolve().parent.parent
