@@ -1,10 +1,10 @@
-"""What a client hands over with a job: taken from the own environment, sealed before it travels."""
+"""What a client hands over with a job: taken from the own environment; it travels sealed."""
 
 import os
 from collections.abc import Mapping
 from typing import Any
 
-from ..schemas.secret import NOTIFY_URL, WANDB_KEY, JobSecrets, SecretName
+from ..schemas.secret import NOTIFY_URL, WANDB_KEY, SecretName
 
 
 def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
@@ -16,10 +16,3 @@ def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict
     if key := wandb_key or (os.environ.get(WANDB_KEY) if uses_wandb else None):
         found[WANDB_KEY] = key
     return found
-
-
-def sealed(public: bytes, user: str, values: Mapping[SecretName, str]) -> bytes:
-    """Return secrets that only the scheduler can open."""
-    from ..broker.sealing import close_seal  # only who has a secret loads the cryptography
-
-    return close_seal(public, JobSecrets(user=user, values=dict(values)))

@@ -5,7 +5,6 @@ process by its role or name. Every wait has a deadline; one that runs out tells 
 its last events and the ends of its actors' logs.
 """
 
-import asyncio
 import os
 import subprocess
 import sys
@@ -32,8 +31,6 @@ from tinkermq.schemas.subjects import rpc
 from tests.configs import REPOSITORY
 from tests.jobs import Job
 from tests.waiting import eventually
-
-_STOP_S = 25.0
 
 T = TypeVar("T")
 
@@ -65,8 +62,9 @@ class Stack:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._broker is not None:
             await self._broker.close()
-        for role in ("node", "scheduler"):
-            await asyncio.to_thread(self._end, role)
+        for process in self._processes.values():  # the actors die with their node
+            process.kill()
+            process.wait()
         self.server.stop()
 
     @property
@@ -116,17 +114,6 @@ class Stack:
                 stderr=log,
                 preexec_fn=die_with(os.getpid()),
             )
-
-    def _end(self, role: str) -> None:
-        process = self._processes.pop(role, None)
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
     # -- requests ----------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.subjects import JobScope, rpc
 from .board import Board
 from .messenger import tell_learner
-from .placement import refuse_impossible
 from .pool import Pool
 from .reconciler import Reconciler
 from .roster import scaled, slots_of, unplaced
@@ -143,7 +142,7 @@ class Desk:
                 return JobReply(record=record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            refuse_impossible(record.actors, self._reconciler.capacity())
+            self._reconciler.refuse_impossible(record.actors)
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -173,7 +172,7 @@ class Desk:
         slots = 0 if request.role == "environment" else config.generator.slots
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
-            refuse_impossible(wanted, self._reconciler.capacity())
+            self._reconciler.refuse_impossible(wanted)
             check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
 
         def resize(current: JobRecord) -> JobRecord:

@@ -28,7 +28,7 @@ from .board import Board, key_of
 from .lease import Lease
 from .messenger import Messenger
 from .notifier import Notifier
-from .placement import Assignment, NodeSlots, place
+from .placement import Assignment, NodeSlots, place, refuse_impossible
 from .pool import Pool
 from .queue import PlacementRequest
 from .roster import main_actor, unplaced, wanted_actor
@@ -79,6 +79,8 @@ class Reconciler:
         self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}
+        self._fitting: set[tuple[int, ...]] = set()
+        self._fitting_shape = -1
 
     def hurry(self) -> None:
         """Take the next turn at once."""
@@ -89,9 +91,15 @@ class Reconciler:
         self._board.enter(record)
         self._hurry.set()
 
-    def capacity(self) -> list[NodeSlots]:
-        """Return the nodes as if nothing ran on them."""
-        return [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+    def refuse_impossible(self, actors: Sequence[ActorPlacement]) -> None:
+        """Raise PlacementError if the pool could not hold the actors even when idle."""
+        if self._fitting_shape != self._pool.shape:
+            self._fitting, self._fitting_shape = set(), self._pool.shape
+        wanted = tuple(actor.slots for actor in actors)
+        if wanted not in self._fitting:
+            idle = [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+            refuse_impossible(actors, idle)
+            self._fitting.add(wanted)
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""

@@ -31,7 +31,6 @@ from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
 from .board import Board
 from .naming import run_name
-from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
 from .roster import KINDS, actors_for, slots_of
 from .run_folder import make_run_dir, pin_checkpoint
@@ -153,7 +152,7 @@ class Submission:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
-        refuse_impossible(actors, self._reconciler.capacity())
+        self._reconciler.refuse_impossible(actors)
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir

@@ -23,6 +23,8 @@ from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
 
+_EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
+_WHY_CHARACTERS = 72
 _ROLES: dict[str, Literal["generator", "environment", "server"]] = {
     "servers": "server",
     "server": "server",
@@ -56,7 +58,11 @@ def ps(
             *("run", "state", "step", "reward", "validation", "tokens/s", "slots", "age"),
             "restarts",
         )
-        print_table(columns, [_cells(row) for row in rows])
+        explained = any(_why(row) for row in rows)
+        print_table(
+            (*columns, "why") if explained else columns,
+            [[*_cells(row), _why(row)] if explained else _cells(row) for row in rows],
+        )
     return 0
 
 
@@ -118,6 +124,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
         duration(row["age_s"]),
         str(row["restarts"]),
     ]
+
+
+def _why(row: dict[str, Any]) -> str:
+    """Say in a line why a run does not run."""
+    first = row["reason"].splitlines()[0] if row["reason"] else ""
+    return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
 
 
 def _number(value: float | None, shape: str) -> str:
