@@ -46,12 +46,12 @@ class JobStore:
         return job
 
     async def create(self, record: JobRecord, who: str) -> JobRecord:
-        """Write the record of a new job and tell its first event.
+        """Write the record of a new job, with its first event.
 
         Raises ConflictError if the id is taken.
         """
+        record = record.model_copy(update={"early": [_event(record, None, who)]})
         await self._jobs.create(_scope(record).key, record)
-        await self._tell(record, None, who)
         return record
 
     async def get(self, user: str, name: str) -> JobRecord:
@@ -97,6 +97,7 @@ class JobStore:
         ConflictError if the job is no longer in the state of `record`.
         """
         _check_move(record, state)
+        early: list[Event] = []
 
         def move(current: JobRecord) -> JobRecord:
             if (current.state, current.attempt) != (record.state, record.attempt):
@@ -105,10 +106,16 @@ class JobStore:
                     hint="read it again and decide anew",
                 )
             fields = {"state": state, "reason": reason, **_times(current, state), **changes}
-            return current.model_copy(update=fields)
+            moved = current.model_copy(update=fields)
+            events = [*current.early, _event(moved, record.state, who)]
+            moved = moved.model_copy(update={"early": [] if moved.has_streams else events})
+            early[:] = events
+            return moved
 
         moved = await self.update(record, move)
-        await self._tell(moved, record.state, who)
+        if moved.has_streams:
+            for event in early:
+                await self._tell(moved, event)
         return moved
 
     async def update(
@@ -142,18 +149,22 @@ class JobStore:
             raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
         return entry
 
-    async def _tell(self, record: JobRecord, before: JobState | None, who: str) -> None:
-        event = Event(
-            kind=f"job_{record.state.lower()}",
-            source=who,
-            message=record.reason,
-            data={"state": record.state, "before": before, "attempt": record.attempt},
-            time=time.time(),
-        )
+    async def _tell(self, record: JobRecord, event: Event) -> None:
         try:
             await publish_event(self._broker, _scope(record), event)
         except NotFoundError as error:  # the job's streams were deleted: the record still counts
             _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
+
+
+def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
+    """Return what is told of a job that has come to its state."""
+    return Event(
+        kind=f"job_{record.state.lower()}",
+        source=who,
+        message=record.reason,
+        data={"state": record.state, "before": before, "attempt": record.attempt},
+        time=time.time(),
+    )
 
 
 def is_final(record: JobRecord) -> bool:

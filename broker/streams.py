@@ -72,13 +72,6 @@ async def create_job_streams(
         await ensure_task_consumer(broker, scope, ack_wait_s)
 
 
-async def create_job_feeds(broker: Broker, scope: JobScope, limits: LimitsConfig) -> None:
-    """Make what a job needs before it starts: its streams of events and of log lines."""
-    feeds = {scope.stream_feed, scope.stream_log}
-    configs = [one for one in job_streams(scope, limits, WEIGHTS_BYTES) if one["name"] in feeds]
-    await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
-
-
 async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
     """Bound the streams of a job that has ended by what they hold, so that others get the room.
 

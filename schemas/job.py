@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .message import Message
+from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
 
 JobState = Literal[
@@ -99,6 +100,10 @@ class JobRecord(Message):
     """When it first ran."""
     finished: float | None = None
     """When it came to its last state."""
+    early: list[Event] = Field(default_factory=list[Event])
+    """Events of the time before the job's streams were made, which is when it first starts."""
+    has_streams: bool = False
+    """Whether its streams were made."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds that it has held, by role, until `metered`."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])

@@ -116,7 +116,7 @@ async def get_events(request: Request) -> Response:
     """Answer with a job's last events, newest first."""
     visitor, record = await job_of(request)
     limit = _limit(request, 200)
-    events = await logs.tail_of_events(visitor.broker, scope_of(record), limit=limit, quiet=False)
+    events = await logs.tail_of_events(visitor.broker, record, limit=limit, quiet=False)
     return Json({"events": events})
 
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from nats.js.errors import NotFoundError as StreamNotFound
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
@@ -17,7 +18,7 @@ from ...broker.reader import StreamReader
 from ...broker.stored import StoredMessage
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, NotFoundError, TinkermqError
-from ...schemas.job import JobRecord
+from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.metric import Event, LogLines, Metric
 from ...schemas.subjects import JobScope
 from .curves import live_values
@@ -81,7 +82,12 @@ class _Updates:
         await self._queue.put(None)
 
     async def _pump(self, of: str, from_seq: int | None) -> None:
-        """Hand on what is stored; ends quietly when the job's streams are removed."""
+        """Hand on what is stored, from when the job's streams are there until they are removed."""
+        while not await self._hand_on(of, from_seq):  # noqa: ASYNC110  nobody signals streams
+            await asyncio.sleep(WATCH_S)
+
+    async def _hand_on(self, of: str, from_seq: int | None) -> bool:
+        """Return False if the streams are not there yet, True when there is nothing more."""
         scope = scope_of(self._record)
         stream = scope.stream_feed if of == "feed" else scope.stream_log
         subjects = [scope.metric, scope.event] if of == "feed" else [scope.log("*")]
@@ -91,17 +97,20 @@ class _Updates:
                 last = int((await stream_info(broker, stream))["state"]["last_seq"])
                 if last - from_seq > FAR_BEHIND or from_seq > last + 1:
                     await self._put("reload", {})
-                    return
+                    return True
             reader = StreamReader(broker, stream, subjects, from_seq=from_seq)
             async with aclosing(reader.messages()) as messages:
                 async for stored in messages:
                     told = _told(stored, scope)
                     if told is not None:
                         await self._put(told[0], told[1], stored.seq)
-        except (NotFoundError, MessageError):
-            return
+        except (NotFoundError, StreamNotFound):
+            return self._record.has_streams or self._record.state in FINAL_STATES
+        except MessageError:
+            return True
         except Exception:  # noqa: BLE001  the connection is gone: the browser comes again
             await self._queue.put(None)
+        return True
 
     async def _watch(self) -> None:
         """Tell the job's state, its figures and its actors whenever they change."""
@@ -109,7 +118,7 @@ class _Updates:
         template = self._gateway.templates.get_template("job_live.html")
         while True:
             try:
-                record = await scheduler.get(self._record.job)
+                record = self._record = await scheduler.get(self._record.job)
                 seen = await glance(self._gateway, self._visitor, record)
                 html = template.render(seen)
                 if html != before:

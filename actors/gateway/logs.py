@@ -9,10 +9,12 @@ from ...broker.connection import Broker
 from ...broker.stored import StoredMessage, get_batch
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError
+from ...schemas.job import JobRecord
 from ...schemas.log_line import readable
 from ...schemas.message import Message
 from ...schemas.metric import Event, LogLines
 from ...schemas.subjects import JobScope
+from .scheduler import scope_of
 
 M = TypeVar("M", bound=Message)
 
@@ -35,18 +37,20 @@ async def tail_of_log(
 
 
 async def tail_of_events(
-    broker: Broker, scope: JobScope, *, limit: int = 200, quiet: bool = True
+    broker: Broker, record: JobRecord, *, limit: int = 200, quiet: bool = True
 ) -> list[Event]:
     """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
+    scope = scope_of(record)
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
-    events = [event for message in messages if (event := _parse(message, Event)) is not None]
+    stored = [event for message in messages if (event := _parse(message, Event)) is not None]
+    events = [*record.early, *stored]
     told = [event for event in events if not quiet or event.kind != "bottleneck"]
     return told[-limit:][::-1]
 
 
-async def bottleneck_of(broker: Broker, scope: JobScope) -> str:
+async def bottleneck_of(broker: Broker, record: JobRecord) -> str:
     """Return the newest line that says what holds a run up; empty for none."""
-    for event in await tail_of_events(broker, scope, quiet=False):
+    for event in await tail_of_events(broker, record, quiet=False):
         if event.kind == "bottleneck":
             return event.message
     return ""

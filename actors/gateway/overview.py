@@ -97,7 +97,7 @@ def _heartbeat(presence: Presence | None) -> dict[str, Any]:
 async def _bottleneck(visitor: Visitor, record: JobRecord) -> str:
     if record.state != "RUNNING":
         return ""
-    return await bottleneck_of(visitor.broker, scope_of(record))
+    return await bottleneck_of(visitor.broker, record)
 
 
 def _figures(values: dict[str, float]) -> list[dict[str, Any]]:

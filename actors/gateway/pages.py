@@ -193,7 +193,7 @@ async def job(request: Request) -> Response:
     visitor, record = await job_of(request)
     scope = scope_of(record)
     seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, scope, limit=_EVENTS)
+    events = await logs.tail_of_events(visitor.broker, record, limit=_EVENTS)
     more = {"charts": CHARTS, "events": events, "seq": seq}
     return await _job_page(request, visitor, record, "curves", more)
 
@@ -203,7 +203,7 @@ async def job_events(request: Request) -> Response:
     visitor, record = await job_of(request)
     scope = scope_of(record)
     seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, scope, limit=500)
+    events = await logs.tail_of_events(visitor.broker, record, limit=500)
     return await _job_page(request, visitor, record, "events", {"events": events, "seq": seq})
 
 

@@ -207,7 +207,7 @@ class Reconciler:
         where = ", ".join(sorted({one.node for one in by_actor.values()}))
         actors = _placed(fresh, by_actor).actors
         return await self._jobs.transition(
-            record, "STARTING", f"placed on {where}", WHO, actors=actors
+            record, "STARTING", f"placed on {where}", WHO, actors=actors, has_streams=True
         )
 
     async def _explain(self, key: str, why: str) -> None:

@@ -10,19 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import ValidationError
-
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
-from ...broker.streams import create_job_feeds
-from ...schemas.config import LimitsConfig
 from ...schemas.errors import (
     ConfigError,
     MessageError,
     NotFoundError,
     QuotaError,
     StateError,
-    TinkermqError,
 )
 from ...schemas.ids import new_id
 from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
@@ -111,15 +106,10 @@ class Submission:
         )
         self._names.add((user, blank.name))
         try:
-            limits = _limits(blank.config)
-            async with asyncio.TaskGroup() as group:
-                group.create_task(create_job_feeds(self._broker, JobScope(user, job), limits))
-                making = group.create_task(self._complete(blank)) if request.configured else None
+            record = await self._complete(blank) if request.configured else blank
             if request.sealed:
                 await self._vault.keep(JobScope(user, job), request.sealed)
-            return await self._jobs.create(making.result() if making else blank, WHO)
-        except* TinkermqError as errors:
-            raise first_of(errors) from None
+            return await self._jobs.create(record, WHO)
         finally:
             self._names.discard((user, blank.name))
 
@@ -243,12 +233,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
     return result
 
 
-def first_of(errors: BaseExceptionGroup[TinkermqError]) -> TinkermqError:
-    """Return the first error of a group."""
-    error = errors.exceptions[0]
-    return first_of(error) if isinstance(error, BaseExceptionGroup) else error
-
-
 def check_quota(user: str, need: int, quota: Quota) -> None:
     """Raise QuotaError if a job needs more slots than its user may ever hold."""
     if quota.max_slots is not None and need > quota.max_slots:
@@ -274,14 +258,6 @@ def check_name(name: Any) -> None:
         token(str(name), what="run name")
     except MessageError as error:
         raise ConfigError(error.message, hint=error.hint) from error
-
-
-def _limits(config: Mapping[str, Any]) -> LimitsConfig:
-    """Return the bounds of the streams; a partial configuration may not hold valid ones yet."""
-    try:
-        return LimitsConfig.model_validate(config.get("limits") or {})
-    except ValidationError as error:
-        raise ConfigError(f"limits: {error.errors()[0]['msg']}") from error
 
 
 def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:

@@ -1,22 +1,27 @@
 """`tinkermq logs`: what the actors of a run wrote."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated
 
 from cyclopts import Parameter
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.feed import follow
 from ...broker.streams import stream_info
 from ...schemas.errors import NotFoundError
-from ...schemas.job import JobRecord
+from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.log_line import readable
 from ...schemas.metric import LogLines
+from ...schemas.subjects import JobScope
 from ..names import did_you_mean
 from ..pool import Pool
 from .options import COMMON, Common
-from .output import print_json_line, say_plain
+from .output import note, print_json_line, say_plain
 from .session import with_pool
+
+_START_POLL_S = 1.0
 
 
 def logs(
@@ -67,7 +72,14 @@ async def _lines(
 ) -> AsyncGenerator[LogLines, None]:
     """Yield the stored lines, and then new ones for ever if `follow_on`."""
     scope = pool.scope(record)
-    left = int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
+    left = await _num_stored(pool, scope)
+    while left is None and follow_on and record.state not in FINAL_STATES:
+        await asyncio.sleep(_START_POLL_S)
+        record, left = await pool.find(record.job), await _num_stored(pool, scope)
+    if left is None:
+        if not follow_on and record.state not in FINAL_STATES:
+            note(f"{record.name} has not started: {record.reason}")
+        return
     if not left and not follow_on:
         return
     async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
@@ -77,6 +89,14 @@ async def _lines(
                 yield message
             if left <= 0 and not follow_on:
                 return
+
+
+async def _num_stored(pool: Pool, scope: JobScope) -> int | None:
+    """Return how many batches of lines are stored, None while there is no stream for them."""
+    try:
+        return int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
+    except StreamNotFound:
+        return None
 
 
 def _print(batch: LogLines, *, as_json: bool) -> None:

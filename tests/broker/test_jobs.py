@@ -73,7 +73,9 @@ async def test_every_move_is_an_event_with_reason_teller_and_time(
     broker: Broker, store: JobStore, user: str
 ) -> None:
     job = await made(broker, user)
-    job = await store.transition(job, "STARTING", "placed on n1", "scheduler")
+    assert [event.kind for event in job.early] == ["job_queued"]
+    job = await store.transition(job, "STARTING", "placed on n1", "scheduler", has_streams=True)
+    assert job.early == []
     job = await store.transition(job, "RUNNING", "all actors run", "scheduler", version=3)
     assert job.version == 3
     assert job.started is not None

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.streams import stream_info
 from tinkermq.schemas.errors import (
     ConfigError,
     NotFoundError,
@@ -21,7 +20,6 @@ from tinkermq.schemas.job import (
     StopRequest,
 )
 from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.subjects import JobScope
 
 from .conftest import Stack
 
@@ -34,7 +32,7 @@ async def test_the_same_request_makes_one_job_however_often_it_comes(stack: Stac
     assert len(await stack.jobs.list_jobs()) == 1
 
 
-async def test_a_job_gets_a_readable_name_streams_and_a_run_folder(stack: Stack) -> None:
+async def test_a_job_gets_a_readable_name_a_first_event_and_a_run_folder(stack: Stack) -> None:
     await stack.scheduler()
     job = await stack.submit(generator={"count": 2})
     assert job.name.startswith("bandit-tiny-")
@@ -42,8 +40,7 @@ async def test_a_job_gets_a_readable_name_streams_and_a_run_folder(stack: Stack)
     assert Path(job.run_dir).is_dir()  # noqa: ASYNC240  a local folder, in a test
     assert [actor.name for actor in job.actors] == ["learner", "generator-0", "generator-1"]
     assert parse_config(job.config).name == job.name
-    info = await stream_info(stack.broker, JobScope(job.user, job.job).stream_feed)
-    assert info["config"]["description"]
+    assert [(event.kind, event.source) for event in job.early] == [("job_queued", "scheduler")]
     assert (await stack.ask("get", JobRequest(job=job.name))).job == job.job
 
 
