@@ -54,6 +54,7 @@ class Broker:
         self.name = name
         self.user = login.user
         self.inbox_prefix = login.inbox
+        self.derived_key = login.derived_key
         self._login = login
         self._door = Door("", is_guest=False)
         self.nc = CarefulClient()
@@ -96,10 +97,6 @@ class Broker:
     def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
         return self._complaints.callbacks.add(callback)
-
-    def derived_key(self, purpose: str) -> bytes | None:
-        """Return 32 secret bytes that follow from a service's credentials; None without them."""
-        return self._login.derived_key(purpose)
 
     async def close(self) -> None:
         """Send what is pending and close."""
@@ -198,10 +195,7 @@ class Broker:
         if not self.nc.is_connected:
             raise ConnectionLost(f"not connected to {shown_url(self.url)}", hint="try again")
         await self.nc.publish(
-            subject,
-            payload,
-            reply=reply,
-            headers=dict(headers) if headers else None,
+            subject, payload, reply=reply, headers=dict(headers) if headers else None
         )
 
     async def api(self, verb: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -123,7 +123,9 @@ TABLE: dict[str, Translation] = {
     "api_key": _no(_CONNECTION),
     "server_url": _no("give it to ServiceClient(server_url)"),
     "reward_function": _no("a reward belongs in the game: compute it in step()"),
-    "wandb_key": _no("set WANDB_API_KEY where the tracker runs: a job's record holds no secret"),
+    "wandb_key": _no(
+        "set WANDB_API_KEY in your environment: it is handed over sealed, no record holds it"
+    ),
     "tensor_parallel_size": _no("use generator.count"),
     "gpu_memory_utilization": _no("the transformers engine takes what it needs"),
 }

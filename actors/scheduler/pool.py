@@ -21,7 +21,7 @@ from ...schemas.subjects import BUCKET_NODES
 from ...schemas.subjects import node as node_subject
 from .timing import Timing
 
-_SYNC_TIMEOUT_S = 2.0
+_PROMPT_S = 0.2
 _LONGEST_STEP_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -45,6 +45,8 @@ class Pool:
         self._members: dict[str, _Member] = {}
         self._silent_s = timing.silent_s
         self._resync_s = timing.resync_s
+        self._sync_s = timing.sync_s
+        self._asking: set[str] = set()
         self.shape = 0
         """Grows whenever nodes, their slots or their links change."""
         self._looked = time.monotonic()
@@ -105,15 +107,19 @@ class Pool:
         self.shape += 1
         self._members[name] = _Member(silent_s=self._silent_s)
 
-    async def sync(self, requests: Mapping[str, NodeSync]) -> None:
-        """Ask those nodes at once that have not heard it or do not do it yet.
+    async def sync(self, requests: Mapping[str, NodeSync], group: asyncio.TaskGroup) -> None:
+        """Ask those nodes at once that have not heard it or do not do it yet, in tasks of `group`.
 
-        One that does not answer in time is asked again next time; the others now and then.
+        Answers that come promptly are waited for. A node that takes longer holds up no other; it
+        is asked again once it has answered or its time is over, the others now and then.
         """
-        async with asyncio.TaskGroup() as group:
-            for name, request in requests.items():
-                if self._is_due(self._members[name], request):
-                    group.create_task(self._sync_one(name, request))
+        asked = [
+            group.create_task(self._sync_one(name, request), name=f"sync of node {name}")
+            for name, request in requests.items()
+            if name not in self._asking and self._is_due(self._members[name], request)
+        ]
+        if asked:
+            await asyncio.wait(asked, timeout=_PROMPT_S)
 
     def _is_due(self, member: _Member, request: NodeSync) -> bool:
         if member.asked != request or time.monotonic() - member.asked_at >= self._resync_s:
@@ -123,19 +129,22 @@ class Pool:
         return wanted != {(one.user, one.job, one.name): one.attempt for one in runs}
 
     async def _sync_one(self, name: str, request: NodeSync) -> None:
+        self._asking.add(name)
         try:
             status = await call(
                 self._broker,
                 node_subject(name, "sync"),
                 request,
                 NodeStatus,
-                timeout_s=_SYNC_TIMEOUT_S,
+                timeout_s=self._sync_s,
                 waiting_for=f"node {name}",
                 idempotent=True,
             )
         except TinkermqError as error:
             _log.debug("node_sync_failed", node=name, error=error.message)
             return
+        finally:
+            self._asking.discard(name)
         member = self._members.setdefault(name, _Member())
         member.asked, member.asked_at = request, time.monotonic()
         self._hear(name, member, status)

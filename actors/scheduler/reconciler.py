@@ -131,7 +131,7 @@ class Reconciler:
         await self._fail_unreadable()
         await self._pool.refresh()
         await self._place()
-        await self._sync()
+        await self._sync(group)
         for record in list(self._board.live.values()):
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
@@ -239,7 +239,7 @@ class Reconciler:
                     wanted[actor.node].append(wanted_actor(record, actor, config))
         return wanted
 
-    async def _sync(self) -> None:
+    async def _sync(self, group: asyncio.TaskGroup) -> None:
         wanted = self._wanted()
         await self._pool.sync(
             {
@@ -250,7 +250,8 @@ class Reconciler:
                     kill=self._to_kill(_unwanted(node, wanted[node.node])),
                 )
                 for node in self._pool.nodes()
-            }
+            },
+            group,
         )
 
     def _to_kill(self, unwanted: list[ActorStatus]) -> list[str]:

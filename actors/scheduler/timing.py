@@ -15,5 +15,7 @@ class Timing:
     """A lease that stood still for this long may be taken over."""
     silent_s: float = 10.0
     """A node that was not heard of for this long has left."""
+    sync_s: float = 2.0
+    """A node has this long to answer a request."""
     resync_s: float = 5.0
     """Between two requests to a node that does what it shall."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,7 +62,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     told = made.told("init", "--admin", "root")
     made.keys["root"] = told["api_key"]
     try:
-        up = made.run("up", "--port", "0", "--slots", "8", "--json")
+        up = made.run("up", "--port", "0", "--slots", "8", "--json", WANDB_MODE="offline")
         assert up.code == 0, up.err
         services = {"broker", "auth", "scheduler", "node", "gateway"}
         assert set(json.loads(up.out)["children"]) == services
@@ -73,9 +74,9 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
 
 
 def test_init_writes_secrets_for_the_owner_only_and_not_twice(operator: Operator) -> None:
-    secrets = operator.home / "secrets"
-    assert stat.S_IMODE(secrets.stat().st_mode) == 0o700
-    assert {stat.S_IMODE(path.stat().st_mode) for path in secrets.iterdir()} == {0o600}
+    folder = operator.home / "secrets"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     again = operator.run("init")
     assert again.code != 0
     assert "holds the secrets of a pool already" in again.err
@@ -221,6 +222,65 @@ def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     assert "belongs" in denied.err or "no model folder and no run" in denied.err
     for name in (served["name"], "live-run"):
         assert operator.run("stop", name, "--now", key="ada").code == 0
+
+
+def holders(secret: str) -> set[str]:
+    """Return the command lines of the processes that have a secret in their environment."""
+    found: set[str] = set()
+    for process in Path("/proc").iterdir():
+        try:
+            if secret.encode() in (process / "environ").read_bytes():
+                found.add((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+def files_with(secret: str, folder: Path) -> list[Path]:
+    """Return the files that hold a secret, those of the broker's store among them."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if secret.encode() in path.read_bytes()]
+
+
+@pytest.mark.timeout(400)
+async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    secret = secrets.token_hex(20)
+    config = {
+        **small_job(model, env={"game": "tests.games:SlowBandit"}, training={"num_steps": 5000}),
+        "output_dir": str(tmp_path / "runs"),
+        "logger_backends": ["jsonl", "wandb"],
+        "name": "tracked",
+    }
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps(config))
+    words = ("train", str(file), "-d", "--json")
+    train = await asyncio.to_thread(operator.run, *words, key="ada", WANDB_API_KEY=secret)
+    assert train.code == 0, train.err
+    async with await connect(operator.url, name="ada", api_key=operator.keys["ada"]) as broker:
+        pool = Pool(broker)
+
+        async def trains() -> JobRecord | None:
+            now = await pool.find("tracked")
+            assert now.state not in FINAL_STATES, now.reason
+            return now if now.version > 0 else None
+
+        record = await eventually(trains, "the run to train", 150)
+        assert record.secrets == ["WANDB_API_KEY"]
+        having = holders(secret)
+        assert having
+        assert not [line for line in having if "generator" in line or "scheduler" in line]
+        assert not processes_with(secret)
+        assert (Path(record.run_dir) / "wandb").is_dir()
+        await pool.stop(record.job, now=True)
+
+        async def ended() -> bool:
+            return (await pool.find("tracked")).state in FINAL_STATES and not holders(secret)
+
+        await eventually(ended, "the run to end", 150)
+        assert secret not in str(await pool.find("tracked"))
+    assert not [*files_with(secret, tmp_path), *files_with(secret, operator.home)]
 
 
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:

@@ -40,25 +40,26 @@ def scope_of(job: JobRecord) -> JobScope:
 # -- clients are answered --------------------------------------------------------------------------
 
 
-async def deaf_node(stack: Stack, asked: asyncio.Event) -> Service:
-    """Add a node of four slots that takes what it is asked and answers nothing."""
+async def deaf_node(stack: Stack, asked: asyncio.Event, heard: asyncio.Event) -> Service:
+    """Add a node of four slots that takes what it is asked, and answers nothing until `heard`."""
 
     async def sync(_: NodeSync) -> NodeStatus:
         asked.set()
-        await asyncio.sleep(AFTER_PATIENCE_S)
-        raise AssertionError("nobody waits that long")
+        await heard.wait()
+        return status
 
     service = await Service.start(stack.broker, name="deaf-node", description="a deaf node")
-    await service.endpoint("sync", node_subject("deaf", "sync"), NodeSync, sync)
     status = NodeStatus(node="deaf", host="h", slots=4, actors=[], time=0.0)
+    await service.endpoint("sync", node_subject("deaf", "sync"), NodeSync, sync)
     await Bucket(stack.broker, BUCKET_NODES, NodeStatus).put("deaf", status)
     return service
 
 
 async def test_a_start_that_hangs_holds_up_neither_clients_nor_other_jobs(stack: Stack) -> None:
-    await stack.scheduler(replace(FAST, silent_s=AFTER_PATIENCE_S))
-    asked = asyncio.Event()
-    service = await deaf_node(stack, asked)
+    late = AFTER_PATIENCE_S
+    await stack.scheduler(replace(FAST, silent_s=late, sync_s=late, resync_s=late))
+    asked, heard = asyncio.Event(), asyncio.Event()
+    service = await deaf_node(stack, asked, heard)
     await stack.until_nodes(1)
     hanging = await stack.submit(generator={"count": 3})
     async with asyncio.timeout(PATIENCE_S):
@@ -71,7 +72,8 @@ async def test_a_start_that_hangs_holds_up_neither_clients_nor_other_jobs(stack:
     await stack.until(others[0], "RUNNING")
     stopped = await stack.ask("stop", StopRequest(job=hanging.job, now=True))
     await stack.until(stopped, "CANCELLED")
-    await service.stop(0)
+    heard.set()
+    await service.stop()
 
 
 async def test_a_lost_answer_and_a_new_scheduler_make_no_second_job(stack: Stack) -> None:
