@@ -22,8 +22,9 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
-from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.errors import BrokerError, DeadlineError
 from . import faults
+from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
@@ -38,6 +39,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
+ELECTION_S = 20.0  # a stream has no leader for about ten seconds after its server was lost
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
@@ -78,6 +80,11 @@ class Broker:
     def is_connected(self) -> bool:
         """Whether the connection is up right now."""
         return self.nc.is_connected
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of several: streams change their leaders, replicas lag."""
+        return bool(cast("Any", self.nc)._server_info.get("cluster"))
 
     @property
     def settled(self) -> bool:
@@ -132,12 +139,7 @@ class Broker:
     def check_size(self, size: int, *, what: str) -> None:
         """Raise MessageError if a payload of `size` bytes cannot be sent."""
         if size > self.max_payload_bytes:
-            raise MessageError(
-                f"{what} has {size:,} bytes, the server takes at most "
-                f"{self.max_payload_bytes:,} in one message",
-                hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
-                "raise max_payload in the configuration of nats-server",
-            )
+            raise faults.too_large(what, size, self.max_payload_bytes)
 
     async def publish(
         self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None
@@ -207,6 +209,10 @@ class Broker:
         payload = json.dumps(request).encode() if request is not None else b""
         return checked(await self.request(self._door.api(verb), payload))
 
+    def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
+        """Subject and payload of the request for the last message on `subject`."""
+        return self._door.last_get(stream, subject, of_leader=self.is_clustered)
+
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
         return self._door.direct_get(stream)
@@ -227,16 +233,21 @@ class Broker:
         """Do something idempotent again and again until the broker answers.
 
         Raises DeadlineError, which names `waiting_for`, when it has not by then, and NoResponders
-        when nobody listens although the connection has been up for a while.
+        when nobody listens, although whoever reconnects or is elected has had the time to.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
+        # the door knows which streams there are, so its word needs no waiting
+        patience = loop.time() + (ELECTION_S if self.is_clustered and not self.is_guest else 0.0)
         while True:
             await self.wait_connected(deadline, waiting_for=waiting_for)
             try:
                 return await attempt()
             except NoResponders:
-                if self.settled:
+                if self.settled and loop.time() >= min(patience, deadline):
+                    raise
+            except APIError as error:
+                if not faults.is_unsettled(error) or loop.time() + RETRY_PAUSE_S >= deadline:
                     raise
             except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
                 if loop.time() + RETRY_PAUSE_S >= deadline:
@@ -252,9 +263,8 @@ class Broker:
         deadline_s: float,
         waiting_for: str,
     ) -> int:
-        """Store a message in its stream, again until it is confirmed; return its sequence.
+        """Store what may be sent twice in its stream until it is confirmed; return its sequence.
 
-        Only for what may be sent twice: the headers or the stream's limits refuse the second.
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
 
@@ -266,17 +276,11 @@ class Broker:
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
         except NoResponders as error:
-            raise NotFoundError(
-                f"no stream stores {subject}",
-                hint="the job may have ended and been removed (`tinkermq ps --all`)",
-            ) from error
+            raise faults.not_stored(subject) from error
 
     def _late(self, waiting_for: str) -> DeadlineError:
         self.check_open()
-        return DeadlineError(
-            f"{waiting_for}: {shown_url(self.url)} did not answer in time",
-            hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
-        )
+        return faults.late(self.url, waiting_for)
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
         """Connect for the first time; raises BrokerError when the server is away or refuses."""
@@ -300,7 +304,7 @@ class Broker:
     async def _open(self, credentials: Mapping[str, Any]) -> None:
         try:
             await self.nc.connect(
-                self.url,
+                server_urls(self.url),
                 name=self.name,
                 error_cb=self._complaints.take,
                 disconnected_cb=self._disconnected,
@@ -334,10 +338,7 @@ class Broker:
             callback()
 
     def _lost(self, subject: str) -> ConnectionLost:
-        return ConnectionLost(
-            f"the connection to {shown_url(self.url)} broke during a request on {subject}",
-            hint="try again",
-        )
+        return faults.broken(self.url, subject)
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))

@@ -151,7 +151,7 @@ class Stack:
             try:
                 return await call(
                     self.broker,
-                    rpc("local", "scheduler", method),
+                    rpc(self.broker.user, "scheduler", method),
                     request,
                     reply,
                     timeout_s=15,
