@@ -99,6 +99,15 @@ class Stack:
         process.kill()
         process.wait()
 
+    async def restart(self, role: str) -> None:
+        """Stop the scheduler, the node or nats-server as systemd does, and start it again."""
+        if role == "nats-server":
+            await asyncio.to_thread(self.server.stop)
+            self.server.start()
+            return
+        await asyncio.to_thread(self._end, role)
+        self.start(role)
+
     def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
