@@ -32,7 +32,12 @@ SERVERS = ("nats-1", "nats-2", "nats-3")
 NODES = ("node-1", "node-2")
 SLOTS = 2
 _MACHINES = (*SERVERS, *NODES, "control", "client")
-_CONTROL = {"auth-1": "auth", "scheduler-1": "scheduler", "scheduler-2": "scheduler"}
+_CONTROL = {
+    "auth-1": "auth",
+    "auth-2": "auth",
+    "scheduler-1": "scheduler",
+    "scheduler-2": "scheduler",
+}
 _STOP_S = 25.0
 
 
