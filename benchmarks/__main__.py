@@ -30,6 +30,7 @@ NAMES = (
     "overhead",
     "memory",
     "dashboard",
+    "scheduler",
 )
 
 

@@ -23,6 +23,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from ..schemas.errors import BrokerError, DeadlineError
+from ..schemas.subjects import DEFAULT_USER
 from . import faults
 from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
@@ -51,8 +52,7 @@ class Broker:
 
     def __init__(self, url: str, name: str, login: Login) -> None:
         """Prepare a connection that `connect` opens."""
-        self.url = url
-        self.name = name
+        self.url, self.name = url, name
         self.user = login.user
         self.inbox_prefix = login.inbox
         self._login = login
@@ -103,6 +103,10 @@ class Broker:
         """Call `callback` with each denied subject and slow consumer; returns its removal."""
         return self._complaints.callbacks.add(callback)
 
+    def derived_key(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes that follow from a service's credentials; None without them."""
+        return self._login.derived_key(purpose)
+
     async def close(self) -> None:
         """Send what is pending and close."""
         self._closing = True
@@ -137,7 +141,7 @@ class Broker:
         self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
-        """Raise MessageError if a payload of `size` bytes cannot be sent."""
+        """Raise MessageError if `size` bytes are too many for one message."""
         if size > self.max_payload_bytes:
             raise faults.too_large(what, size, self.max_payload_bytes)
 
@@ -237,8 +241,8 @@ class Broker:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
-        # the door knows which streams there are, so its word needs no waiting
-        patience = loop.time() + (ELECTION_S if self.is_clustered and not self.is_guest else 0.0)
+        elects = self.is_clustered and not self.is_guest  # the door knows which streams there are
+        patience = loop.time() + (ELECTION_S if elects else 0.0)
         while True:
             await self.wait_connected(deadline, waiting_for=waiting_for)
             try:
@@ -267,7 +271,6 @@ class Broker:
 
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
-
         place = self._door.store(subject)
 
         async def attempt() -> int:
@@ -333,12 +336,9 @@ class Broker:
         if self._connected.is_set() and not self._closing:
             _log.warning("broker_disconnected", url=shown_url(self.url))
         self._connected.clear()
-        self._replies.fail(self._lost)
+        self._replies.fail(lambda subject: faults.broken(self.url, subject))
         for callback in self._on_disconnect:
             callback()
-
-    def _lost(self, subject: str) -> ConnectionLost:
-        return faults.broken(self.url, subject)
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))
@@ -360,7 +360,7 @@ async def connect(
     url: str,
     *,
     name: str,
-    user: str = "local",
+    user: str = DEFAULT_USER,
     api_key: str | None = None,
     credentials_file: Path | None = None,
     deadline_s: float = 10.0,

@@ -6,6 +6,7 @@ everybody as the user that he says he is. Secrets come from the environment or f
 from a command line.
 """
 
+import hmac
 import os
 import ssl
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from .keys import id_of_invitation, read_job_key, user_of_key
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
 CA_VARIABLE = "TINKERMQ_CA"
+_SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """An admin sets it to the user whose jobs he wants to look at or to stop."""
 _GUESTS = frozenset({"environment"})
@@ -39,6 +41,13 @@ class Login:
     """Subject below which it asks the door; empty for those who need none."""
     is_guest: bool = False
     """Everything stored is reached through the door, and not only the shared buckets."""
+
+    def derived_key(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes for `purpose` that follow from a service's seed, or None."""
+        seed = self.options.get(_SEED)
+        if seed is None:
+            return None
+        return hmac.digest(str(seed).encode(), purpose.encode(), "sha256")
 
 
 def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
@@ -83,7 +92,7 @@ def _of_service(path: Path) -> Login:
         ) from error
     if name not in SERVICES:
         raise AuthError(f"{path} is no credentials file of a service")
-    return Login(name, inbox(name), {"nkeys_seed_str": seed})
+    return Login(name, inbox(name), {_SEED: seed})
 
 
 def tls_options(url: str) -> dict[str, Any]:

@@ -250,6 +250,7 @@ def service_permissions(name: str) -> Permissions:
                 f"{PREFIX}.job.*.*.log.*",
                 node("*", "status"),
                 rpc("node", "keys", "job"),
+                rpc("node", "secrets", "open"),
                 f"{inbox('scheduler')}.>",
                 f"{inbox('node')}.>",
                 _TOOLS_INBOX,

@@ -138,15 +138,20 @@ class BatchInbox:
         self._max_messages = max_messages
         self._max_bytes = max_bytes
         self._inbox = broker.nc.new_inbox()
-        self._replies: asyncio.Queue[Msg | None] = asyncio.Queue()
+        self._replies: asyncio.Queue[Msg | BrokerError | None] = asyncio.Queue()
+        self._asked = ""
         self._number = 0
         self._listening: Listening | None = None
-        self._remove = broker.on_disconnect(lambda: self._replies.put_nowait(None))
+        self._removals = (
+            broker.on_disconnect(lambda: self._replies.put_nowait(None)),
+            broker.on_error(self._complain),
+        )
 
     async def get(self, stream: str, seq: int, subject: str) -> Batch:
         """Return the next messages on `subject` from `seq` on, and whether there may be more.
 
-        A single attempt: raises ConnectionLost, NoResponders, TimeoutError.
+        A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
+        a user who may not ask.
         """
         if self._listening is None:
             take = self._replies.put_nowait
@@ -161,17 +166,22 @@ class BatchInbox:
             "max_bytes": self._max_bytes,
         }
         reply = f"{self._inbox}.{self._number}"
-        await self._broker.send(
-            self._broker.direct_get(stream), json.dumps(request).encode(), reply=reply
-        )
+        self._asked = self._broker.direct_get(stream)
+        await self._broker.send(self._asked, json.dumps(request).encode(), reply=reply)
         return await self._collect(stream, reply)
 
     async def close(self) -> None:
         """Unsubscribe."""
-        self._remove()
+        for remove in self._removals:
+            remove()
         listening, self._listening = self._listening, None
         if listening is not None:
             await listening.stop()
+
+    def _complain(self, error: BrokerError) -> None:
+        """End the wait for an answer that was denied; the server tells it in lower case."""
+        if self._asked and repr(self._asked.lower()) in error.message:
+            self._replies.put_nowait(error)
 
     async def _collect(self, stream: str, inbox: str) -> Batch:
         messages: list[StoredMessage] = []
@@ -192,6 +202,8 @@ class BatchInbox:
         while True:
             async with asyncio.timeout(_BATCH_TIMEOUT_S):
                 reply = await self._replies.get()
+            if isinstance(reply, BrokerError):
+                raise reply
             if reply is None:
                 raise ConnectionLost("the connection broke during a batched read", hint="try again")
             if reply.subject == inbox:

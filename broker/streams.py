@@ -24,6 +24,7 @@ from ..schemas.subjects import (
     BUCKET_LEASES,
     BUCKET_NODES,
     BUCKET_REQUESTS,
+    BUCKET_SECRETS,
     STREAM_AUDIT,
     TASK_CONSUMER,
     JobScope,
@@ -46,6 +47,7 @@ _LOOK_S = 0.1
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
 _NS = 1_000_000_000
+_LAST_WORDS_BYTES = 1 << 20
 
 StreamConfig = Mapping[str, Any]
 
@@ -80,15 +82,19 @@ async def create_job_feeds(broker: Broker, scope: JobScope, limits: LimitsConfig
 async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
     """Bound the streams of a job that has ended by what they hold, so that others get the room.
 
-    `create_job_streams` gives them their bounds back.
+    Those of events and log lines keep some room: actors that drain still tell their last lines,
+    which must not push out the first ones. `create_job_streams` gives them their bounds back.
     """
     for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
         try:
             info = await stream_info(broker, config["name"])
         except StreamNotFound:  # the job never started
             continue
-        used = max(int(info["state"]["bytes"]), 1)
-        await _ask(broker, f"STREAM.UPDATE.{config['name']}", info["config"] | {"max_bytes": used})
+        room = _LAST_WORDS_BYTES if config["name"] in {scope.stream_feed, scope.stream_log} else 0
+        bound = max(int(info["state"]["bytes"]) + room, 1)
+        if bound < info["config"]["max_bytes"]:
+            change = {"max_bytes": bound}
+            await _ask(broker, f"STREAM.UPDATE.{config['name']}", info["config"] | change)
 
 
 async def ensure_task_consumer(
@@ -136,6 +142,7 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_ACTORS, "Heartbeats of actors; a missing key is a missing actor", PRESENCE_TTL_S),
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
         (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
+        (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
     )
     for bucket, description, ttl_s in shared:

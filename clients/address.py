@@ -10,7 +10,6 @@ from ..broker.addresses import split_servers
 from ..schemas.errors import ConfigError
 from ..schemas.subjects import JobScope
 
-DEFAULT_USER = "local"
 _SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
 
 

@@ -156,7 +156,7 @@ def find_gateway(given: str | None = None) -> str | None:
     if url:
         return url
     state = Home().running()
-    return getattr(state, "gateway_url", None)
+    return state.gateway if state is not None else None
 
 
 def _take(lock: IO[str]) -> bool:

@@ -9,14 +9,16 @@ from typing import Any, TypeVar, cast
 from ..broker.connection import Broker, connect
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
-from ..schemas.subjects import JobScope
-from .address import DEFAULT_USER, JobAddress, parse_broker_url
+from ..schemas.secret import WANDB_KEY
+from ..schemas.subjects import DEFAULT_USER, JobScope
+from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
 from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
 from .quiet import quiet_logs
+from .secrets import secrets_for
 
 T = TypeVar("T")
 
@@ -63,9 +65,8 @@ class AsyncSchedulerClient:
     ) -> dict[str, Any]:
         """Submit a training job; see `SchedulerClient.submit_job`."""
         del enable_agent_loop  # every job runs the agent loop
-        if wandb_key is not None:
-            # A job's record holds no secret: the key stays in this process, where trackers run.
-            os.environ["WANDB_API_KEY"] = wandb_key
+        if wandb_key is not None:  # for trackers of this process; the job gets it sealed
+            os.environ[WANDB_KEY] = wandb_key
         tree = translate(as_tree(config))
         if num_gpus is not None:
             tree = merged(tree, translate({"num_gpus": num_gpus}))
@@ -75,6 +76,7 @@ class AsyncSchedulerClient:
             resolve_paths(tree, self.scheduler_url),
             configured=complete,
             request_id=new_request_id(),
+            secrets=secrets_for(tree) | ({WANDB_KEY: wandb_key} if wandb_key else {}),
         )
         if complete:
             record = await self._started(pool, record)

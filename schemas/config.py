@@ -274,6 +274,9 @@ class TrainingConfig(Section):
     """Checkpoints of every so many steps are kept for good; 0: none."""
     keep_rollouts: bool = False
     """Never trim the rollout log: the run can be looked at and replayed."""
+    plateau_steps: int = Field(default=0, ge=0)
+    """Who has asked for notifications is told when validation, or else the reward, has not improved
+    for so many steps; 0: never."""
 
 
 class EvaluationConfig(Section):

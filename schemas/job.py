@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .message import Message
+from .secret import MAX_SEALED_BYTES, SecretName
 
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
@@ -100,6 +101,8 @@ class JobRecord(Message):
     """When it came to its last state."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds that it has held, by role, until `metered`."""
+    secrets: list[SecretName] = Field(default_factory=list[SecretName])
+    """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0
     """When what it holds last changed."""
 
@@ -126,6 +129,8 @@ class SubmitRequest(Message):
     """`run@step` whose checkpoint the job starts from."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
+    sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
+    """JobSecrets in a sealed box to the scheduler's key; kept beside the record, never in it."""
     follow: str | None = None
     """Live run, by id or name, whose newest version an inference job serves."""
 

@@ -29,6 +29,8 @@ class WantedActor(Message):
     """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
+    secrets: bool = False
+    """Whether to ask for secrets at its start."""
     max_restarts: int = Field(default=5, ge=0)
     """Failing more often within ten minutes is final."""
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from .errors import MessageError
 
 PREFIX = "tmq.v1"
+DEFAULT_USER = "local"
+"""Everybody, in a pool without authentication."""
 
 BUCKET_JOBS = "tmq-jobs"
 BUCKET_NODES = "tmq-nodes"
@@ -18,6 +20,7 @@ BUCKET_EVALS = "tmq-evals"
 BUCKET_REQUESTS = "tmq-requests"
 BUCKET_LEASES = "tmq-leases"
 BUCKET_USERS = "tmq-users"
+BUCKET_SECRETS = "tmq-secrets"
 STREAM_AUDIT = "tmq-audit"
 AUDIT = f"{PREFIX}.audit"
 

@@ -50,6 +50,7 @@ from .message import Empty, Message
 from .metric import EvalRecord, Event, LogLines, Metric, Presence
 from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
 from .rollout import Group
+from .secret import OpenedSecrets, OpenRequest, SealedSecrets, SealingKey, SecretsRequest
 from .task import DeadLetter, Task
 from .user import (
     AddUser,
@@ -139,6 +140,15 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
+    _scheduler("key", Empty, SealingKey),
+    _scheduler("secrets", SecretsRequest, JobReply),
+    Topic(
+        subjects.rpc("node", "secrets", "open"),
+        "request",
+        OpenRequest,
+        OpenedSecrets,
+        "node → scheduler",
+    ),
     _users("add", AddUser, NewKey),
     _users("list", Empty, UserList),
     _users("rotate", RotateKey, NewKey, "admin, the user himself"),
@@ -269,6 +279,7 @@ STORES: tuple[Store, ...] = (
         "as long as the manifest",
     ),
     Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "for good"),
+    Store(subjects.BUCKET_SECRETS, "bucket", "`<u>.<j>`", SealedSecrets, "until the job has ended"),
     Store(
         subjects.BUCKET_REQUESTS,
         "bucket",

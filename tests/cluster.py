@@ -38,7 +38,6 @@ _CONTROL = {
     "scheduler-1": "scheduler",
     "scheduler-2": "scheduler",
 }
-_STOP_S = 25.0
 
 
 class Cluster(Stack):
@@ -73,8 +72,9 @@ class Cluster(Stack):
     async def __aexit__(self, *exc_info: object) -> None:
         if self._broker is not None:
             await self._broker.close()
-        for name in reversed(list(self._processes)):
-            await asyncio.to_thread(self._end, name)
+        for process in self._processes.values():  # the actors die with their nodes
+            process.kill()
+            process.wait()
         if self._network is not None:
             self._network.close()
 

@@ -31,9 +31,7 @@ from tinkermq.schemas.subjects import rpc
 
 from tests.configs import REPOSITORY
 from tests.jobs import Job
-from tests.waiting import eventually
-
-_STOP_S = 25.0
+from tests.waiting import PATIENCE_S, eventually
 
 T = TypeVar("T")
 
@@ -65,8 +63,9 @@ class Stack:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._broker is not None:
             await self._broker.close()
-        for role in ("node", "scheduler"):
-            await asyncio.to_thread(self._end, role)
+        for process in self._processes.values():  # the actors die with their node
+            process.kill()
+            process.wait()
         self.server.stop()
 
     @property
@@ -105,7 +104,9 @@ class Stack:
             await asyncio.to_thread(self.server.stop)
             self.server.start()
             return
-        await asyncio.to_thread(self._end, role)
+        process = self._processes[role]
+        process.terminate()
+        await asyncio.to_thread(process.wait, PATIENCE_S)
         self.start(role)
 
     def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
@@ -125,17 +126,6 @@ class Stack:
                 stderr=log,
                 preexec_fn=die_with(os.getpid()),
             )
-
-    def _end(self, role: str) -> None:
-        process = self._processes.pop(role, None)
-        if process is None or process.poll() is not None:
-            return
-        process.terminate()
-        try:
-            process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
     # -- requests ----------------------------------------------------------------------------
 

@@ -277,3 +277,26 @@ def test_every_lint_ignore_says_which_rule_and_why() -> None:
             if unexplained or sweeping:
                 wrong.append(f"{short(path)}:{number} {line.strip()}")
     assert not wrong
+
+
+def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
+    """Every parameter and key `trust_remote_code` is false by default, and nobody passes True."""
+    trusting: list[str] = []
+    for path in modules(*ROOMS, "examples", "benchmarks"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                named = dict(
+                    zip(reversed(node.args.args), reversed(node.args.defaults), strict=False)
+                )
+                named |= dict(zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True))
+                pairs = [(argument.arg, value) for argument, value in named.items()]
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                pairs = [(node.target.id, node.value)]
+            elif isinstance(node, ast.Call):
+                pairs = [(str(word.arg), word.value) for word in node.keywords]
+            else:
+                continue
+            for name, value in pairs:
+                if name == "trust_remote_code" and getattr(value, "value", False) is True:
+                    trusting.append(f"{short(path)}:{node.lineno}")
+    assert not trusting

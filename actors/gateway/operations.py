@@ -82,7 +82,7 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
     if isinstance(body, ScaleBody):
         return await scheduler.scale(job, body.role, body.count)
     if isinstance(body, PriorityBody):
-        return await scheduler.prioritize(job, body.priority)
+        return await scheduler.priority(job, body.priority)
     return await (scheduler.pause(job) if action == "pause" else scheduler.resume(job))
 
 

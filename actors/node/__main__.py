@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...schemas.subjects import token
 from ..runtime import ActorContext, run_service_actor, service_parser
 from .gpus import find_gpus
-from .machine import default_name, default_slots, lock_name
+from .machine import check_slots, default_name, default_slots, lock_name
 from .node import Node
 
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         token(arguments.name, what="node name")
         with lock_name(arguments.name, arguments.nats):
             context.set_state("working")
+            check_slots(arguments.slots, arguments.gpus)
             gpus = None if arguments.slots else find_gpus(arguments.gpus)
             slots = arguments.slots or default_slots()
             node = Node(context.broker, arguments.name, slots, gpus=gpus)

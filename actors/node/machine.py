@@ -11,7 +11,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from ...broker.addresses import server_urls
-from ...schemas.errors import StateError
+from ...schemas.errors import ConfigError, StateError
 
 
 def default_name() -> str:
@@ -25,6 +25,20 @@ def default_slots() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     num_cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(2, num_cores)
+
+
+def check_slots(slots: int | None, gpus: str | None) -> None:
+    """Raise ConfigError for slots that a node cannot have."""
+    if slots is not None and slots < 1:
+        raise ConfigError(
+            f"--slots {slots} leaves a node without anything to give away",
+            hint=f"give 1 or more, or leave it out: this machine has {default_slots()}",
+        )
+    if slots is not None and gpus is not None:
+        raise ConfigError(
+            "--slots counts CPU shares and --gpus names GPUs: a node gives away one or the other",
+            hint="leave one of them out",
+        )
 
 
 def lock_name(name: str, nats_url: str) -> IO[str]:

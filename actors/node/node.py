@@ -34,6 +34,7 @@ from .children import ActorStarter, StartChild
 from .gpus import Gpus
 from .job_keys import with_job_keys
 from .process import STOP_DEADLINE_S, ActorProcess
+from .secrets import with_secrets
 
 RECORD_S = 2.0
 _RECORD_PAUSE_S = 0.05
@@ -65,7 +66,7 @@ class Node:
         self._gpus = gpus
         self._slots = len(gpus) if gpus else slots
         self._starter = ActorStarter()
-        self._start_child = start or self._starter.start
+        self._start_child = with_secrets(broker, start or self._starter.start)
         if broker.user == "node":  # as a service of a pool with authentication
             self._start_child = with_job_keys(broker, self._start_child)
         self._stop_deadline_s = stop_deadline_s

@@ -20,29 +20,40 @@ from ...schemas.job import (
 )
 from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList, NodeStatus
-from ...schemas.subjects import rpc
+from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
+from ...schemas.subjects import JobScope, rpc
 from .board import Board
 from .messenger import tell_learner
-from .placement import refuse_impossible
 from .pool import Pool
 from .reconciler import Reconciler
 from .roster import scaled, slots_of, unplaced
 from .submission import Submission, check_priority, check_quota
+from .vault import Vault
 
 
 class Desk:
     """Answers clients; every change goes through the job records, so it survives the scheduler."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, board: Board, pool: Pool, reconciler: Reconciler
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: Board,
+        pool: Pool,
+        reconciler: Reconciler,
+        vault: Vault,
     ) -> None:
-        """Answer from `board` and `pool`, change `jobs`; `reconciler` carries out."""
+        """Answer from `board` and `pool`, change `jobs`; `reconciler` carries out.
+
+        What must not be told stays in `vault`.
+        """
         self._broker = broker
         self._jobs = jobs
         self._board = board
         self._pool = pool
         self._reconciler = reconciler
-        self._submission = Submission(broker, jobs, board, reconciler)
+        self._submission = Submission(broker, jobs, board, reconciler, vault)
+        self._vault = vault
         self._lock = asyncio.Lock()
 
     async def open(self, service: Service) -> None:
@@ -59,9 +70,13 @@ class Desk:
             ("pause", JobRequest, self.pause),
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
+            ("key", Empty, self.key),
+            ("secrets", SecretsRequest, self.secrets),
         ]
         for method, model, handler in endpoints:
             await service.endpoint(method, rpc("*", "scheduler", method), model, handler)
+        subject = rpc("node", "secrets", "open")
+        await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
 
     async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
         """Make a job."""
@@ -85,6 +100,20 @@ class Desk:
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only what they hold."""
         return NodeList(nodes=[_shown(node, context.user) for node in self._pool.nodes()])
+
+    async def key(self, _: Empty) -> SealingKey:
+        """Return the key to which clients seal secrets."""
+        return self._vault.key
+
+    async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
+        """Keep secrets of a job until it has ended."""
+        record = await self._read(context, request.job)
+        names = await self._vault.keep(JobScope(record.user, record.job), request.sealed)
+
+        def name(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"secrets": names})
+
+        return self._changed(await self._jobs.update(record, name))
 
     async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
         """Stop a job: the learner drains with a checkpoint, or everything ends now.
@@ -113,7 +142,7 @@ class Desk:
                 return JobReply(record=record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
-            refuse_impossible(record.actors, self._reconciler.capacity())
+            self._reconciler.refuse_impossible(record.actors)
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -143,7 +172,7 @@ class Desk:
         slots = 0 if request.role == "environment" else config.generator.slots
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
-            refuse_impossible(wanted, self._reconciler.capacity())
+            self._reconciler.refuse_impossible(wanted)
             check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
 
         def resize(current: JobRecord) -> JobRecord:

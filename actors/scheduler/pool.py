@@ -45,6 +45,8 @@ class Pool:
         self._members: dict[str, _Member] = {}
         self._silent_s = timing.silent_s
         self._resync_s = timing.resync_s
+        self.shape = 0
+        """Grows whenever nodes, their slots or their links change."""
         self._looked = time.monotonic()
 
     def nodes(self) -> list[NodeStatus]:
@@ -92,11 +94,15 @@ class Pool:
     def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
         if member.status is None:
             _log.info("node_joined", node=name, host=status.host, slots=status.slots)
+        before = member.status
+        if before is None or (before.slots, before.groups) != (status.slots, status.groups):
+            self.shape += 1
         member.silent_s = 0.0
         member.status = status
 
     def _part(self, name: str, how: str) -> None:
         _log.warning("node_lost", node=name, how=how)
+        self.shape += 1
         self._members[name] = _Member(silent_s=self._silent_s)
 
     async def sync(self, requests: Mapping[str, NodeSync]) -> None:

@@ -27,7 +27,8 @@ from ...schemas.subjects import JobScope
 from .board import Board, key_of
 from .lease import Lease
 from .messenger import Messenger
-from .placement import Assignment, NodeSlots, place
+from .notifier import Notifier
+from .placement import Assignment, NodeSlots, place, refuse_impossible
 from .pool import Pool
 from .queue import PlacementRequest
 from .roster import main_actor, unplaced, wanted_actor
@@ -64,18 +65,22 @@ class Reconciler:
         pool: Pool,
         lease: Lease,
         timing: Timing,
+        notifier: Notifier,
     ) -> None:
-        """Work on what `board` and `pool` know."""
+        """Work on what `board` and `pool` know; ends of jobs are told by `notifier`."""
         self._broker = broker
         self._jobs = jobs
         self._board = board
         self._pool = pool
         self._lease = lease
         self._timing = timing
+        self._notifier = notifier
         self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}
+        self._fitting: set[tuple[int, ...]] = set()
+        self._fitting_shape = -1
 
     def hurry(self) -> None:
         """Take the next turn at once."""
@@ -86,9 +91,15 @@ class Reconciler:
         self._board.enter(record)
         self._hurry.set()
 
-    def capacity(self) -> list[NodeSlots]:
-        """Return the nodes as if nothing ran on them."""
-        return [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+    def refuse_impossible(self, actors: Sequence[ActorPlacement]) -> None:
+        """Raise PlacementError if the pool could not hold the actors even when idle."""
+        if self._fitting_shape != self._pool.shape:
+            self._fitting, self._fitting_shape = set(), self._pool.shape
+        wanted = tuple(actor.slots for actor in actors)
+        if wanted not in self._fitting:
+            idle = [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+            refuse_impossible(actors, idle)
+            self._fitting.add(wanted)
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
@@ -294,6 +305,7 @@ class Reconciler:
         moved = await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
         self._board.enter(moved)
         if is_final(moved):
+            self._notifier.ended(moved)
             await settle_job_streams(self._broker, _scope(moved))
         return moved
 
@@ -304,6 +316,7 @@ class Reconciler:
         self._versions_read = time.monotonic()
         active = [one for one in self._board.live.values() if one.state in ACTIVE]
         await asyncio.gather(*map(self._read_version, active))
+        await self._notifier.look(active)
 
     async def _read_version(self, record: JobRecord) -> None:
         entry = await presences(self._broker).get(f"{key_of(record)}.learner")

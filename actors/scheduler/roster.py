@@ -94,6 +94,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         attempt=record.attempt,
         run_dir=record.run_dir,
         threads=threads.get(actor.role, 1),
+        secrets=bool(record.secrets) and actor.name == main_actor(record.actors).name,
         max_restarts=config.limits.max_restarts,
     )
 

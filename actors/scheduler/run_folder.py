@@ -11,12 +11,14 @@ from ...schemas.errors import NotFoundError, StateError, StorageError
 _FORK = "fork"
 
 
-def make_run_dir(config: JobConfig) -> Path:
+def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     """Make the folder of a run; one that holds something is another run's.
+
+    With an `owner` it lies in a folder of theirs: names are unique for each user only.
 
     Raises StateError, or StorageError for a folder that cannot be made.
     """
-    folder = Path(config.output_dir).expanduser().resolve() / str(config.name)
+    folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         occupied = any(path.name != _FORK for path in folder.iterdir())

@@ -13,9 +13,11 @@ from ..runtime import ActorContext
 from .board import Board
 from .desk import Desk
 from .lease import Lease
+from .notifier import Notifier
 from .pool import Pool
 from .reconciler import Reconciler
 from .timing import Timing
+from .vault import Vault
 
 DEFAULT_TIMING = Timing()
 
@@ -42,7 +44,9 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
     jobs, board, pool = JobStore(broker), Board(broker), Pool(broker, timing)
-    reconciler = Reconciler(broker, jobs, board, pool, lease, timing)
+    vault = Vault(broker, board)
+    notifier = Notifier(broker, vault)
+    reconciler = Reconciler(broker, jobs, board, pool, lease, timing, notifier)
     async with (
         await Service.start(
             broker,
@@ -57,8 +61,10 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
             await board.open(reconciler.hurry)
             await pool.records.open(reconciler.hurry)
             await pool.refresh()
-            await Desk(broker, jobs, board, pool, reconciler).open(service)
+            telling = group.create_task(notifier.run(), name="notifications")
+            await Desk(broker, jobs, board, pool, reconciler, vault).open(service)
             await reconciler.run(context.stopping)
+            telling.cancel()
         finally:
             await board.close()
             await pool.records.close()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from pydantic import ValidationError
-from ulid import ULID
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
@@ -25,25 +24,32 @@ from ...schemas.errors import (
     StateError,
     TinkermqError,
 )
+from ...schemas.ids import new_id
 from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
-from ...schemas.subjects import JobScope, token
+from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
 from .board import Board
 from .naming import run_name
-from .placement import refuse_impossible
 from .reconciler import WHO, Reconciler
 from .roster import KINDS, actors_for, slots_of
 from .run_folder import make_run_dir, pin_checkpoint
+from .vault import Vault
 
 
 class Submission:
     """Makes jobs; a name is taken from the moment it is given."""
 
     def __init__(
-        self, broker: Broker, jobs: JobStore, board: Board, reconciler: Reconciler
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: Board,
+        reconciler: Reconciler,
+        vault: Vault,
     ) -> None:
-        """Make jobs that `reconciler` takes up."""
+        """Make jobs that `reconciler` takes up, with their secrets in `vault`."""
+        self._vault = vault
         self._broker = broker
         self._jobs = jobs
         self._board = board
@@ -75,7 +81,7 @@ class Submission:
         return await asyncio.shield(making)
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
-        fresh = str(ULID()).lower()
+        fresh = new_id()
         job = await self._jobs.job_of_request(user, request.request_id, fresh)
         record = None if job == fresh else await self._jobs.find_by_id(user, job)
         if record is None:
@@ -100,6 +106,7 @@ class Submission:
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
+            secrets=self._vault.names(user, request.sealed),
             created=time.time(),
         )
         self._names.add((user, blank.name))
@@ -108,6 +115,8 @@ class Submission:
             async with asyncio.TaskGroup() as group:
                 group.create_task(create_job_feeds(self._broker, JobScope(user, job), limits))
                 making = group.create_task(self._complete(blank)) if request.configured else None
+            if request.sealed:
+                await self._vault.keep(JobScope(user, job), request.sealed)
             return await self._jobs.create(making.result() if making else blank, WHO)
         except* TinkermqError as errors:
             raise first_of(errors) from None
@@ -143,9 +152,9 @@ class Submission:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
         actors = actors_for(config, record.kind)
-        refuse_impossible(actors, self._reconciler.capacity())
+        self._reconciler.refuse_impossible(actors)
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
-        run_dir = await asyncio.to_thread(make_run_dir, config)
+        run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
             fork_dir = str(await asyncio.to_thread(pin_checkpoint, Path(fork_dir), run_dir))
@@ -158,6 +167,11 @@ class Submission:
             "fork_dir": fork_dir,
         }
         return record.model_copy(update=fields)
+
+    def _folder_of(self, user: str) -> str:
+        """Return the folder for the runs of a user; in a pool without users there is one for all."""
+        alone = user == DEFAULT_USER and self._broker.user == DEFAULT_USER
+        return "" if alone else user
 
     def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
         """Return the configured name if no other run has it, else a new one."""

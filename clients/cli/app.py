@@ -28,6 +28,8 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("train", "train:train", "Submit a training job and watch it."),
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
+        _Command("attach", "train:watch", "Watch a run live: another name of `watch`."),
+        _Command("notify", "notify:notify", "Be told when a run finishes, fails or stagnates."),
         _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
         _Command("pause", "runs:pause", "Let a run stand still."),
         _Command(

@@ -113,7 +113,7 @@ def check_slots(config: JobConfig, nats_url: str | None) -> str:
         return f"{needed} needed; no stack is up, so not compared"
 
     async def work(pool: Pool) -> int:
-        return sum(node.slots for node in (await pool.nodes()).nodes)
+        return sum(node.slots for node in await pool.nodes())
 
     there = with_pool(url, work)
     if needed > there:

@@ -17,11 +17,14 @@ from ...schemas.metric import Presence
 from ..names import did_you_mean
 from ..pool import Pool, new_request_id
 from ..progress import REWARD, VALIDATION, RunProgress
+from ..secrets import secrets_for
 from .live import announce
 from .options import COMMON, Common
 from .output import duration, note, print_json, print_table, say
 from .session import with_pool
 
+_EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
+_WHY_CHARACTERS = 72
 _ROLES: dict[str, Literal["generator", "environment", "server"]] = {
     "servers": "server",
     "server": "server",
@@ -55,7 +58,11 @@ def ps(
             *("run", "state", "step", "reward", "validation", "tokens/s", "slots", "age"),
             "restarts",
         )
-        print_table(columns, [_cells(row) for row in rows])
+        explained = any(_why(row) for row in rows)
+        print_table(
+            (*columns, "why") if explained else columns,
+            [[*_cells(row), _why(row)] if explained else _cells(row) for row in rows],
+        )
     return 0
 
 
@@ -119,6 +126,12 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def _why(row: dict[str, Any]) -> str:
+    """Say in a line why a run does not run."""
+    first = row["reason"].splitlines()[0] if row["reason"] else ""
+    return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
+
+
 def _number(value: float | None, shape: str) -> str:
     return "" if value is None else format(value, shape)
 
@@ -158,7 +171,15 @@ def resume(run: str, /, *, common: Common = COMMON) -> int:
     run
         Name or job id.
     """
-    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.resume(job)))
+
+    async def work(pool: Pool) -> JobRecord:
+        record = await pool.find(run)
+        secrets = secrets_for(record.config)
+        if secrets and record.state in FINAL_STATES:  # what it had went with its end
+            await pool.hand_over(record.job, secrets)
+        return await pool.resume(record.job)
+
+    record = with_pool(common.nats_url, work)
     return _tell(record, f"{record.name} is {record.state}", as_json=common.json)
 
 
@@ -189,7 +210,10 @@ def fork(
         for override in overrides:
             apply_override(config, override)
         return await pool.submit(
-            config, fork_of=f"{origin.job}@{step}", request_id=new_request_id()
+            config,
+            fork_of=f"{origin.job}@{step}",
+            request_id=new_request_id(),
+            secrets=secrets_for(config),
         )
 
     record = with_pool(common.nats_url, work)

@@ -17,6 +17,7 @@ from ..home import find_url
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
+from ..secrets import secrets_for
 from .live import announce, open_display
 from .options import COMMON, Common
 from .output import note, print_json_line, say
@@ -60,7 +61,9 @@ def train(
     request_id = new_request_id()
 
     async def work(pool: Pool) -> int:
-        record = await pool.submit(values, request_id=request_id, priority=priority)
+        record = await pool.submit(
+            values, request_id=request_id, priority=priority, secrets=secrets_for(values)
+        )
         if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:

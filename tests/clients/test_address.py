@@ -1,7 +1,10 @@
 """URLs name a broker, or a job at a broker."""
 
+from pathlib import Path
+
 import pytest
 from tinkermq.clients.address import parse_broker_url, parse_server_url
+from tinkermq.clients.home import Home, StackState, find_gateway
 from tinkermq.schemas.errors import ConfigError
 
 
@@ -40,3 +43,19 @@ def test_a_broker_url_alone_names_no_job() -> None:
     with pytest.raises(ConfigError, match="does not name a job") as caught:
         parse_server_url("nats://127.0.0.1:4222")
     assert "submit_job" in caught.value.hint
+
+
+def test_the_gateway_of_the_local_stack_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKERMQ_HOME", str(tmp_path))
+    monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
+    home = Home()
+    assert find_gateway() is None
+    with home.locked():
+        state = StackState(url="nats://x", pid=1, home=str(tmp_path), started=0.0)
+        home.write(state.model_copy(update={"gateway": "http://127.0.0.1:8780"}))
+        assert find_gateway() == "http://127.0.0.1:8780"
+    monkeypatch.setenv("TINKERMQ_GATEWAY_URL", "http://there")
+    assert find_gateway() == "http://there"
+    assert find_gateway("http://given") == "http://given"

@@ -123,3 +123,24 @@ class NotAGame:
 class Abstract(AbstractGame):
     def reset(self, **_: Any) -> str:
         return ""
+
+
+class TellingGame(AbstractGame):
+    """A dataset game that returns the gold answer where a model must not read it."""
+
+    def get_system_prompt(self) -> str:
+        return "answer"
+
+    def get_initial_user_message(self) -> str:
+        return ""
+
+    def reset(self, ground_truth: str = "", **_: Any) -> str:
+        self.truth, self.turn = ground_truth, 0
+        return ground_truth
+
+    def step(self, action: str) -> StepResult:
+        self.turn += 1
+        return StepResult("no", 0.0, self.turn > 1, info={"ground_truth": self.truth})
+
+    def get_state(self) -> dict[str, Any]:
+        return {"ground_truth": self.truth}

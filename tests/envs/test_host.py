@@ -4,7 +4,10 @@ import asyncio
 
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
+from tinkermq.broker.rpc import call
 from tinkermq.envs.games import addition
+from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.env import ResetReply, ResetRequest
 from tinkermq.schemas.errors import (
     DataError,
     MessageError,
@@ -82,6 +85,26 @@ async def test_a_dataset_game_is_opened_with_its_row(broker, scope, tmp_path, is
         assert (await client.step("a", 0, str(int(a) + int(b)))).reward == 1.0
         error = await error_of(client.reset("b", sample=30), DataError)
         assert "row 30 does not exist" in error.message
+
+
+@ISOLATIONS
+async def test_the_gold_answer_reaches_neither_prompt_nor_observation(
+    broker, scope, tmp_path, isolation
+):
+    truth = "the-gold-answer"
+    row = verl_row("6*7", truth, data_source="telling", split="train", index=0)
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    data = {"train_data": [str(path)], "val_data": [str(path)], "isolation": isolation}
+    async with hosting(broker, scope, "broken_games:TellingGame", workers=1, **data) as client:
+        request = ResetRequest(episodes=["a"], split="train", sample=0, seed=0, wait_s=9)
+        opened = await call(
+            broker, scope.env_reset, request, ResetReply, timeout_s=10, waiting_for="the host"
+        )
+        assert truth not in str(opened)
+        for turn in range(2):  # a first step, and the last one of the episode
+            result = await client.step("a", turn, "wrong")
+            assert truth not in result.observation
+            assert result.info == {"ground_truth": truth}  # for the record, never for the model
 
 
 async def test_hosts_of_one_seed_agree_on_the_validation_rows(broker, scope, tmp_path):

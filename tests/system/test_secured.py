@@ -63,7 +63,8 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     try:
         up = made.run("up", "--port", "0", "--slots", "8", "--json")
         assert up.code == 0, up.err
-        assert set(json.loads(up.out)["children"]) == {"broker", "auth", "scheduler", "node"}
+        services = {"broker", "auth", "scheduler", "node", "gateway"}
+        assert set(json.loads(up.out)["children"]) == services
         for name in ("ada", "bob"):
             made.keys[name] = made.told("user", "add", name, key="root")["api_key"]
         yield made
@@ -156,7 +157,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
             await RolloutLog(brokers[name], theirs).get(1)
         with pytest.raises(BrokerError):
             await WeightStore(brokers[name], theirs).latest()
-        others = [one for node in (await pool.nodes()).nodes for one in node.actors]
+        others = [one for node in await pool.nodes() for one in node.actors]
         assert not [one for one in others if one.user not in ("", name)]
     for broker in brokers.values():
         await broker.close()

@@ -27,6 +27,7 @@ from tinkermq.schemas.errors import AuthError, BrokerError, NotFoundError, Tinke
 from tinkermq.schemas.job import JobReply, StopRequest
 from tinkermq.schemas.message import Empty
 from tinkermq.schemas.metric import Event, LogLines, Metric
+from tinkermq.schemas.secret import OpenRequest
 from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
 from tinkermq.schemas.user import (
     AddUser,
@@ -275,6 +276,8 @@ async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) 
         ("KV_tmq-actors", "$KV.tmq-actors.>"),
         ("KV_tmq-requests", "$KV.tmq-requests.mallory.x"),
         ("KV_tmq-nodes", ">"),
+        ("KV_tmq-secrets", ">"),
+        ("KV_tmq-secrets", "$KV.tmq-secrets.mallory.>"),
     ):
         payload = json.dumps({"seq": 1, "next_by_subj": subject, "batch": 9}).encode()
         reply = await mallory.request(f"{door}.{stream}", payload)
@@ -336,7 +339,7 @@ async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
     assert await RolloutLog(scheduler, job).last_seq() == before
 
 
-async def test_users_cannot_manage_users(job: JobScope, mallory: Broker) -> None:
+async def test_users_cannot_manage_users(pool: SecuredPool, job: JobScope, mallory: Broker) -> None:
     for method, request, reply in (
         ("list", Empty(), UserList),
         ("add", AddUser(user="eve", role="admin"), NewKey),
@@ -352,6 +355,9 @@ async def test_users_cannot_manage_users(job: JobScope, mallory: Broker) -> None
         await refused_publish(mallory, subject, Empty().to_bytes())
     key = JobKeyRequest(user="mallory", job="01mine", actor="learner", attempt=1)
     await refused_publish(mallory, rpc("node", "keys", "job"), key.to_bytes())
+    opening = OpenRequest(user="mallory", job="01mine", actor="learner", attempt=1)
+    for asker in (mallory, await pool.user("root")):
+        await refused_publish(asker, rpc("node", "secrets", "open"), opening.to_bytes())
 
 
 async def test_only_an_admin_may_act_for_another(pool: SecuredPool, job: JobScope) -> None:

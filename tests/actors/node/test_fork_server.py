@@ -13,7 +13,7 @@ from tinkermq.actors.node.command import actor_environment
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,6 +50,11 @@ class Actor:
         finally:
             os.close(writing)
 
+    def takes(self, number: int) -> bool:
+        """Whether the process has a handler of its own for a signal."""
+        (caught,) = (line for line in self.read("status").splitlines() if "SigCgt" in line)
+        return bool(int(caught.split()[1], 16) & 1 << number - 1)
+
     def read(self, name: str) -> str:
         return Path(f"/proc/{self.child.pid}/{name}").read_text()
 
@@ -70,6 +75,7 @@ async def test_a_forked_actor_is_one_like_any_other(server: ForkServer) -> None:
     assert "libtorch" in actor.read("maps")
     os.kill(other.child.pid, signal.SIGKILL)
     assert await asyncio.wait_for(other.child.wait(), PATIENCE_S) == -signal.SIGKILL
+    await until(lambda: actor.takes(signal.SIGTERM), "the actor to be up")
     os.kill(actor.child.pid, signal.SIGTERM)
     await actor.until("actor_draining")
     os.kill(actor.child.pid, signal.SIGTERM)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.node.children import programs
-from tinkermq.actors.node.machine import default_name, default_slots, lock_name
+from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import follow
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import Service, call
-from tinkermq.schemas.errors import FencedError, StateError
+from tinkermq.schemas.errors import ConfigError, FencedError, StateError
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import NodeStatus, NodeSync, WantedActor
 from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, node, token
@@ -223,3 +223,24 @@ def test_a_name_is_locked_on_one_machine_for_one_broker() -> None:
 def test_a_machine_has_a_name_and_at_least_two_slots() -> None:
     assert token(default_name(), what="node") == default_name()
     assert default_slots() >= 2
+
+
+@pytest.mark.parametrize("slots", [0, -1])
+async def test_a_node_that_has_nothing_to_give_is_refused_at_its_start(
+    broker: Broker, slots: int
+) -> None:
+    command = ("-m", "tinkermq.actors.node", "--nats", broker.url, "--slots", str(slots))
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 2
+    assert f"--slots {slots} leaves a node without anything to give away" in said.decode()
+
+
+def test_a_node_gives_away_gpus_or_cpu_shares() -> None:
+    check_slots(None, None)
+    check_slots(4, None)
+    check_slots(None, "0,1")
+    with pytest.raises(ConfigError, match="one or the other"):
+        check_slots(4, "0,1")

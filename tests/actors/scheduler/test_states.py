@@ -113,6 +113,21 @@ def test_a_job_whose_learner_vanished_with_its_node_is_lost_and_queued_again() -
     assert after(record("LOST", reason=lost.reason)) == "QUEUED"
 
 
+def test_a_job_is_queued_again_as_often_as_its_limit_says_and_then_fails() -> None:
+    for losses in range(1, MAX_LOSSES + 1):
+        assert after(record("LOST", losses=losses)) == "QUEUED"
+    step = next_state(
+        record("LOST", losses=MAX_LOSSES + 1, reason="node 'n1' was silent"), {}, NOBODY, MAX_LOSSES
+    )
+    assert step == Transition("FAILED", "lost its node 3 times: node 'n1' was silent")
+
+
+def test_a_job_that_may_lose_no_node_fails_with_the_first() -> None:
+    step = next_state(record("LOST", losses=1), {}, NOBODY, 0)
+    assert step is not None
+    assert step.state == "FAILED"
+
+
 @pytest.mark.parametrize("state", ["QUEUED", "LOST"])
 def test_a_job_that_waits_for_a_node_can_be_stopped(state: str) -> None:
     assert after(record(state, stop="drain")) == "CANCELLED"

@@ -1,9 +1,10 @@
 """An actor that does what a file in its folder says: `toy_actor.py FOLDER NAME`.
 
-`<name>.do` holds `done`, `fail`, `crash` or `hang`. It imports nothing of ours, so that it starts
-at once; its control requests are answered by the test.
+`<name>.do` holds `done`, `fail`, `crash`, `hang`, or `show` (the hash of its secret). It imports
+nothing of ours, so that it starts at once; its control requests are answered by the test.
 """
 
+import hashlib
 import json
 import os
 import signal
@@ -27,6 +28,10 @@ def obey(do: str) -> None:
         sys.exit(2)
     if do == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
+    if do == "show":
+        key = os.environ.get("WANDB_API_KEY", "")
+        shown = Path(sys.argv[1]) / f"{sys.argv[2]}.shown"
+        shown.write_text(hashlib.sha256(key.encode()).hexdigest() if key else "nothing")
     if do == "hang":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

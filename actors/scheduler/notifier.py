@@ -1,0 +1,146 @@
+"""Tells users of the end of their jobs, and of a plateau, at a URL that they have handed over.
+
+The scheduler does it, so that it works while the laptop sleeps. apprise knows the services behind
+the URLs; it runs in a thread, and neither the URL nor what a service answers is logged.
+"""
+
+import asyncio
+import importlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from nats.js.errors import NotFoundError as StreamNotFound
+
+from ...broker.connection import Broker
+from ...broker.recent import recent_values
+from ...schemas.errors import BrokerError, DeadlineError
+from ...schemas.job import JobRecord
+from ...schemas.secret import NOTIFY_URL
+from ...schemas.subjects import JobScope
+from .vault import Vault
+
+_SEND_S = 30.0
+_LOOK_S = 2.0
+_MEASURES = ("val/mean_score", "training_step_reward")
+_TOLD = {"COMPLETED": "has finished", "FAILED": "has failed", "CANCELLED": "was stopped"}
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+Send = Callable[[str, str, str], bool]
+
+
+@dataclass
+class Plateau:
+    """Finds out when a measure has not improved for so many steps; pure."""
+
+    patience: int
+    """Steps without improvement."""
+    measure: str = ""
+    best: float = float("-inf")
+    best_step: int = 0
+    told: bool = False
+
+    def take(self, values: Mapping[str, float]) -> bool:
+        """Take the newest numbers; True once for each plateau.
+
+        Validation counts if there is any, else the reward.
+        """
+        step = int(values.get("step", 0))
+        measure = next((name for name in _MEASURES if name in values), "")
+        if not measure:
+            return False
+        if measure != self.measure:
+            self.measure, self.best = measure, float("-inf")
+        if values[measure] > self.best:
+            self.best, self.best_step, self.told = values[measure], step, False
+        if self.told or step - self.best_step < self.patience:
+            return False
+        self.told = True
+        return True
+
+
+class Notifier:
+    """Sends what there is to tell, one after the other."""
+
+    def __init__(self, broker: Broker, vault: Vault, send: Send | None = None) -> None:
+        """Tell by `send(url, title, text)`, by default with apprise."""
+        self._broker = broker
+        self._vault = vault
+        self._send = send or send_by_apprise
+        self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
+        self._plateaus: dict[str, Plateau] = {}
+        self._looked = float("-inf")
+
+    def ended(self, record: JobRecord) -> None:
+        """Tell of the end of a job, and remove its secrets."""
+        self._plateaus.pop(record.job, None)
+        if record.secrets:
+            self._queue.put_nowait((record, _TOLD[record.state]))
+
+    async def look(self, active: list[JobRecord]) -> None:
+        """Look for plateaus among the jobs that run and whose owners want to know."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        self._looked = time.monotonic()
+        for record in active:
+            training: dict[str, Any] = record.config.get("training") or {}
+            steps = int(training.get("plateau_steps") or 0)
+            if steps and NOTIFY_URL in record.secrets and record.state == "RUNNING":
+                await self._look_at(record, self._plateaus.setdefault(record.job, Plateau(steps)))
+
+    async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
+        try:
+            values = await recent_values(self._broker, JobScope(record.user, record.job))
+        except (StreamNotFound, TimeoutError):
+            return
+        if plateau.take(values):
+            text = f"has not improved {plateau.measure} since step {plateau.best_step}"
+            self._queue.put_nowait((record, f"{text} ({plateau.best:.4g})"))
+
+    async def run(self) -> None:
+        """Tell what a scheduler before this one has not told any more, and then what comes."""
+        for left in await self._vault.left_behind():
+            if isinstance(left, JobRecord):
+                self.ended(left)
+            else:
+                await self._vault.forget(left)
+        while True:
+            record, text = await self._queue.get()
+            try:
+                await self._tell(record, text)
+            except (BrokerError, DeadlineError) as error:
+                _log.warning("notification_failed", job=record.job, error=error.message)
+
+    async def _tell(self, record: JobRecord, text: str) -> None:
+        scope = JobScope(record.user, record.job)
+        url = (await self._vault.values(scope)).get(NOTIFY_URL)
+        if url is not None:
+            title, body = f"{record.name} {text}", f"{record.name} ({record.state}): {text}"
+            if record.reason:
+                body += f"\n{record.reason}"
+            done = False
+            try:
+                async with asyncio.timeout(_SEND_S):
+                    done = await asyncio.to_thread(self._send, url, title, body)
+            except TimeoutError:
+                pass
+            except Exception as error:  # noqa: BLE001  a service's library; its text may name the URL
+                _log.warning("notification_refused", job=record.job, kind=type(error).__name__)
+            _log.info("notification_sent" if done else "notification_lost", job=record.job)
+        if record.state in _TOLD:
+            await self._vault.forget(scope)
+
+
+def send_by_apprise(url: str, title: str, text: str) -> bool:
+    """Send one notification; False when the service does not take it, or apprise is missing."""
+    logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # it names URLs
+    try:
+        apprise: Any = importlib.import_module("apprise")
+    except ImportError:
+        _log.warning("apprise_missing", hint="pip install 'tinkermq[notify]' where schedulers run")
+        return False
+    service = apprise.Apprise()
+    return bool(service.add(url)) and bool(service.notify(title=title, body=text))

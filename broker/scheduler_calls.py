@@ -1,0 +1,143 @@
+"""What may be asked of the scheduler, on behalf of the connection's user."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from ..schemas.errors import BrokerError, NotFoundError
+from ..schemas.ids import new_id
+from ..schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ListRequest,
+    PriorityRequest,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from ..schemas.message import Empty, Message
+from ..schemas.node import NodeList, NodeStatus
+from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
+from ..schemas.subjects import rpc
+from .connection import Broker
+from .rpc import call
+
+R = TypeVar("R", bound=Message)
+
+TIMEOUT_S = 30.0
+
+
+def new_request_id() -> str:
+    """Return an id under which a submission can be sent again without making a second job."""
+    return new_id()
+
+
+class SchedulerCalls:
+    """The scheduler that leads; every call may be sent again."""
+
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+
+    async def get(self, job: str) -> JobRecord:
+        """Return one job, by its id or the name of its run; raises NotFoundError."""
+        return await self._change("get", JobRequest(job=job))
+
+    async def told_jobs(self) -> list[JobRecord]:
+        """Return all jobs, newest first, those that wait with their place in the queue."""
+        return (await self._ask("list", ListRequest(all=True), JobList)).records
+
+    async def submit(
+        self,
+        config: Mapping[str, Any],
+        *,
+        kind: Literal["train", "infer", "eval", "sft"] = "train",
+        configured: bool = True,
+        fork_of: str | None = None,
+        follow: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        secrets: Mapping[SecretName, str] | None = None,
+    ) -> JobRecord:
+        """Submit a job; the same `request_id` returns the same job.
+
+        `secrets` travel and are kept sealed, and are removed when the job ends.
+        """
+        request = SubmitRequest(
+            request_id=request_id or new_request_id(),
+            kind=kind,
+            config=dict(config),
+            configured=configured,
+            fork_of=fork_of,
+            follow=follow,
+            priority=priority,
+            sealed=await self._sealed(secrets) if secrets else b"",
+        )
+        return await self._change("submit", request)
+
+    async def hand_over(self, job: str, secrets: Mapping[SecretName, str]) -> JobRecord:
+        """Give a job secrets, beside those that it has."""
+        request = SecretsRequest(job=job, sealed=await self._sealed(secrets))
+        return await self._change("secrets", request)
+
+    async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
+        from .sealing import close_seal  # only who has a secret loads the cryptography
+
+        key = await self._ask("key", Empty(), SealingKey)
+        return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
+
+    async def configure(self, job: str, config: Mapping[str, Any], *, start: bool) -> JobRecord:
+        """Lay keys over the configuration of a job that has not started; maybe start it."""
+        return await self._change(
+            "configure", ConfigureRequest(job=job, config=dict(config), start=start)
+        )
+
+    async def stop(self, job: str, *, now: bool = False, complete: bool = False) -> JobRecord:
+        """Stop a job, with a checkpoint unless `now`."""
+        return await self._change("stop", StopRequest(job=job, now=now, complete=complete))
+
+    async def pause(self, job: str) -> JobRecord:
+        """Let a running job stand still; `resume` lets it go on."""
+        return await self._change("pause", JobRequest(job=job))
+
+    async def resume(self, job: str) -> JobRecord:
+        """Let a paused job go on, and one that has ended, from its last checkpoint."""
+        return await self._change("resume", JobRequest(job=job))
+
+    async def scale(
+        self, job: str, role: Literal["generator", "environment", "server"], count: int
+    ) -> JobRecord:
+        """Change the number of generators, environment hosts or servers."""
+        return await self._change("scale", ScaleRequest(job=job, role=role, count=count))
+
+    async def priority(self, job: str, priority: int) -> JobRecord:
+        """Change the priority of a job that waits."""
+        return await self._change("priority", PriorityRequest(job=job, priority=priority))
+
+    async def nodes(self) -> list[NodeStatus]:
+        """Return the nodes of the pool, by name."""
+        return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def _change(self, method: str, request: Message) -> JobRecord:
+        return (await self._ask(method, request, JobReply)).record
+
+    async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+        subject = rpc(self.broker.user, "scheduler", method)
+        try:
+            return await call(
+                self.broker,
+                subject,
+                request,
+                reply,
+                timeout_s=TIMEOUT_S,
+                waiting_for="the scheduler",
+                idempotent=True,
+            )
+        except NotFoundError as error:
+            if subject not in error.message:
+                raise  # the scheduler tells of somebody else who is not there
+            raise BrokerError(
+                f"no scheduler is connected to the broker at {self.broker.url}",
+                hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
+            ) from error

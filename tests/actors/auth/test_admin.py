@@ -1,0 +1,104 @@
+"""What an admin may do with the jobs of others, and how everybody else fares who tries."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import structlog
+from tinkermq.actors.runtime import ActorContext
+from tinkermq.actors.scheduler import scheduler
+from tinkermq.broker.login import AS_VARIABLE
+from tinkermq.broker.rpc import Service
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.errors import BrokerError, NotFoundError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Presence
+
+from tests.secured import SecuredPool, environment
+from tests.waiting import PATIENCE_S, eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scheduled(pool: SecuredPool) -> AsyncIterator[SecuredPool]:
+    """The pool with a scheduler, and no node: jobs wait."""
+    broker = await pool.service("scheduler")
+    async with await Service.start(broker, name="tinkermq-scheduler", description="s") as service:
+        context = ActorContext(
+            broker=broker,
+            role="scheduler",
+            name="scheduler",
+            log=structlog.get_logger(),
+            stopping=asyncio.Event(),
+            service=service,
+            presence=Presence(
+                actor="scheduler", role="scheduler", host="h", pid=1, state="starting", time=0.0
+            ),
+        )
+        running = asyncio.create_task(scheduler.run(context))
+        yield pool
+        context.stopping.set()
+        await asyncio.wait_for(running, PATIENCE_S)
+
+
+async def submitted(pool: SecuredPool, user: str, folder: Path, **changes: Any) -> JobRecord:
+    config: dict[str, Any] = {
+        "model": {"path": "models/tiny"},
+        "env": {"game": "bandit", "hosts": 0, "num_val": 0},
+        "output_dir": str(folder),
+        **changes,
+    }
+    clients = Pool(await pool.user(user))
+
+    async def attempt() -> JobRecord | None:
+        try:
+            return await clients.submit(config)
+        except BrokerError as error:
+            if "no scheduler" not in error.message:
+                raise
+            return None
+
+    return await eventually(attempt, "the scheduler to take a job")
+
+
+async def test_an_admin_sees_and_stops_the_job_of_another(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    job = await submitted(scheduled, "ada", tmp_path)
+    with environment(**{AS_VARIABLE: "ada"}):
+        as_ada = Pool(await scheduled.connected(scheduled.admin_key))
+    assert [one.job for one in await as_ada.list_jobs()] == [job.job]
+    await as_ada.stop(job.job)
+    ada = Pool(await scheduled.user("ada"))
+
+    async def cancelled() -> bool:
+        return (await ada.find(job.job)).state == "CANCELLED"
+
+    await eventually(cancelled, "the job to be cancelled")
+
+
+async def test_nobody_else_sees_or_stops_it(scheduled: SecuredPool, tmp_path: Path) -> None:
+    job = await submitted(scheduled, "ada", tmp_path)
+    await scheduled.user("mallory")
+    with environment(**{AS_VARIABLE: "ada"}):
+        pretending = Pool(await scheduled.connected(scheduled.keys["mallory"]))
+    for attempt in (pretending.list_jobs(), pretending.stop(job.job, now=True)):
+        with pytest.raises(BrokerError, match="may not publish"):
+            await attempt
+    honest = Pool(await scheduled.user("mallory"))
+    with pytest.raises(NotFoundError):
+        await honest.stop(job.job, now=True)
+    assert (await Pool(await scheduled.user("ada")).find(job.job)).state == "QUEUED"
+
+
+async def test_equal_names_of_two_users_have_folders_of_their_own(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    first = await submitted(scheduled, "ada", tmp_path, name="mine")
+    second = await submitted(scheduled, "mallory", tmp_path, name="mine")
+    assert Path(first.run_dir) == tmp_path / "ada" / "mine"
+    assert Path(second.run_dir) == tmp_path / "mallory" / "mine"

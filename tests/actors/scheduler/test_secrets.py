@@ -1,0 +1,254 @@
+"""A secret reaches the one process that it is for, and stands nowhere else."""
+
+import hashlib
+import http.server
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.scheduler.notifier import Plateau
+from tinkermq.broker.feed import publish_metric, read_events
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rpc import call
+from tinkermq.broker.sealing import Seal, close_seal
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.errors import AuthError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Metric
+from tinkermq.schemas.secret import (
+    NOTIFY_URL,
+    WANDB_KEY,
+    JobSecrets,
+    OpenedSecrets,
+    OpenRequest,
+    SealedSecrets,
+)
+from tinkermq.schemas.subjects import BUCKET_SECRETS, JobScope, rpc
+
+from tests.waiting import PATIENCE_S, eventually, until
+
+from .conftest import Stack
+
+SECRET = "5ec2e7" * 6 + "-of-the-tracker"
+
+
+def found_in_processes(secret: str) -> list[str]:
+    lines: list[str] = []
+    for process in Path("/proc").iterdir():
+        try:
+            line = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if secret.encode() in line:
+            lines.append(str(process))
+    return lines
+
+
+def found_in_files(secret: str, folder: Path) -> list[Path]:
+    """Return the files with a secret: logs, run folders, and what the broker has stored."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in files if secret.encode() in path.read_bytes()]
+
+
+async def shown(stack: Stack, job: JobRecord, actor: str) -> str:
+    """Return the hash of the secret that an actor has, by its own word."""
+    stack.do(job, actor, "show")
+    path = Path(job.run_dir) / f"{actor}.shown"
+
+    async def text() -> str:
+        return path.read_text() if path.exists() else ""
+
+    told = await eventually(text, f"{actor} to show its secret")
+    path.unlink()
+    return told
+
+
+async def is_kept(stack: Stack, job: JobRecord) -> bool:
+    bucket = Bucket(stack.broker, BUCKET_SECRETS, SealedSecrets)
+    return await bucket.get(f"{job.user}.{job.job}") is not None
+
+
+async def test_the_key_of_a_tracker_reaches_the_learner_alone(stack: Stack, tmp_path: Path) -> None:
+    await stack.scheduler()
+    await stack.node_process()
+    await stack.until_nodes(1)
+    pool = Pool(stack.broker)
+    job = await pool.submit(stack.request().config, secrets={WANDB_KEY: SECRET})
+    job = await stack.until(job, "RUNNING")
+    assert job.secrets == [WANDB_KEY]
+    digest = hashlib.sha256(SECRET.encode()).hexdigest()
+    assert await shown(stack, job, "learner") == digest
+    assert await shown(stack, job, "generator-0") == "nothing"
+    stack.do(job, "learner", "crash")  # a process that is started again needs it, too
+    await stack.until(job, lambda now: now.actors[0].restarts == 1)
+    assert await shown(stack, job, "learner") == digest
+    assert await is_kept(stack, job)
+    assert not found_in_processes(SECRET)
+    assert not found_in_files(SECRET, tmp_path)
+    assert SECRET not in str(await stack.get(job))
+    events = await read_events(stack.broker, JobScope(job.user, job.job))
+    assert SECRET not in str(events)
+    stack.do(job, "learner", "done")
+    await stack.until(job, "COMPLETED")
+
+    async def gone() -> bool:
+        return not await is_kept(stack, job)
+
+    await eventually(gone, "the secret to be removed")
+    assert not found_in_files(SECRET, tmp_path)
+
+
+async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Stack) -> None:
+    await stack.scheduler()
+    await stack.node()
+    await stack.until_nodes(1)
+    pool = Pool(stack.broker)
+    job = await pool.submit(
+        stack.request().config, secrets={WANDB_KEY: SECRET, NOTIFY_URL: "json://127.0.0.1:9"}
+    )
+    job = await stack.until(job, "RUNNING")
+
+    async def opened(actor: str, attempt: int) -> dict[str, str]:
+        request = OpenRequest(user="local", job=job.job, actor=actor, attempt=attempt)
+        subject = rpc("node", "secrets", "open")
+        reply = await call(
+            stack.broker, subject, request, OpenedSecrets, timeout_s=PATIENCE_S, waiting_for="it"
+        )
+        return dict(reply.values)
+
+    assert await opened("learner", 1) == {WANDB_KEY: SECRET}
+    assert await opened("generator-0", 1) == {}
+    assert await opened("nobody", 1) == {}
+    with pytest.raises(AuthError, match="does not run attempt 2"):
+        await opened("learner", 2)
+    stack.do(job, "learner", "done")
+    await stack.until(job, "COMPLETED")
+    with pytest.raises(AuthError, match="does not run attempt 1"):
+        await opened("learner", 1)
+
+
+def test_a_sealed_text_opens_for_its_user_and_its_pool_only() -> None:
+    ours, other = Seal(b"1" * 32), Seal(b"2" * 32)
+    sealed = close_seal(ours.public, JobSecrets(user="ada", values={WANDB_KEY: SECRET}))
+    assert SECRET.encode() not in sealed
+    assert ours.open(sealed, "ada").values == {WANDB_KEY: SECRET}
+    for seal, user, text in (
+        (ours, "eve", sealed),
+        (other, "ada", sealed),
+        (ours, "ada", sealed[:-1]),
+        (ours, "ada", b""),
+    ):
+        with pytest.raises(AuthError, match="not sealed to this pool's key") as error:
+            seal.open(text, user)
+        assert SECRET not in str(error.value)
+
+
+# -- notifications ---------------------------------------------------------------------------------
+
+
+class Letterbox:
+    """An HTTP server that keeps what is posted to it."""
+
+    def __init__(self) -> None:
+        self.letters: list[dict[str, str]] = []
+        letters = self.letters
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                letters.append(json.loads(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"json://127.0.0.1:{self.server.server_address[1]}/{SECRET}"
+
+
+@pytest.fixture
+def letterbox() -> Iterator[Letterbox]:
+    box = Letterbox()
+    thread = threading.Thread(target=box.server.serve_forever, daemon=True)
+    thread.start()
+    yield box
+    box.server.shutdown()
+    box.server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(("do", "said"), [("done", "has finished"), ("fail", "has failed")])
+async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
+    stack: Stack, letterbox: Letterbox, tmp_path: Path, do: str, said: str
+) -> None:
+    await stack.scheduler_process()
+    await stack.node()
+    await stack.until_nodes(1)
+    pool = Pool(stack.broker)
+    job = await stack.until(await stack.submit(), "RUNNING")
+    assert (await pool.hand_over(job.job, {NOTIFY_URL: letterbox.url})).secrets == [NOTIFY_URL]
+    stack.do(job, "learner", do)
+    await until(lambda: bool(letterbox.letters), "the notification")
+    assert letterbox.letters[0]["title"] == f"{job.name} {said}"
+
+    async def gone() -> bool:
+        return not await is_kept(stack, job)
+
+    await eventually(gone, "the URL to be removed")
+    assert len(letterbox.letters) == 1
+    assert not found_in_files(SECRET, tmp_path)
+    assert not found_in_processes(SECRET)
+
+
+async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> None:
+    await stack.scheduler()
+    await stack.node()
+    await stack.until_nodes(1)
+    config = {**stack.request().config, "training": {"plateau_steps": 10}}
+    job = await Pool(stack.broker).submit(config, secrets={NOTIFY_URL: letterbox.url})
+    job = await stack.until(job, "RUNNING")
+    scope = JobScope(job.user, job.job)
+    steps = itertools.count(1)
+
+    async def told() -> bool:
+        values = {"training_step_reward": 0.5}
+        metric = Metric(step=next(steps), values=values, time=1.0)
+        await publish_metric(stack.broker, scope, metric)
+        return bool(letterbox.letters)
+
+    await eventually(told, "the notification")
+    assert "has not improved training_step_reward since step" in letterbox.letters[0]["title"]
+    for _ in range(30):
+        await told()
+    stack.do(job, "learner", "done")
+    await until(lambda: "has finished" in letterbox.letters[-1]["title"], "the end to be told")
+    assert len(letterbox.letters) == 2
+
+
+def test_a_plateau_is_steps_without_a_better_value() -> None:
+    plateau = Plateau(10)
+    told = [
+        plateau.take({"step": step, "training_step_reward": reward})
+        for step, reward in [
+            (1, 0.1),
+            (5, 0.3),
+            (14, 0.3),
+            (15, 0.2),
+            (16, 0.2),
+            (20, 0.4),
+            (30, 0),
+        ]
+    ]
+    assert told == [False, False, False, True, False, False, True]
+    assert not plateau.take({"step": 31})
+
+
+def test_validation_counts_before_the_reward() -> None:
+    plateau = Plateau(5)
+    assert not plateau.take({"step": 1, "training_step_reward": 0.1})
+    assert not plateau.take({"step": 2, "training_step_reward": 9, "val/mean_score": 0.5})
+    assert plateau.take({"step": 7, "training_step_reward": 99, "val/mean_score": 0.5})
