@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from nats.aio.msg import Msg
 
@@ -64,23 +64,34 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
     Raises StateError when a stream holds something, StorageError for what is no back-up,
     BrokerError.
     """
+    names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
+    present = {one["config"]["name"]: one["state"] for one in await _streams(broker)}
+    for name in names:
+        if int(present.get(name, {}).get("messages", 0)):
+            raise StateError(
+                f"the broker holds messages in {name} already",
+                hint="restore into a new server, before the scheduler and the auth service start",
+            )
+    for name in names:
+        if name in present:
+            await delete_stream(broker, name)
+    return [await _restore(broker, name, folder) for name in names]
+
+
+def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
+    """Return a JSON file of a back-up, which has `key`."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        present = {one["config"]["name"]: one["state"] for one in await _streams(broker)}
-        names: list[str] = manifest["streams"]
-        for name in names:
-            if int(present.get(name, {}).get("messages", 0)):
-                raise StateError(
-                    f"the broker holds messages in {name} already",
-                    hint="restore into a new server, before the scheduler and the auth service "
-                    "are started",
-                )
-        for name in names:
-            if name in present:
-                await delete_stream(broker, name)
-        return [await _restore(broker, name, folder) for name in names]
-    except (OSError, ValueError, KeyError) as error:
+        told = json.loads((folder / name).read_text(encoding="utf-8"))
+        return {**told, key: told[key]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise _unusable(folder, error) from error
+
+
+async def _ask(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return await broker.api(verb, request)
+    except TimeoutError:
+        raise ConnectionLost(f"nobody answered {verb}", hint="try again") from None
 
 
 def _begin(folder: Path) -> None:
@@ -92,7 +103,7 @@ def _begin(folder: Path) -> None:
 async def _streams(broker: Broker) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     while True:
-        answer = await broker.api("STREAM.LIST", {"offset": len(found)})
+        answer = await _ask(broker, "STREAM.LIST", {"offset": len(found)})
         page = cast("list[dict[str, Any]]", answer.get("streams") or [])
         found += page
         if not page or len(found) >= int(answer["total"]):
@@ -112,7 +123,7 @@ async def _save(broker: Broker, name: str, folder: Path) -> Saved:
     remove = broker.on_disconnect(lambda: chunks.put_nowait(None))
     try:
         request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
-        answer = await broker.api(f"STREAM.SNAPSHOT.{name}", request)
+        answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
         with (folder / f"{name}.snapshot").open("wb") as file:
             while (chunk := await _next(chunks, name)).data != _END:
                 await asyncio.to_thread(file.write, chunk.data)
@@ -140,20 +151,30 @@ async def _next(chunks: "asyncio.Queue[Msg | None]", name: str) -> Msg:
 
 
 async def _restore(broker: Broker, name: str, folder: Path) -> Saved:
-    told = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+    told = _read(folder, f"{name}.json", "config")
     told["config"]["num_replicas"] = num_replicas()
-    place = (await broker.api(f"STREAM.RESTORE.{name}", told))["deliver_subject"]
-    with (folder / f"{name}.snapshot").open("rb") as file:
+    with _opened(folder, f"{name}.snapshot") as file:
+        place = (await _ask(broker, f"STREAM.RESTORE.{name}", told))["deliver_subject"]
         for chunk in _chunks_of(file):
-            reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
+            try:
+                reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
+            except TimeoutError:
+                raise ConnectionLost(f"{name} is not restored: nobody answers") from None
             if error := _error_in(reply):
                 raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
     return _saved(name, told["state"])
 
 
-def _chunks_of(file: Any) -> Iterator[bytes]:
+def _opened(folder: Path, name: str) -> IO[bytes]:
+    try:
+        return (folder / name).open("rb")
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _chunks_of(file: IO[bytes]) -> Iterator[bytes]:
     """Yield the archive in pieces, and the empty one that ends it."""
-    while chunk := cast("bytes", file.read(CHUNK_BYTES)):
+    while chunk := file.read(CHUNK_BYTES):
         yield chunk
     yield _END
 

@@ -44,3 +44,5 @@ async def test_a_server_is_killed_and_a_link_cut_and_nothing_is_lost(
     await job.until("COMPLETED", deadline_s=LONG_S)
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
+    late = await cluster.submit_from_client(small_job(model, training={"num_steps": 4}))
+    await late.until("COMPLETED", deadline_s=LONG_S)
