@@ -76,7 +76,7 @@ class AsyncSchedulerClient:
             resolve_paths(tree, self.scheduler_url),
             configured=complete,
             request_id=new_request_id(),
-            secrets=secrets_for(tree) | ({WANDB_KEY: wandb_key} if wandb_key else {}),
+            secrets=secrets_for(tree, wandb_key),
         )
         if complete:
             record = await self._started(pool, record)

@@ -7,9 +7,12 @@ from typing import Any
 from ..schemas.secret import NOTIFY_URL, WANDB_KEY, SecretName
 
 
-def secrets_for(config: Mapping[str, Any]) -> dict[SecretName, str]:
-    """Return the secrets in the environment that a job of this configuration uses."""
-    wanted: list[SecretName] = [NOTIFY_URL]
-    if "wandb" in (config.get("logger_backends") or ()):
-        wanted.append(WANDB_KEY)
-    return {name: value for name in wanted if (value := os.environ.get(name))}
+def secrets_for(config: Mapping[str, Any], wandb_key: str | None = None) -> dict[SecretName, str]:
+    """Return the secrets that a job of this configuration uses, from the environment if need be."""
+    found: dict[SecretName, str] = {}
+    if url := os.environ.get(NOTIFY_URL):
+        found[NOTIFY_URL] = url
+    uses_wandb = "wandb" in (config.get("logger_backends") or ())
+    if key := wandb_key or (os.environ.get(WANDB_KEY) if uses_wandb else None):
+        found[WANDB_KEY] = key
+    return found

@@ -21,6 +21,7 @@ from tinkermq.clients.cli.app import build_app
 from tinkermq.schemas.config import JobConfig, LimitsConfig
 from tinkermq.schemas.docs import message_modules, pages
 from tinkermq.schemas.load_config import all_keys, parse_config
+from tinkermq.schemas.secret import JobSecrets
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.topics import STORES, TOPICS
 
@@ -85,7 +86,7 @@ def test_the_committed_page_is_what_the_schemas_say(name: str) -> None:
 
 def test_every_message_travels_on_a_subject_or_inside_another_or_is_extended() -> None:
     used = {topic.message for topic in TOPICS} | {topic.reply for topic in TOPICS}
-    used |= {store.message for store in STORES}
+    used |= {store.message for store in STORES} | {JobSecrets}  # which travels in a sealed box
     models = [model for _, found in message_modules() for model in found]
     used |= {base for model in models for base in model.__mro__[1:]}
     inner = "".join(

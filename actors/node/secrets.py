@@ -22,8 +22,9 @@ def with_secrets(broker: Broker, start: StartChild) -> StartChild:
     async def start_with_secrets(
         wanted: WantedActor, environment: Mapping[str, str], output: int
     ) -> Child:
-        values = await _fetch(broker, wanted) if wanted.secrets else {}
-        return await start(wanted, {**environment, **values}, output)
+        if wanted.secrets:
+            environment = {**environment, **await _fetch(broker, wanted)}
+        return await start(wanted, environment, output)
 
     return start_with_secrets
 

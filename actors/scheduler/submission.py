@@ -169,7 +169,7 @@ class Submission:
         return record.model_copy(update=fields)
 
     def _folder_of(self, user: str) -> str:
-        """Return the folder for the runs of a user; in a pool without users there is one for all."""
+        """Return the folder for the runs of a user; a pool without users has one for all."""
         alone = user == DEFAULT_USER and self._broker.user == DEFAULT_USER
         return "" if alone else user
 

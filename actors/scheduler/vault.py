@@ -60,7 +60,7 @@ class Vault:
         Raises AuthError for what cannot be opened.
         """
         fresh = self._seal.open(sealed, scope.user)
-        values = {**await self.values(scope), **fresh.values}
+        values: dict[SecretName, str] = {**await self.values(scope), **fresh.values}
         both = close_seal(self._seal.public, JobSecrets(user=scope.user, values=values))
         await self._bucket.put(scope.key, SealedSecrets(sealed=both))
         return sorted(values)

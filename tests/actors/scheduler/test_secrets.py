@@ -205,7 +205,7 @@ async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
 
 
 async def test_a_plateau_is_told_once(stack: Stack, letterbox: Letterbox) -> None:
-    await stack.scheduler()
+    await stack.scheduler_process()
     await stack.node()
     await stack.until_nodes(1)
     config = {**stack.request().config, "training": {"plateau_steps": 10}}
