@@ -13,7 +13,8 @@ from ..schemas.errors import BrokerError, FencedError
 from ..schemas.subjects import JobScope
 from .connection import Broker, NoResponders
 from .kv import WRITE_ID
-from .stored import get_all, get_last, missing
+from .stored import StoredMessage, get_all, get_last_behind, missing
+from .streams import stream_info
 
 DEADLINE_S = 60.0
 _WRONG_SEQUENCE = (10071, 10164)
@@ -61,7 +62,7 @@ class BatchLog:
         """
         try:
             messages = await self._broker.retry(
-                lambda: get_all(self._broker, self._stream, self._scope.batch),
+                self._all,
                 deadline_s=DEADLINE_S,
                 waiting_for=f"the batch records of job {self._scope.job}",
             )
@@ -69,10 +70,20 @@ class BatchLog:
             raise missing(self._stream) from error
         return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
 
+    async def _all(self) -> list[StoredMessage]:
+        """Read all records; in a cluster until a replica has as many as the leader."""
+        last = 0
+        if self._broker.is_clustered:
+            last = int((await stream_info(self._broker, self._stream))["state"]["last_seq"])
+        messages = await get_all(self._broker, self._stream, self._scope.batch)
+        if (messages[-1].seq if messages else 0) < last:
+            raise TimeoutError  # of this attempt: another follows
+        return messages
+
     async def _mine(self, record: BatchRecord, write_id: str, expected: int) -> int:
         """Return the sequence if an earlier attempt of ours was stored and its answer lost."""
         last = await self._broker.retry(
-            lambda: get_last(self._broker, self._stream, self._scope.batch),
+            lambda: get_last_behind(self._broker, self._stream, self._scope.batch, expected),
             deadline_s=DEADLINE_S,
             waiting_for=f"the batch records of job {self._scope.job}",
         )

@@ -22,9 +22,10 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
-from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.errors import BrokerError, DeadlineError
 from ..schemas.subjects import DEFAULT_USER
 from . import faults
+from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
@@ -39,6 +40,7 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
+ELECTION_S = 20.0  # a stream has no leader for about ten seconds after its server was lost
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
@@ -50,8 +52,7 @@ class Broker:
 
     def __init__(self, url: str, name: str, login: Login) -> None:
         """Prepare a connection that `connect` opens."""
-        self.url = url
-        self.name = name
+        self.url, self.name = url, name
         self.user = login.user
         self.inbox_prefix = login.inbox
         self.derived_key = login.derived_key
@@ -80,6 +81,11 @@ class Broker:
     def is_connected(self) -> bool:
         """Whether the connection is up right now."""
         return self.nc.is_connected
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of several: streams change their leaders, replicas lag."""
+        return bool(cast("Any", self.nc)._server_info.get("cluster"))
 
     @property
     def settled(self) -> bool:
@@ -132,14 +138,9 @@ class Broker:
         self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
-        """Raise MessageError if a payload of `size` bytes cannot be sent."""
+        """Raise MessageError if `size` bytes are too many for one message."""
         if size > self.max_payload_bytes:
-            raise MessageError(
-                f"{what} has {size:,} bytes, the server takes at most "
-                f"{self.max_payload_bytes:,} in one message",
-                hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
-                "raise max_payload in the configuration of nats-server",
-            )
+            raise faults.too_large(what, size, self.max_payload_bytes)
 
     async def publish(
         self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None
@@ -206,6 +207,10 @@ class Broker:
         payload = json.dumps(request).encode() if request is not None else b""
         return checked(await self.request(self._door.api(verb), payload))
 
+    def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
+        """Subject and payload of the request for the last message on `subject`."""
+        return self._door.last_get(stream, subject, of_leader=self.is_clustered)
+
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
         return self._door.direct_get(stream)
@@ -226,16 +231,21 @@ class Broker:
         """Do something idempotent again and again until the broker answers.
 
         Raises DeadlineError, which names `waiting_for`, when it has not by then, and NoResponders
-        when nobody listens although the connection has been up for a while.
+        when nobody listens, although whoever reconnects or is elected has had the time to.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
+        elects = self.is_clustered and not self.is_guest  # the door knows which streams there are
+        patience = loop.time() + (ELECTION_S if elects else 0.0)
         while True:
             await self.wait_connected(deadline, waiting_for=waiting_for)
             try:
                 return await attempt()
             except NoResponders:
-                if self.settled:
+                if self.settled and loop.time() >= min(patience, deadline):
+                    raise
+            except APIError as error:
+                if not faults.is_unsettled(error) or loop.time() + RETRY_PAUSE_S >= deadline:
                     raise
             except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
                 if loop.time() + RETRY_PAUSE_S >= deadline:
@@ -251,12 +261,10 @@ class Broker:
         deadline_s: float,
         waiting_for: str,
     ) -> int:
-        """Store a message in its stream, again until it is confirmed; return its sequence.
+        """Store what may be sent twice in its stream until it is confirmed; return its sequence.
 
-        Only for what may be sent twice: the headers or the stream's limits refuse the second.
         Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
         """
-
         place = self._door.store(subject)
 
         async def attempt() -> int:
@@ -265,17 +273,11 @@ class Broker:
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
         except NoResponders as error:
-            raise NotFoundError(
-                f"no stream stores {subject}",
-                hint="the job may have ended and been removed (`tinkermq ps --all`)",
-            ) from error
+            raise faults.not_stored(subject) from error
 
     def _late(self, waiting_for: str) -> DeadlineError:
         self.check_open()
-        return DeadlineError(
-            f"{waiting_for}: {shown_url(self.url)} did not answer in time",
-            hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
-        )
+        return faults.late(self.url, waiting_for)
 
     async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
         """Connect for the first time; raises BrokerError when the server is away or refuses."""
@@ -299,7 +301,7 @@ class Broker:
     async def _open(self, credentials: Mapping[str, Any]) -> None:
         try:
             await self.nc.connect(
-                self.url,
+                server_urls(self.url),
                 name=self.name,
                 error_cb=self._complaints.take,
                 disconnected_cb=self._disconnected,
@@ -328,15 +330,9 @@ class Broker:
         if self._connected.is_set() and not self._closing:
             _log.warning("broker_disconnected", url=shown_url(self.url))
         self._connected.clear()
-        self._replies.fail(self._lost)
+        self._replies.fail(lambda subject: faults.broken(self.url, subject))
         for callback in self._on_disconnect:
             callback()
-
-    def _lost(self, subject: str) -> ConnectionLost:
-        return ConnectionLost(
-            f"the connection to {shown_url(self.url)} broke during a request on {subject}",
-            hint="try again",
-        )
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))

@@ -4,6 +4,8 @@ Services and connections without authentication ask JetStream itself. Guests ask
 everything, processes of a job for the buckets that all jobs share; see `permissions.py` for why.
 """
 
+import json
+
 from ..schemas.errors import BrokerError
 from ..schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS
 
@@ -19,11 +21,25 @@ class Door:
         self.subject = subject
         self.is_guest = is_guest and bool(subject)
 
+    def passes(self, stream: str) -> bool:
+        """Whether requests for what a stream holds go through the door."""
+        return self.is_guest or (bool(self.subject) and stream in _SHARED)
+
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
-        if self.is_guest or (self.subject and stream in _SHARED):
+        if self.passes(stream):
             return f"{self.subject}.get.{stream}"
         return f"$JS.API.DIRECT.GET.{stream}"
+
+    def last_get(self, stream: str, subject: str, *, of_leader: bool) -> tuple[str, bytes]:
+        """Subject and payload of the request for the last message on `subject`.
+
+        In a cluster the stream's leader is asked: replicas may lag behind what was written.
+        """
+        if of_leader and not self.passes(stream):
+            request = json.dumps({"last_by_subj": subject}).encode()
+            return f"$JS.API.STREAM.MSG.GET.{stream}", request
+        return f"{self.direct_get(stream)}.{subject}", b""
 
     def api(self, verb: str) -> str:
         """Subject of another request to JetStream.

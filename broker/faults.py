@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 import nats.errors
-from nats.js.errors import NoStreamResponseError
+from nats.js.errors import APIError, NoStreamResponseError
 
-from ..schemas.errors import BrokerError
+from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from .addresses import split_servers
 
 TRANSIENT = (
     nats.errors.OutboundBufferLimitError,
@@ -17,6 +17,8 @@ TRANSIENT = (
     NoStreamResponseError,
 )
 """Errors of nats-py after which the same request may succeed."""
+_UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
+"""What a cluster answers while it has no leader, or too few servers for a new stream."""
 DOOR = "store"
 NO_STREAM = "Tmq-No-Stream"
 """Header by which the door says that a stream is not there."""
@@ -51,17 +53,24 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
 
 def shown_url(url: str) -> str:
     """Return the URL without user and password, for messages and logs."""
-    return re.sub(r"//[^@/]*@", "//", url)
+    return re.sub(r"(//|,)[^@/,]*@", r"\1", url)
 
 
 def check_url(url: str) -> None:
-    """Raise BrokerError unless this is the URL of a NATS server."""
-    parts = urlsplit(url)
-    if parts.scheme not in {"nats", "tls"} or not parts.hostname:
+    """Raise BrokerError unless this is the URL of a NATS server, or of several."""
+    try:
+        split_servers(url)
+    except ValueError as error:
         raise BrokerError(
             f"{shown_url(url)!r} is not the URL of a NATS server",
-            hint="write nats://host:port, such as nats://127.0.0.1:4222",
-        )
+            hint="write nats://host:port, such as nats://127.0.0.1:4222; the servers of a cluster "
+            "with commas: tls://a:4222,b:4222,c:4222",
+        ) from error
+
+
+def is_unsettled(error: APIError) -> bool:
+    """Whether a cluster refuses only until it has elected a leader, or a server is back."""
+    return error.err_code in _UNSETTLED
 
 
 def denied_subject(error: Exception) -> tuple[str, str] | None:
@@ -81,6 +90,39 @@ def denied(user: str, operation: str, subject: str) -> BrokerError:
     return BrokerError(
         f"user {user!r} may not {operation} {subject!r}",
         hint="use the credentials of the subject's owner, or grant the right at the broker",
+    )
+
+
+def too_large(what: str, size: int, most: int) -> MessageError:
+    """Return the error of a payload that the server does not take."""
+    return MessageError(
+        f"{what} has {size:,} bytes, the server takes at most {most:,} in one message",
+        hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
+        "raise max_payload in the configuration of nats-server",
+    )
+
+
+def not_stored(subject: str) -> NotFoundError:
+    """Return the error of a message that no stream takes."""
+    return NotFoundError(
+        f"no stream stores {subject}",
+        hint="the job may have ended and been removed (`tinkermq ps --all`)",
+    )
+
+
+def late(url: str, waiting_for: str) -> DeadlineError:
+    """Return the error of a wait that ran out."""
+    return DeadlineError(
+        f"{waiting_for}: {shown_url(url)} did not answer in time",
+        hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
+    )
+
+
+def broken(url: str, subject: str) -> ConnectionLost:
+    """Return the error of a request whose connection was lost."""
+    return ConnectionLost(
+        f"the connection to {shown_url(url)} broke during a request on {subject}",
+        hint="try again",
     )
 
 

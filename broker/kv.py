@@ -19,7 +19,7 @@ from nats.js.errors import APIError
 from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
 from ..schemas.message import Message
 from .connection import Broker, NoResponders
-from .stored import StoredMessage, get_all, get_last
+from .stored import StoredMessage, get_all, get_last, get_last_behind
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -131,9 +131,11 @@ class Bucket(Generic[M]):
         newest = {message.subject: message for message in messages}
         return [message for message in newest.values() if not _is_deleted(message)]
 
-    async def _last(self, key: str) -> StoredMessage | None:
-        subject = self._subject(key)
-        return await self._read(lambda: get_last(self._broker, self._stream, subject))
+    async def _last(self, key: str, behind: int | None = None) -> StoredMessage | None:
+        subject, broker, stream = self._subject(key), self._broker, self._stream
+        if behind is None:
+            return await self._read(lambda: get_last(broker, stream, subject))
+        return await self._read(lambda: get_last_behind(broker, stream, subject, behind))
 
     async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
         try:
@@ -160,7 +162,7 @@ class Bucket(Generic[M]):
         except NotFoundError as error:
             raise self._missing() from error
         except APIError as error:
-            found = await self._last(key)
+            found = await self._last(key, behind=revision)
             if revision is not None and _written_by(found) == headers[WRITE_ID]:
                 assert found is not None
                 return found.seq  # an earlier attempt of ours was stored, and its answer was lost

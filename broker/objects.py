@@ -11,6 +11,7 @@ import asyncio
 import base64
 import hashlib
 import json
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,8 @@ GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _END_OF_BATCH = "204"
 _STORE_FAILED = 10077
+_LAG_S = 3.0
+_LAG_PAUSE_S = 0.05
 
 
 class DigestMismatch(BrokerError):
@@ -93,7 +96,9 @@ class ObjectStore:
         """
         assert len(buffer) == info.num_bytes
         asking = self._broker.direct_get(self._stream)
-        reading = _Reading(self._stream, asking, self._chunk_subject(info.nuid), buffer)
+        lag_s = _LAG_S if self._broker.is_clustered else 0.0
+        subject = self._chunk_subject(info.nuid)
+        reading = _Reading(self._stream, asking, subject, buffer, lag_s)
         if info.num_bytes:
             await self._persist(
                 lambda: self._with_link(reading.run),
@@ -210,7 +215,11 @@ class ObjectStore:
 class _Reading:
     """Receives the chunks of one object into its buffer, and digests them in another thread."""
 
-    def __init__(self, stream: str, asking: str, subject: str, buffer: memoryview) -> None:
+    def __init__(
+        self, stream: str, asking: str, subject: str, buffer: memoryview, lag_s: float
+    ) -> None:
+        """`lag_s` is how long a replica may not have the chunks yet."""
+        self._lag_s = lag_s
         self._stream = stream
         self._asking = asking
         self._subject = subject
@@ -259,6 +268,10 @@ class _Reading:
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
         if message.status != _END_OF_BATCH or (not complete and pending == 0):
+            if self._lag_s > 0:
+                self._lag_s -= _LAG_PAUSE_S
+                time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
+                return
             raise NotFoundError(
                 f"chunks of an object of {self._stream} are gone after {self._num_bytes:,} bytes",
                 hint="it was deleted while it was read: take a newer one",

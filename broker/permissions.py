@@ -208,7 +208,12 @@ def _common(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _readable(*streams: str) -> tuple[str, ...]:
-    verbs = ("$JS.API.DIRECT.GET.{}", "$JS.API.DIRECT.GET.{}.>", "$JS.API.STREAM.INFO.{}")
+    verbs = (
+        "$JS.API.DIRECT.GET.{}",
+        "$JS.API.DIRECT.GET.{}.>",
+        "$JS.API.STREAM.MSG.GET.{}",
+        "$JS.API.STREAM.INFO.{}",
+    )
     return tuple(verb.format(stream) for stream in streams for verb in verbs)
 
 

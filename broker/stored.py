@@ -5,15 +5,18 @@ Used for keys, single log entries and the chunks of objects; live tails are in `
 """
 
 import asyncio
+import base64
 import json
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.errors import BrokerError, NotFoundError
 from .connection import Broker, ConnectionLost, Listening
 from .faults import nobody_listens
+from .replies import checked
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
@@ -21,6 +24,9 @@ _BATCH_TIMEOUT_S = 5.0
 _END_OF_BATCH = "204"
 _NOT_FOUND = "404"
 _NO_RESPONDERS = "503"
+_NO_MESSAGE = 10037
+_IN_FLIGHT_S = 3.0
+_IN_FLIGHT_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +45,37 @@ Batch: TypeAlias = tuple[list[StoredMessage], bool]
 
 async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
     """Return the last message on `subject`, or None; a single attempt."""
-    reply = await _direct(broker, stream, f".{subject}", b"")
-    return stored_message(reply)
+    place, request = broker.last_get(stream, subject)
+    return stored_message(await broker.request(place, request))
+
+
+async def get_last_behind(
+    broker: Broker, stream: str, subject: str, seq: int
+) -> StoredMessage | None:
+    """Return the last message on `subject`; for whoever was told that there is one behind `seq`.
+
+    In a cluster it may have been accepted and not yet stored, so this waits a little for it.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + (_IN_FLIGHT_S if broker.is_clustered else 0.0)
+    while True:
+        found = await get_last(broker, stream, subject)
+        if (found is not None and found.seq > seq) or loop.time() >= deadline:
+            return found
+        await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
 
 
 async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None:
     """Return the message at `seq`, or None if there is none (any more); a single attempt."""
-    reply = await _direct(broker, stream, "", json.dumps({"seq": seq}).encode())
-    return stored_message(reply)
-
-
-async def _direct(broker: Broker, stream: str, tail: str, payload: bytes) -> Msg:
-    return await broker.request(f"{broker.direct_get(stream)}{tail}", payload)
+    request = json.dumps({"seq": seq}).encode()
+    return stored_message(await broker.request(broker.direct_get(stream), request))
 
 
 def stored_message(reply: Msg) -> StoredMessage | None:
-    """Turn the reply to a direct get into a message; None when there is none."""
+    """Turn the reply to a get, from a replica or the leader, into a message; None for none."""
     headers = reply.headers or {}
+    if not headers:
+        return _of_leader(reply)
     subject = headers.get("Nats-Subject")
     if subject is not None:
         return StoredMessage(subject, int(headers["Nats-Sequence"]), reply.data, headers)
@@ -65,6 +85,21 @@ def stored_message(reply: Msg) -> StoredMessage | None:
         f"a direct get was refused: {headers.get('Status')} {headers.get('Description', '')}",
         hint="look at the stream with `nats stream info`",
     )
+
+
+def _of_leader(reply: Msg) -> StoredMessage | None:
+    """Read the leader's answer: JSON, with the message inside."""
+    try:
+        message = checked(reply)["message"]
+    except NatsNotFound as error:
+        if error.err_code == _NO_MESSAGE:
+            return None
+        raise
+    lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    headers = {name.strip(): value.strip() for name, value in pairs}
+    payload = base64.b64decode(message.get("data", ""))
+    return StoredMessage(message["subject"], int(message["seq"]), payload, headers)
 
 
 async def get_all(broker: Broker, stream: str, subject: str) -> list[StoredMessage]:

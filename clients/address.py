@@ -1,12 +1,16 @@
-"""URLs of clients: the broker's `nats://host:port`, and a job's `nats://host:port/<user>/<job>`."""
+"""URLs of clients: the broker's `nats://host:port`, and a job's `nats://host:port/<user>/<job>`.
+
+A cluster's servers have commas between them: `tls://a:4222,b:4222,c:4222/<user>/<job>`.
+"""
 
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult
 
+from ..broker.addresses import split_servers
 from ..schemas.errors import ConfigError
 from ..schemas.subjects import JobScope
 
-_SCHEMES = {"nats", "tls", "ws", "wss"}
+_SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
 
 
 @dataclass(frozen=True)
@@ -29,13 +33,8 @@ def parse_broker_url(url: str) -> str:
 
     Raises ConfigError for another kind of URL, such as `http://…`.
     """
-    parts = urlsplit(url if "//" in url else f"nats://{url}")
-    if parts.scheme not in _SCHEMES or not parts.hostname:
-        raise ConfigError(
-            f"{url!r} is not the URL of a broker",
-            hint="write nats://host:port; `tinkermq up` prints it",
-        )
-    return urlunsplit((parts.scheme, parts.netloc, "", "", ""))
+    servers = _split(url)
+    return f"{servers[0].scheme}://{','.join(server.netloc for server in servers)}"
 
 
 def parse_server_url(url: str) -> JobAddress:
@@ -44,11 +43,20 @@ def parse_server_url(url: str) -> JobAddress:
     Raises ConfigError when it names no job.
     """
     broker_url = parse_broker_url(url)
-    path = urlsplit(url if "//" in url else f"nats://{url}").path
-    tokens = [part for part in path.split("/") if part]
+    tokens = [part for part in _split(url)[-1].path.split("/") if part]
     if len(tokens) != 2:
         raise ConfigError(
             f"{url!r} does not name a job",
             hint="use the server_url that submit_job returned: nats://host:port/<user>/<job>",
         )
     return JobAddress(broker_url, JobScope(*tokens))
+
+
+def _split(url: str) -> list[SplitResult]:
+    try:
+        return split_servers(url if "//" in url else f"nats://{url}", _SCHEMES)
+    except ValueError as error:
+        raise ConfigError(
+            f"{url!r} is not the URL of a broker",
+            hint="write nats://host:port; `tinkermq up` prints it",
+        ) from error

@@ -196,8 +196,12 @@ class Job:
         request = StopRequest(job=self.scope.job, now=now, complete=complete)
         await self.stack.ask("stop", request, JobReply)
 
+    async def pause(self) -> None:
+        """Let the job stand still."""
+        await self.stack.ask("pause", JobRequest(job=self.scope.job), JobReply)
+
     async def resume(self) -> None:
-        """Let the job go on after its end."""
+        """Let the job go on after a pause or its end."""
         await self.stack.ask("resume", JobRequest(job=self.scope.job), JobReply)
 
     async def scale(self, role: str, count: int) -> None:

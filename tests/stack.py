@@ -5,6 +5,7 @@ process by its role or name. Every wait has a deadline; one that runs out tells 
 its last events and the ends of its actors' logs.
 """
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from tinkermq.schemas.subjects import rpc
 
 from tests.configs import REPOSITORY
 from tests.jobs import Job
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 T = TypeVar("T")
 
@@ -97,6 +98,17 @@ class Stack:
         process.kill()
         process.wait()
 
+    async def restart(self, role: str) -> None:
+        """Stop the scheduler, the node or nats-server as systemd does, and start it again."""
+        if role == "nats-server":
+            await asyncio.to_thread(self.server.stop)
+            self.server.start()
+            return
+        process = self._processes[role]
+        process.terminate()
+        await asyncio.to_thread(process.wait, PATIENCE_S)
+        self.start(role)
+
     def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
@@ -138,7 +150,7 @@ class Stack:
             try:
                 return await call(
                     self.broker,
-                    rpc("local", "scheduler", method),
+                    rpc(self.broker.user, "scheduler", method),
                     request,
                     reply,
                     timeout_s=15,

@@ -96,10 +96,10 @@ class Door:
         if not may_read(guest, stream, subject):
             raise MessageError(f"{guest.user} may not read {subject or 'all'} of {stream}")
         if await self._exists(stream, message):
-            tail = f".{key}" if key else ""
-            await self._broker.send(
-                f"$JS.API.DIRECT.GET.{stream}{tail}", request, reply=message.reply
-            )
+            place = f"$JS.API.DIRECT.GET.{stream}"
+            if key:
+                place, request = self._broker.last_get(stream, key)
+            await self._broker.send(place, request, reply=message.reply)
 
     async def _info(self, guest: Guest, stream: str, message: Msg) -> None:
         if guest.job or not is_stream_of(guest.user, stream):

@@ -14,6 +14,7 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from ...broker.addresses import server_urls
 from ...broker.complaints import RECONNECT_WAIT_S
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore
@@ -113,7 +114,7 @@ async def _side_connection(url: str, name: str, seed: str) -> Client:
     client = Client()
     options: dict[str, Any] = {"nkeys_seed_str": seed, **tls_options(url)}
     await cast("Any", client).connect(
-        url,
+        server_urls(url),
         name=name,
         max_reconnect_attempts=-1,
         reconnect_time_wait=RECONNECT_WAIT_S,

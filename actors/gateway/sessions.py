@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import structlog
 
+from ...broker.addresses import server_urls
 from ...broker.connection import Broker, connect
 from ...broker.faults import shown_url
 from ...broker.keys import user_of_key
@@ -229,7 +230,18 @@ async def asks_for_keys(url: str) -> bool:
 
 
 async def server_info(url: str) -> dict[str, Any]:
-    """Return what a NATS server tells whoever connects; raises BrokerError."""
+    """Return what a NATS server tells whoever connects, the first of several that does.
+
+    Raises BrokerError.
+    """
+    *others, last = server_urls(url)
+    for one in others:
+        with contextlib.suppress(BrokerError):
+            return await _server_info(one)
+    return await _server_info(last)
+
+
+async def _server_info(url: str) -> dict[str, Any]:
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_INFO_DEADLINE_S):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
+from ...broker.addresses import server_urls
 from ...schemas.errors import ConfigError, StateError
 
 
@@ -46,7 +47,7 @@ def lock_name(name: str, nats_url: str) -> IO[str]:
     The kernel lets go when the process ends, however it ends. Raises StateError if another
     process holds it, with its process id.
     """
-    parts = urlsplit(nats_url)
+    parts = urlsplit(server_urls(nats_url)[0])
     broker = hashlib.sha256(f"{parts.hostname}:{parts.port or 4222}".encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"tinkermq-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)

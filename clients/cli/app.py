@@ -19,6 +19,8 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("down", "stack:down", "Stop what `up` started."),
         _Command("init", "init:init", "Make a pool with authentication, and its first admin."),
         _Command("doctor", "doctor:doctor", "Check this machine and the broker."),
+        _Command("backup", "backup:backup", "Write what the broker stores into a folder."),
+        _Command("restore", "backup:restore", "Bring a back-up to a new server."),
         _Command("deploy check", "deploy:check", "Check a machine that systemd runs the pool on."),
         _Command("version", "version:version", "Print versions."),
     ],

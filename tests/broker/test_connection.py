@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.connection import Broker, ConnectionLost, NoResponders, connect
+from tinkermq.broker.faults import shown_url
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import get_all
@@ -49,6 +50,16 @@ async def test_a_host_that_does_not_exist_is_named() -> None:
 async def test_something_that_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(BrokerError, match="not the URL of a NATS server"):
         await connect(url, name="test")
+
+
+async def test_any_of_several_servers_is_taken(nats_server: NatsServer) -> None:
+    url = f"nats://127.0.0.1:1,{nats_server.url.removeprefix('nats://')}"
+    async with await connect(url, name="test") as broker:
+        assert broker.is_connected
+
+
+def test_no_password_is_shown_of_any_of_several_servers() -> None:
+    assert shown_url("nats://u:secret@a:1,u:secret@b,nats://u:secret@c") == "nats://a:1,b,nats://c"
 
 
 async def test_a_server_without_jetstream_is_refused_at_once(tmp_path: Path) -> None:

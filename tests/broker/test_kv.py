@@ -5,8 +5,10 @@ import time
 
 import pytest
 from tinkermq.broker.connection import Broker
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.door import Door
+from tinkermq.broker.kv import WRITE_ID, Bucket
 from tinkermq.broker.server import NatsServer
+from tinkermq.broker.stored import stored_message
 from tinkermq.schemas.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.subjects import BUCKET_LEASES, BUCKET_REQUESTS
@@ -30,6 +32,24 @@ async def test_a_key_is_created_once(bucket: Bucket[RequestRecord]) -> None:
     entry = await bucket.get("once.a")
     assert entry is not None
     assert (entry.value.job, entry.revision) == ("x", revision)
+
+
+async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
+    bucket: Bucket[RequestRecord], broker: Broker
+) -> None:
+    await bucket.create("led", _value("x"))
+    stream, key = f"KV_{BUCKET_REQUESTS}", f"$KV.{BUCKET_REQUESTS}.led"
+    door = Door("", is_guest=False)
+    replica, leader = (door.last_get(stream, key, of_leader=one) for one in (False, True))
+    assert replica[0] != leader[0]
+    found = [stored_message(await broker.request(*asked)) for asked in (replica, leader)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].payload == found[1].payload
+    assert found[0].seq == found[1].seq
+    assert WRITE_ID in found[1].headers
+    nothing = door.last_get(stream, f"{key}.not", of_leader=True)
+    assert stored_message(await broker.request(*nothing)) is None
 
 
 async def test_an_update_from_an_old_revision_loses(bucket: Bucket[RequestRecord]) -> None:

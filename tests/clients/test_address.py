@@ -19,6 +19,19 @@ def test_a_host_and_port_alone_mean_nats() -> None:
     assert parse_broker_url("127.0.0.1:4222") == "nats://127.0.0.1:4222"
 
 
+def test_the_servers_of_a_cluster_stand_in_one_url() -> None:
+    address = parse_server_url("tls://a:4222,b,tls://c:4333/ada/01abc")
+    assert address.broker_url == "tls://a:4222,b,c:4333"
+    assert (address.scope.user, address.scope.job) == ("ada", "01abc")
+    assert parse_server_url(address.server_url) == address
+
+
+@pytest.mark.parametrize("url", ["nats://a,tls://b", "nats://a,", "nats://a,http://b"])
+def test_servers_that_do_not_go_together_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not the URL of a broker"):
+        parse_broker_url(url)
+
+
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8780", "nats://", ""])
 def test_another_kind_of_url_is_refused_with_the_right_form(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the URL of a broker") as caught:

@@ -1,0 +1,202 @@
+"""Back-ups: what the broker stores, as files, and back again, by JetStream's snapshots.
+
+One pair of files for each stream: its configuration and state as JSON, and the server's own archive
+of its messages and consumers, which keep their sequences. A server that runs is backed up as well
+as a quiet one; each stream is consistent in itself. Heartbeats, nodes and leases are left out:
+they are made anew. Not covered: the folders of runs, and users' secrets.
+"""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+from nats.aio.msg import Msg
+
+from ..schemas.errors import BrokerError, StateError, StorageError
+from ..schemas.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
+from .connection import Broker, ConnectionLost
+from .streams import delete_stream, num_replicas
+
+MANIFEST = "backup.json"
+CHUNK_BYTES = 512 * 1024
+_OURS = re.compile(r"^(KV_|OBJ_)?tmq-")
+_PASSING = frozenset(f"KV_{bucket}" for bucket in (BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES))
+_ORDER = {"task": 0, "batch": 1, "rollout": 3}
+"""A task may be in its queue and in the log, but never in neither; a recorded batch needs its
+groups in the log."""
+_SILENCE_S = 30.0
+_END = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One stream of a back-up."""
+
+    name: str
+    num_messages: int
+    num_bytes: int
+
+
+async def save_all(broker: Broker, folder: Path) -> list[Saved]:
+    """Write all streams of the pool to a folder, which must be new or empty.
+
+    The manifest is written last: a folder without it is no back-up. Raises StateError for a folder
+    that is in use, StorageError, BrokerError.
+    """
+    try:
+        _begin(folder)
+        saved = [await _save(broker, name, folder) for name in await _stream_names(broker)]
+        manifest = {"format": 1, "time": time.time(), "streams": [one.name for one in saved]}
+        (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return saved
+
+
+async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
+    """Bring all streams of a back-up to a server that has none of them, or empty ones.
+
+    Raises StateError when a stream holds something, StorageError for what is no back-up,
+    BrokerError.
+    """
+    names: list[str] = _read(folder, MANIFEST, "streams")["streams"]
+    present = {one["config"]["name"]: one["state"] for one in await _streams(broker)}
+    for name in names:
+        if int(present.get(name, {}).get("messages", 0)):
+            raise StateError(
+                f"the broker holds messages in {name} already",
+                hint="restore into a new server, before the scheduler and the auth service start",
+            )
+    for name in names:
+        if name in present:
+            await delete_stream(broker, name)
+    return [await _restore(broker, name, folder) for name in names]
+
+
+def _read(folder: Path, name: str, key: str) -> dict[str, Any]:
+    """Return a JSON file of a back-up, which has `key`."""
+    try:
+        told = json.loads((folder / name).read_text(encoding="utf-8"))
+        return {**told, key: told[key]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _unusable(folder, error) from error
+
+
+async def _ask(broker: Broker, verb: str, request: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return await broker.api(verb, request)
+    except TimeoutError:
+        raise ConnectionLost(f"nobody answered {verb}", hint="try again") from None
+
+
+def _begin(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if any(folder.iterdir()):
+        raise StateError(f"{folder} is not empty", hint="name a new folder for each back-up")
+
+
+async def _streams(broker: Broker) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    while True:
+        answer = await _ask(broker, "STREAM.LIST", {"offset": len(found)})
+        page = cast("list[dict[str, Any]]", answer.get("streams") or [])
+        found += page
+        if not page or len(found) >= int(answer["total"]):
+            return found
+
+
+async def _stream_names(broker: Broker) -> list[str]:
+    names = [one["config"]["name"] for one in await _streams(broker)]
+    ours = [name for name in names if _OURS.match(name) and name not in _PASSING]
+    return sorted(ours, key=lambda name: (_ORDER.get(name.rpartition("-")[2], 2), name))
+
+
+async def _save(broker: Broker, name: str, folder: Path) -> Saved:
+    chunks: asyncio.Queue[Msg | None] = asyncio.Queue()
+    inbox = broker.nc.new_inbox()
+    listening = await broker.listen(inbox, chunks.put_nowait)
+    remove = broker.on_disconnect(lambda: chunks.put_nowait(None))
+    try:
+        request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
+        answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
+        with (folder / f"{name}.snapshot").open("wb") as file:
+            while (chunk := await _next(chunks, name)).data != _END:
+                await asyncio.to_thread(file.write, chunk.data)
+                if chunk.reply:
+                    await broker.publish(chunk.reply)
+        if error := _error_in(chunk):
+            raise BrokerError(f"the snapshot of {name} broke off: {error}", hint="try again")
+    finally:
+        remove()
+        await listening.stop()
+    told = {"config": answer["config"], "state": answer["state"]}
+    (folder / f"{name}.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    return _saved(name, answer["state"])
+
+
+async def _next(chunks: "asyncio.Queue[Msg | None]", name: str) -> Msg:
+    try:
+        async with asyncio.timeout(_SILENCE_S):
+            chunk = await chunks.get()
+    except TimeoutError:
+        chunk = None
+    if chunk is None:
+        raise ConnectionLost(f"the snapshot of {name} broke off", hint="try again")
+    return chunk
+
+
+async def _restore(broker: Broker, name: str, folder: Path) -> Saved:
+    told = _read(folder, f"{name}.json", "config")
+    told["config"]["num_replicas"] = num_replicas()
+    with _opened(folder, f"{name}.snapshot") as file:
+        place = (await _ask(broker, f"STREAM.RESTORE.{name}", told))["deliver_subject"]
+        for chunk in _chunks_of(file):
+            try:
+                reply = await broker.request(place, chunk, timeout_s=_SILENCE_S)
+            except TimeoutError:
+                raise ConnectionLost(f"{name} is not restored: nobody answers") from None
+            if error := _error_in(reply):
+                raise BrokerError(f"{name} is not restored: {error}", hint="see the server's log")
+    return _saved(name, told["state"])
+
+
+def _opened(folder: Path, name: str) -> IO[bytes]:
+    try:
+        return (folder / name).open("rb")
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+def _chunks_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the archive in pieces, and the empty one that ends it."""
+    while chunk := file.read(CHUNK_BYTES):
+        yield chunk
+    yield _END
+
+
+def _error_in(message: Msg) -> str:
+    """Return what the server says went wrong, in whichever of its ways."""
+    status = (message.headers or {}).get("Status", "")
+    if status and status != "204":
+        return f"{status} {(message.headers or {}).get('Description', '')}".strip()
+    if message.data.startswith(b"-ERR"):
+        return message.data.decode(errors="replace")
+    if message.data.startswith(b"{"):
+        return str(json.loads(message.data).get("error", {}).get("description", ""))
+    return ""
+
+
+def _saved(name: str, state: dict[str, Any]) -> Saved:
+    return Saved(name, int(state["messages"]), int(state["bytes"]))
+
+
+def _unusable(folder: Path, error: Exception) -> StorageError:
+    return StorageError(
+        f"the back-up {folder} cannot be used: {error}",
+        hint=f"a whole one has a file {MANIFEST}; name a folder that you may write to",
+    )

@@ -1,0 +1,134 @@
+"""The image and the compose file: everything that can be wrong without a container engine.
+
+No engine runs in CI, so nothing is built here. Each file is read as an engine would read it, and
+what it names must exist: modules, options, variables, secrets, volumes, extras and folders.
+"""
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tinkermq.broker.server import binary_path
+from tinkermq.schemas.subjects import SERVICES
+
+from tests.configs import REPOSITORY
+
+FOLDER = REPOSITORY / "deploy" / "container"
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
+NOT_OURS = {"GOMEMLIMIT", "HF_HOME"}
+ACTORS = ("auth", "scheduler", "gateway", "node")
+
+
+def steps() -> list[tuple[str, str]]:
+    """Return the instructions of the Containerfile."""
+    text = (FOLDER / "Containerfile").read_text().replace("\\\n", " ")
+    lines = [line.split(None, 1) for line in text.splitlines() if line and line[0] != "#"]
+    return [(word, rest) for word, rest in lines]
+
+
+def test_the_image_copies_what_there_is_and_installs_extras_that_exist() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    copied = [rest for word, rest in steps() if word == "COPY" and "--from" not in rest]
+    sources = {name for rest in copied for name in rest.split()[:-1]}
+    assert sources >= {"schemas", "broker", "envs", "actors", "clients", "pyproject.toml"}
+    assert all((REPOSITORY / name).exists() for name in sources)
+    (extras,) = (rest for word, rest in steps() if word == "ARG")
+    assert set(extras.removeprefix("EXTRAS=").split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_image_runs_as_nobody_in_particular() -> None:
+    users = [rest for word, rest in steps() if word == "USER"]
+    made = next(rest for word, rest in steps() if word == "RUN" and "useradd" in rest)
+    assert users == ["10001:10001"]
+    assert "--uid 10001" in made
+
+
+@pytest.mark.parametrize("name", ACTORS)
+def test_a_service_starts_a_program_with_options_that_it_has(name: str) -> None:
+    program, flag, module, *options = COMPOSE["services"][name]["command"]
+    assert (program, flag) == ("python", "-m")
+    assert importlib.util.find_spec(module) is not None
+    shown = subprocess.run(
+        [sys.executable, "-m", module, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    assert [one for one in options if one.startswith("--") and one not in shown] == []
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_a_service_is_given_variables_that_are_read_and_files_that_are_mounted(name: str) -> None:
+    service = COMPOSE["services"][name]
+    variables = service.get("environment", {})
+    unread = {one for one in variables if one not in NOT_OURS and one not in _read_by_us()}
+    assert not unread
+    assert not {one for one in variables if re.search("KEY|SEED|PASSWORD", one)}
+    for path in variables.values():
+        if path.startswith("/run/secrets/"):
+            assert path.removeprefix("/run/secrets/") in service["secrets"]
+    for one in service.get("secrets", []):
+        assert one in COMPOSE["secrets"]
+    for volume in service.get("volumes", []):
+        source = volume.split(":")[0]
+        assert source.startswith("./") or source in COMPOSE["volumes"]
+    assert service["cap_drop"] == ["ALL"]
+
+
+def _read_by_us() -> set[str]:
+    """Return all variables that stand in the code."""
+    rooms = ("schemas", "broker", "envs", "actors", "clients")
+    files = [file for room in rooms for file in (REPOSITORY / room).rglob("*.py")]
+    return {name for file in files for name in re.findall(r"TINKERMQ_[A-Z_]+", file.read_text())}
+
+
+def test_the_secrets_are_those_that_init_writes_and_stay_out_of_the_image() -> None:
+    for name, secret in COMPOSE["secrets"].items():
+        if name.endswith(".creds"):
+            assert name.removesuffix(".creds") in SERVICES
+            assert secret["file"] == f"./pool/secrets/{name}"
+    ignored = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    assert {"deploy/container/pool", "deploy/container/tls"} <= set(ignored)
+
+
+def test_the_server_of_the_containers_takes_its_configuration(tmp_path: Path) -> None:
+    init = [f"{sys.prefix}/bin/tinkermq", "init", "--home", str(tmp_path / "pool")]
+    subprocess.run(init, check=True, capture_output=True)
+    tls = tmp_path / "tls"
+    tls.mkdir()
+    new = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-noenc", "-subj", "/CN=nats"]
+    files = ["-keyout", str(tls / "server.key"), "-out", str(tls / "server.crt")]
+    subprocess.run([*new, *files], check=True, capture_output=True)
+    text = (FOLDER / "nats.conf").read_text().replace("/etc/tinkermq", str(tmp_path))
+    (tmp_path / "nats.conf").write_text(
+        text.replace("/var/lib/tinkermq-nats", str(tmp_path / "store"))
+    )
+    done = subprocess.run(
+        [str(binary_path()), "-t", "-c", str(tmp_path / "nats.conf")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_compose_itself_understands_the_file() -> None:
+    docker = shutil.which("docker")
+    command = [docker or "docker", "compose"]
+    if docker is None or subprocess.run([*command, "version"], capture_output=True).returncode:
+        pytest.skip("docker has no compose plugin here")
+    done = subprocess.run(
+        [*command, "-f", str(FOLDER / "compose.yaml"), "config", "--format", "json"],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(json.loads(done.stdout)["services"]) == set(COMPOSE["services"])
