@@ -103,7 +103,9 @@ class Job:
 
     async def events(self, kind: str = "") -> list[Event]:
         """Return the events of one kind, or all, in order."""
-        events = await read_events(self.stack.broker, self.scope)
+        record = await self.read()
+        stored = await read_events(self.stack.broker, self.scope) if record.has_streams else []
+        events = [*record.early, *stored]
         return [event for event in events if kind in ("", event.kind)]
 
     async def dead(self) -> list[DeadLetter]:
@@ -138,6 +140,14 @@ class Job:
         await self.eventually(there, f"state {' or '.join(states)}", deadline_s)
         return self.record
 
+    async def until_streams(self) -> None:
+        """Wait until the job has started once: then its streams are there."""
+
+        async def there() -> bool:
+            return (await self.read()).has_streams
+
+        await self.eventually(there, "the job's streams")
+
     async def until_step(self, step: int, deadline_s: float = DEADLINE_S) -> Metric:
         """Return the metrics of a training step as soon as they are told."""
         async with aclosing(self.follow(deadline_s)) as feed:
@@ -162,6 +172,7 @@ class Job:
 
     async def follow(self, deadline_s: float = DEADLINE_S) -> AsyncGenerator[Any, None]:
         """Yield metrics and events from the start; fails when the job fails or time runs out."""
+        await self.until_streams()
         try:
             async with (
                 asyncio.timeout(deadline_s),
