@@ -31,9 +31,22 @@ class CarefulClient(Client):
     """
 
     async def _select_next_server(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._drop_socket()
         await super()._select_next_server()
+
+    async def close(self) -> None:
+        """Close for good, with the socket below TLS."""
+        await super().close()
+        self._drop_socket()
+
+    def _drop_socket(self) -> None:
+        """Close the connection, and under TLS the socket below, which nobody else closes."""
+        if self._transport is None:
+            return
+        self._transport.close()
+        below = getattr(self._transport, "_bare_io_writer", None)
+        if below is not None:
+            below.transport.abort()
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
         await super()._process_info(info, initial_connection)

@@ -40,7 +40,6 @@ T = TypeVar("T")
 REQUEST_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
-ELECTION_S = 20.0  # a stream has no leader for about ten seconds after its server was lost
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
 
@@ -234,15 +233,15 @@ class Broker:
         when nobody listens, although whoever reconnects or is elected has had the time to.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        elects = self.is_clustered and not self.is_guest  # the door knows which streams there are
-        patience = loop.time() + (ELECTION_S if elects else 0.0)
+        deadline, missed = loop.time() + deadline_s, float("inf")
         while True:
             await self.wait_connected(deadline, waiting_for=waiting_for)
             try:
                 return await attempt()
             except NoResponders:
-                if self.settled and loop.time() >= min(patience, deadline):
+                missed = min(missed, loop.time())
+                absent_s = faults.absence_s(is_guest=self.is_guest, is_clustered=self.is_clustered)
+                if self.settled and loop.time() >= min(missed + absent_s, deadline):
                     raise
             except APIError as error:
                 if not faults.is_unsettled(error) or loop.time() + RETRY_PAUSE_S >= deadline:

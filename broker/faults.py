@@ -19,11 +19,23 @@ TRANSIENT = (
 """Errors of nats-py after which the same request may succeed."""
 _UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
 """What a cluster answers while it has no leader, or too few servers for a new stream."""
+_STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
 NO_STREAM = "Tmq-No-Stream"
 """Header by which the door says that a stream is not there."""
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
+
+
+def absence_s(*, is_guest: bool, is_clustered: bool) -> float:
+    """Return for how long nobody may listen until nobody will.
+
+    A server that is being stopped ends its streams some time before its connections, and a stream
+    of a cluster may be without a leader; the door, which guests ask, knows what is not there.
+    """
+    if is_guest:
+        return 0.0
+    return _ELECTION_S if is_clustered else _STOPPING_S
 
 
 class ConnectionLost(BrokerError):

@@ -41,7 +41,7 @@ async def test_a_run_goes_on_from_a_back_up_after_the_broker_lost_everything(
         again = await asyncio.to_thread(
             tinkermq, "restore", str(saved), "--nats-url", stack.server.url
         )
-        assert again.code == 1
+        assert again.code == 2
         assert "holds messages in" in again.err
         stack.start("scheduler")
         stack.start("node")
