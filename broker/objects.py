@@ -20,6 +20,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.errors import BrokerError, NotFoundError
 from .bulk import BulkLink, Incoming
@@ -196,7 +197,7 @@ class ObjectStore:
     ) -> T:
         try:
             return await self._broker.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
-        except NoResponders as error:
+        except (NoResponders, StreamNotFound) as error:
             raise missing(self._stream) from error
 
     def _chunk_subject(self, nuid: str) -> str:
