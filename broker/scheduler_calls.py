@@ -1,5 +1,7 @@
 """What may be asked of the scheduler, on behalf of the connection's user."""
 
+import asyncio
+import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +29,8 @@ from .rpc import call
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 30.0
+_TAKEOVER_S = 6.0
+_PAUSE_S = 0.1
 
 
 def new_request_id() -> str:
@@ -123,21 +127,26 @@ class SchedulerCalls:
         return (await self._ask(method, request, JobReply)).record
 
     async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
+        """Ask the scheduler that leads; while none does, another is about to take over."""
         subject = rpc(self.broker.user, "scheduler", method)
-        try:
-            return await call(
-                self.broker,
-                subject,
-                request,
-                reply,
-                timeout_s=TIMEOUT_S,
-                waiting_for="the scheduler",
-                idempotent=True,
-            )
-        except NotFoundError as error:
-            if subject not in error.message:
-                raise  # the scheduler tells of somebody else who is not there
-            raise BrokerError(
-                f"no scheduler is connected to the broker at {self.broker.url}",
-                hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
-            ) from error
+        patience = time.monotonic() + _TAKEOVER_S
+        while True:
+            try:
+                return await call(
+                    self.broker,
+                    subject,
+                    request,
+                    reply,
+                    timeout_s=TIMEOUT_S,
+                    waiting_for="the scheduler",
+                    idempotent=True,
+                )
+            except NotFoundError as error:
+                if subject not in error.message:
+                    raise  # the scheduler tells of somebody else who is not there
+                if time.monotonic() > patience:
+                    raise BrokerError(
+                        f"no scheduler is connected to the broker at {self.broker.url}",
+                        hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
+                    ) from error
+            await asyncio.sleep(_PAUSE_S)
