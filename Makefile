@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv chromium iproute test lint format check docs screenshots bench
+.PHONY: help quickstart venv programs test lint format check docs screenshots bench
 
 help:  ## List the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -19,22 +19,19 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
-test: $(VENV)/dev.stamp chromium iproute  ## Run the whole default suite, linters included
+test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-# The dashboard is tested in Debian's browser; where this cannot install it, the tests say so.
-chromium:
-	@command -v chromium >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { \
-	  echo "installing chromium for the tests of the dashboard: a minute, once"; \
+# Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
+# reader of the compose file. Where this cannot install them, the tests that want them say so.
+PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose
+programs:
+	@lacking=""; for one in $(PROGRAMS); do \
+	  command -v $${one%%:*} >/dev/null || lacking="$$lacking $${one##*:}"; done; \
+	test -z "$$lacking" || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { \
+	  echo "installing for the tests:$$lacking (a minute, once)"; \
 	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
-	    --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || true
-
-# The test of a cluster makes network namespaces, as root; where it cannot, it says so.
-iproute:
-	@command -v ip >/dev/null || test "$$(id -u)" != 0 || ! command -v apt-get >/dev/null || { \
-	  echo "installing iproute2 for the test of a cluster"; \
-	  apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y \
-	    --no-install-recommends iproute2 openssl >/dev/null; } || true
+	    --no-install-recommends $$lacking fonts-dejavu-core >/dev/null; } || true
 
 lint: $(VENV)/dev.stamp  ## Run ruff, pyright and import-linter
 	$(BIN)/ruff check .
@@ -51,7 +48,7 @@ check: lint test  ## lint, then test
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 	$(BIN)/python -m tinkermq.schemas.docs docs
 
-screenshots: $(VENV)/dev.stamp chromium  ## Take the pictures of docs/dashboard.md anew
+screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
 
 bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md

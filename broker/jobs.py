@@ -23,12 +23,21 @@ _MAX_TRIES = 20
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
+Wrote = Callable[[Entry[JobRecord]], None]
+"""Is handed each record that a store has written, before the event of it is told."""
+
+
+def _forget(_: Entry[JobRecord]) -> None:
+    """Keep no view of what was written."""
+
+
 class JobStore:
     """The job records of a broker."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, wrote: Wrote = _forget) -> None:
         """Work on the shared buckets, which `create_shared` has made."""
         self._broker = broker
+        self._wrote = wrote
         self._jobs = Bucket(broker, BUCKET_JOBS, JobRecord)
         self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
 
@@ -51,7 +60,8 @@ class JobStore:
         Raises ConflictError if the id is taken.
         """
         record = record.model_copy(update={"early": [_event(record, None, who)]})
-        await self._jobs.create(_scope(record).key, record)
+        key = _scope(record).key
+        self._wrote(Entry(key, record, await self._jobs.create(key, record)))
         return record
 
     async def get(self, user: str, name: str) -> JobRecord:
@@ -134,9 +144,10 @@ class JobStore:
                 return changed
             changed = metered(entry.value, changed, time.time())
             try:
-                await self._jobs.update(key, changed, entry.revision)
+                revision = await self._jobs.update(key, changed, entry.revision)
             except ConflictError:
                 continue
+            self._wrote(Entry(key, changed, revision))
             return changed
         raise ConflictError(
             f"job {record.job} was written by others {_MAX_TRIES} times in a row",

@@ -63,9 +63,12 @@ class Mirror(Generic[M]):
         if self._listening is not None:
             await self._listening.stop()
 
-    def put(self, key: str, entry: Entry[M]) -> None:
-        """Enter what the caller has just read or written."""
-        self.entries[key] = entry
+    def put(self, entry: Entry[M]) -> Entry[M]:
+        """Enter what was just read or written, if it is the newest; return what is."""
+        known = self.entries.get(entry.key)
+        if known is None or known.revision < entry.revision:
+            self.entries[entry.key] = known = entry
+        return known
 
     async def refresh(self) -> set[str]:
         """Read what has changed; return the keys that were read, present or gone."""
@@ -75,7 +78,10 @@ class Mirror(Generic[M]):
             before = set(self.entries)
             with contextlib.suppress(NotFoundError):
                 found = await self.bucket.items(self._prefix)
-                self.entries = {entry.key: entry for entry in found}
+                for key in before - {entry.key for entry in found}:
+                    del self.entries[key]
+                for entry in found:
+                    self.put(entry)
             return before | set(self.entries)
         keys, self._stale = sorted(self._stale), set()
         for first in range(0, len(keys), _AT_ONCE):
@@ -90,4 +96,4 @@ class Mirror(Generic[M]):
         if entry is None:
             self.entries.pop(key, None)
         else:
-            self.entries[key] = entry
+            self.put(entry)

@@ -47,10 +47,11 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class PartsService:
     """Endpoints of a service whose answers come in parts, and the requests that run there."""
 
-    def __init__(self, broker: Broker, service: Service) -> None:
-        """Add endpoints to `service`."""
+    def __init__(self, broker: Broker, service: Service, *, alive_s: float = ALIVE_S) -> None:
+        """Add endpoints to `service`; a sign of life is sent after `alive_s` without a part."""
         self._broker = broker
         self._service = service
+        self._alive_s = alive_s
         self._running: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -79,7 +80,7 @@ class PartsService:
             if not raw.reply.startswith(INBOXES):  # we may publish where the caller may not
                 _log.warning("reply_refused", subject=subject, reply=raw.reply)
             else:
-                sender = _Sender(self._broker, raw.reply, part_model)
+                sender = _Sender(self._broker, raw.reply, part_model, self._alive_s)
                 await self._answer(sender, handler, request_model, raw.data)
 
         await self._service.raw_endpoint(name, subject, answer)
@@ -134,10 +135,11 @@ class PartsService:
 class _Sender(Generic[P]):
     """Numbers the parts of one answer, and says in between that it goes on."""
 
-    def __init__(self, broker: Broker, inbox: str, model: type[P]) -> None:
+    def __init__(self, broker: Broker, inbox: str, model: type[P], alive_s: float) -> None:
         self._broker = broker
         self._inbox = inbox
         self._model = model
+        self._alive_s = alive_s
         self._index = 0
         self._order = asyncio.Lock()
 
@@ -155,7 +157,7 @@ class _Sender(Generic[P]):
     async def keep_alive(self) -> None:
         known = -1
         while True:
-            await asyncio.sleep(ALIVE_S)
+            await asyncio.sleep(self._alive_s)
             if self._index == known or known < 0:
                 with contextlib.suppress(TinkermqError):
                     await self.send(self._model())

@@ -87,13 +87,18 @@ class TaskQueue:
         ack_wait_s: float = 30.0,
         *,
         max_leases: int = MAX_LEASES,
+        pull_expires_s: float = _PULL_EXPIRES_S,
     ) -> None:
-        """`max_leases` bounds the tasks that all generators together hold."""
+        """`max_leases` bounds the tasks that all generators together hold.
+
+        A pull that finds nothing is sent anew every `pull_expires_s`.
+        """
         self._broker = broker
         self._scope = scope
         self._stream = scope.stream_task
         self._ack_wait_s = ack_wait_s
         self._max_leases = max_leases
+        self._pull_expires_s = pull_expires_s
         self._inbox = PullInbox(broker)
         self._has_consumer = False
 
@@ -173,7 +178,7 @@ class TaskQueue:
         messages = await self._request({"batch": num, "no_wait": True}, num, 0.0)
         if messages or timeout_s <= 0:
             return messages
-        wait_s = min(timeout_s, _PULL_EXPIRES_S)
+        wait_s = min(timeout_s, self._pull_expires_s)
         messages = await self._request({"batch": 1, "expires": int(wait_s * NS)}, 1, wait_s)
         if messages and num > 1:
             with contextlib.suppress(ConnectionLost, TimeoutError):

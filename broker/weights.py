@@ -29,7 +29,7 @@ from .objects import CHUNK_BYTES, DigestMismatch, ObjectStore
 from .weight_files import read_file, remove_file, write_file
 
 TRANSFER_DEADLINE_S = 600.0
-_POLL_S = 2.0
+_LOOK_S = 2.0
 _LATEST = "latest"
 _KEY = re.compile(r"^v(\d{1,18})$")
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -58,8 +58,11 @@ class WeightStore:
         *,
         folder: Path | str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        look_s: float = _LOOK_S,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
+
+        Who waits for a version looks for it every `look_s`, should its announcement be lost.
 
         Raises ConfigError for the file transport without a folder.
         """
@@ -74,6 +77,7 @@ class WeightStore:
         self._folder = Path(folder) if folder is not None else None
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
         self._objects = ObjectStore(broker, scope.object_weights, chunk_bytes=chunk_bytes)
+        self._look_s = look_s
         self._announced = asyncio.Event()
         self._listening: Listening | None = None
 
@@ -143,7 +147,7 @@ class WeightStore:
             manifest = await self.latest()
             if manifest is not None and manifest.version > version:
                 return manifest
-            wait_s = min(_POLL_S, deadline - loop.time())
+            wait_s = min(self._look_s, deadline - loop.time())
             if wait_s <= 0:
                 return None
             with contextlib.suppress(TimeoutError):

@@ -5,7 +5,7 @@ same memory domain of the host are.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...schemas.errors import ConfigError
@@ -88,25 +88,8 @@ class Gpus:
         return _text(self._nvml.nvmlDeviceGetPciInfo(handle).busId)
 
 
-def find_gpus(wanted: str | None) -> Gpus | None:
-    """Return the GPUs to give away: those that `wanted` lists, or all; None if there are none.
-
-    Raises ConfigError when a wanted one is not there.
-    """
-    nvml = _nvml()
-    count = nvml.nvmlDeviceGetCount() if nvml else 0
-    indices = list(range(count)) if wanted is None else _parse(wanted)
-    missing = [index for index in indices if index >= count]
-    if missing:
-        raise ConfigError(
-            f"--gpus names GPU {missing[0]}, the driver of this machine knows {count}",
-            hint="see `nvidia-smi -L`; without GPUs give CPU shares away: --slots N",
-        )
-    return Gpus(nvml, indices) if indices else None
-
-
-def _nvml() -> Any | None:
-    """Return NVML, initialised, or None on a machine without an NVIDIA driver."""
+def load_nvml() -> Any | None:
+    """Return pynvml, initialised, or None on a machine without an NVIDIA driver."""
     try:
         import pynvml  # pyright: ignore[reportMissingTypeStubs]  # it has none
     except ImportError:  # not installed with the extra `worker`
@@ -117,6 +100,23 @@ def _nvml() -> Any | None:
     except nvml.NVMLError:
         return None
     return nvml
+
+
+def find_gpus(wanted: str | None, load: Callable[[], Any | None] = load_nvml) -> Gpus | None:
+    """Return the GPUs to give away: those that `wanted` lists, or all; None if there are none.
+
+    Raises ConfigError when a wanted one is not there.
+    """
+    nvml = load()
+    count = nvml.nvmlDeviceGetCount() if nvml else 0
+    indices = list(range(count)) if wanted is None else _parse(wanted)
+    missing = [index for index in indices if index >= count]
+    if missing:
+        raise ConfigError(
+            f"--gpus names GPU {missing[0]}, the driver of this machine knows {count}",
+            hint="see `nvidia-smi -L`; without GPUs give CPU shares away: --slots N",
+        )
+    return Gpus(nvml, indices) if indices else None
 
 
 def _parse(wanted: str) -> list[int]:

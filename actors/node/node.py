@@ -64,6 +64,7 @@ class Node:
         self.name = name
         self._broker = broker
         self._gpus = gpus
+        self._gpu_use = gpus.read() if gpus else []
         self._slots = len(gpus) if gpus else slots
         self._starter = ActorStarter()
         self._start_child = with_secrets(broker, start or self._starter.start)
@@ -79,7 +80,7 @@ class Node:
 
     def status(self) -> NodeStatus:
         """What the node is and runs."""
-        gpus = self._gpus.read() if self._gpus else []
+        gpus = self._gpu_use
         return NodeStatus(
             node=self.name,
             host=socket.gethostname(),
@@ -194,6 +195,8 @@ class Node:
         """
         while True:
             self._changed.clear()
+            if self._gpus:
+                self._gpu_use = await asyncio.to_thread(self._gpus.read)  # the driver may be slow
             try:
                 await self._records.put(self.name, self.status())
             except (BrokerError, DeadlineError) as error:

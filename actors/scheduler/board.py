@@ -19,7 +19,7 @@ from .states import ACTIVE
 
 
 class Board:
-    """All job records as of the last `refresh`, or newer."""
+    """All job records as of the last `refresh`, or newer: what this scheduler writes is entered."""
 
     def __init__(self, broker: Broker) -> None:
         """Know nothing yet; `open` and `refresh` change that."""
@@ -50,19 +50,17 @@ class Board:
             if entry is None:
                 self._forget(key)
             else:
-                self.enter(entry.value)
+                self.enter(entry)
         await self._users.refresh()
 
-    def enter(self, record: JobRecord) -> JobRecord:
-        """Enter a record that was just read or written; returns it."""
-        key = key_of(record)
-        self._jobs.put(key, Entry(key, record, 0))
+    def enter(self, entry: Entry[JobRecord]) -> None:
+        """Enter a record that was just read or written, unless a newer one is known."""
+        key, record = entry.key, self._jobs.put(entry).value
         self._names[record.user, record.name] = key
         if is_final(record):
             self._forget(key)
         else:
             self.live[key] = record
-        return record
 
     def _forget(self, key: str) -> None:
         self.live.pop(key, None)

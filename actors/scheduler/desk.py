@@ -88,7 +88,7 @@ class Desk:
 
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
-        return JobReply(record=self._board.told(await self._read(context, request.job)))
+        return JobReply(record=self._board.told(self._board.get(context.user, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return the user's jobs."""
@@ -107,20 +107,20 @@ class Desk:
 
     async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
         """Keep secrets of a job until it has ended."""
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         names = await self._vault.keep(JobScope(record.user, record.job), request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"secrets": names})
 
-        return self._changed(await self._jobs.update(record, name))
+        return JobReply(record=await self._jobs.update(record, name))
 
     async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
         """Stop a job: the learner drains with a checkpoint, or everything ends now.
 
         A job that has ended stays as it is; a later `now` overrides an earlier drain.
         """
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         how = "now" if request.now or record.stop == "now" else "drain"
 
         def ask(current: JobRecord) -> JobRecord:
@@ -130,12 +130,12 @@ class Desk:
                 update={"stop": how, "stop_complete": request.complete or current.stop_complete}
             )
 
-        return self._changed(await self._jobs.update(record, ask))
+        return JobReply(record=await self._jobs.update(record, ask))
 
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
         async with self._lock:
-            record = await self._read(context, request.job)
+            record = self._board.get(context.user, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
             if not is_final(record):
@@ -154,11 +154,11 @@ class Desk:
                 losses=0,
                 actors=unplaced(record.actors),
             )
-        return self._changed(record)
+        return JobReply(record=record)
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
                 f"job {record.name} is {record.state} and has no actors to scale",
@@ -179,11 +179,11 @@ class Desk:
             actors = scaled(current.actors, request.role, request.count, slots)
             return current.model_copy(update={"actors": actors})
 
-        return self._changed(await self._jobs.update(record, resize))
+        return JobReply(record=await self._jobs.update(record, resize))
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
         """Change the priority of a job; it matters while the job, or a part of it, waits."""
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         if is_final(record):
             raise StateError(
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
@@ -194,11 +194,11 @@ class Desk:
         def change(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"priority": request.priority})
 
-        return self._changed(await self._jobs.update(record, change))
+        return JobReply(record=await self._jobs.update(record, change))
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
@@ -208,11 +208,11 @@ class Desk:
             )
         await tell_learner(self._broker, record, "pause")
         who = f"user {context.user}"
-        return self._changed(await self._jobs.transition(record, "PAUSED", "paused", who))
+        return JobReply(record=await self._jobs.transition(record, "PAUSED", "paused", who))
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let a paused job go on."""
-        record = await self._read(context, request.job)
+        record = self._board.get(context.user, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":
@@ -223,15 +223,6 @@ class Desk:
         who = f"user {context.user}"
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
         await tell_learner(self._broker, record, "resume")
-        return self._changed(record)
-
-    async def _read(self, context: RequestContext, name: str) -> JobRecord:
-        """Return a job of the user as it is now; raises NotFoundError."""
-        known = self._board.get(context.user, name)
-        return self._board.enter(await self._jobs.get(known.user, known.job))
-
-    def _changed(self, record: JobRecord) -> JobReply:
-        self._reconciler.look(record)
         return JobReply(record=record)
 
 

@@ -84,12 +84,8 @@ class Reconciler:
 
     def hurry(self) -> None:
         """Take the next turn at once."""
-        self._hurry.set()
-
-    def look(self, record: JobRecord) -> None:
-        """Take up a new or changed job at once."""
-        self._board.enter(record)
-        self._hurry.set()
+        if self._timing.hurries:
+            self._hurry.set()
 
     def refuse_impossible(self, actors: Sequence[ActorPlacement]) -> None:
         """Raise PlacementError if the pool could not hold the actors even when idle."""
@@ -185,14 +181,13 @@ class Reconciler:
         by_actor = {one.actor: one for one in given}
         try:
             if not _queued(record):
-                record = await self._jobs.update(record, lambda now: _placed(now, by_actor))
+                await self._jobs.update(record, lambda now: _placed(now, by_actor))
             else:
-                record = await self._start(record, by_actor)
+                await self._start(record, by_actor)
         except ConflictError:  # the job moved meanwhile: next turn
             return
-        self._board.enter(record)
 
-    async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
+    async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> None:
         config = self._board.config(record)
         try:
             await create_job_streams(
@@ -202,22 +197,22 @@ class Reconciler:
                 ack_wait_s=config.generator.ack_wait_s,
             )
         except BrokerError as error:
-            return await self._move(record, Transition("FAILED", str(error)))
+            await self._move(record, Transition("FAILED", str(error)))
+            return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
         where = ", ".join(sorted({one.node for one in by_actor.values()}))
         actors = _placed(fresh, by_actor).actors
-        return await self._jobs.transition(
+        await self._jobs.transition(
             record, "STARTING", f"placed on {where}", WHO, actors=actors, has_streams=True
         )
 
     async def _explain(self, key: str, why: str) -> None:
         """Write into a queued job's record why it waits, if that has changed."""
         with contextlib.suppress(ConflictError):
-            changed = await self._jobs.update(
+            await self._jobs.update(
                 self._board.live[key],
                 lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
             )
-            self._board.enter(changed)
 
     # -- telling nodes ------------------------------------------------------------------------
 
@@ -276,7 +271,6 @@ class Reconciler:
         try:
             if told(record) != record:
                 record = await self._jobs.update(record, told)
-                self._board.enter(record)
             step = next_state(record, statuses, silent, max_losses)
             if step is not None:
                 record = await self._move(record, step)
@@ -302,9 +296,8 @@ class Reconciler:
             changes["actors"] = unplaced(record.actors)
         elif step.state == "LOST":
             changes["losses"] = record.losses + 1
-        self._hurry.set()
+        self.hurry()
         moved = await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
-        self._board.enter(moved)
         if is_final(moved):
             self._notifier.ended(moved)
             await settle_job_streams(self._broker, _scope(moved))
@@ -324,10 +317,9 @@ class Reconciler:
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
             with contextlib.suppress(ConflictError):
-                changed = await self._jobs.update(
+                await self._jobs.update(
                     record, lambda now: now.model_copy(update={"version": version})
                 )
-                self._board.enter(changed)
 
 
 def _request(key: str, record: JobRecord) -> PlacementRequest | None:

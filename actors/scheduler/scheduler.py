@@ -43,7 +43,8 @@ async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
 async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
-    jobs, board, pool = JobStore(broker), Board(broker), Pool(broker, timing)
+    board, pool = Board(broker), Pool(broker, timing)
+    jobs = JobStore(broker, wrote=board.enter)
     vault = Vault(broker, board)
     notifier = Notifier(broker, vault)
     reconciler = Reconciler(broker, jobs, board, pool, lease, timing, notifier)

@@ -79,10 +79,7 @@ class Submission:
         fresh = new_id()
         job = await self._jobs.job_of_request(user, request.request_id, fresh)
         record = None if job == fresh else await self._jobs.find_by_id(user, job)
-        if record is None:
-            record = await self._create(user, job, request)
-        self._reconciler.look(record)
-        return record
+        return record or await self._create(user, job, request)
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         fork_of, fork_dir = await self._fork(user, request.fork_of)
@@ -134,9 +131,7 @@ class Submission:
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
                 changed = await self._complete(changed)
-            record = await self._jobs.update(record, lambda _: changed)
-            self._reconciler.look(record)
-        return record
+            return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord) -> JobRecord:
         """Return a record that can be placed, with its run folder made."""

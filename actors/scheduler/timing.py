@@ -9,6 +9,8 @@ class Timing:
 
     turn_s: float = 0.5
     """Between two looks at all jobs, when nothing calls for one at once."""
+    hurries: bool = True
+    """Whether a change calls for a look at once."""
     renew_s: float = 1.0
     """Between two renewals of the lease."""
     stale_s: float = 3.0

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import structlog
 
 from ...broker.connection import Broker
-from ...broker.jobs import JobStore, is_final
+from ...broker.jobs import is_final
 from ...broker.kv import Bucket
 from ...broker.rpc import RequestContext
 from ...broker.sealing import Seal, close_seal
@@ -43,7 +43,6 @@ class Vault:
         """Open nothing yet."""
         self._bucket = Bucket(broker, BUCKET_SECRETS, SealedSecrets)
         self._board = board
-        self._jobs = JobStore(broker)
         self._seal = Seal(broker.derived_key(_PURPOSE) or _unsaved)
 
     @property
@@ -97,7 +96,7 @@ class Vault:
 
         Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
         """
-        record = await self._jobs.get(request.user, request.job)
+        record = self._board.get(request.user, request.job)
         actor = main_actor(record.actors)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")

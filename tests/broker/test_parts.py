@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from tinkermq.broker import parts as parts_module
 from tinkermq.broker.connection import Broker, ConnectionLost
 from tinkermq.broker.parts import PartsService, Tell, ask_parts, last_part
 from tinkermq.broker.rpc import Service
@@ -44,7 +43,7 @@ async def counter(broker: Broker, scope: JobScope) -> AsyncIterator[Counter]:
     """A service in parts, with `cancel`."""
     counter = Counter()
     async with await Service.start(broker, name="counter", description="counts") as service:
-        served = PartsService(broker, service)
+        served = PartsService(broker, service, alive_s=0.1)
         subject = scope.infer("play")
         await served.endpoint("count", subject, PlayRequest, InferPart, counter.count)
         listening = await broker.listen(
@@ -79,9 +78,8 @@ async def test_parts_come_in_order_and_the_last_one_says_so(
 
 
 async def test_a_service_that_takes_its_time_gives_signs_of_life(
-    broker: Broker, scope: JobScope, counter: Counter, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, scope: JobScope, counter: Counter
 ) -> None:
-    monkeypatch.setattr(parts_module, "ALIVE_S", 0.01)
     counter.go_on.clear()
     task = asyncio.create_task(last_part(asking(broker, scope, silence_s=1.0)))
     await asyncio.sleep(1.5)  # longer than the silence that is borne
@@ -90,9 +88,7 @@ async def test_a_service_that_takes_its_time_gives_signs_of_life(
     assert (await task).model == "done"
 
 
-async def test_a_service_that_has_died_is_found_out(
-    broker: Broker, scope: JobScope, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_service_that_has_died_is_found_out(broker: Broker, scope: JobScope) -> None:
     heard = await broker.listen(scope.infer("play"), lambda _: None)
     with pytest.raises(DeadlineError, match="nothing was heard of the counter"):
         await last_part(asking(broker, scope, silence_s=0.2))

@@ -84,11 +84,8 @@ async def test_a_task_that_is_given_back_comes_after_the_delay(
     await queue.close()
 
 
-async def test_a_pull_returns_as_soon_as_there_is_one_task(
-    broker: Broker, scope: JobScope, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tinkermq.broker.tasks._PULL_EXPIRES_S", AFTER_PATIENCE_S)
-    queue = TaskQueue(broker, scope)
+async def test_a_pull_returns_as_soon_as_there_is_one_task(broker: Broker, scope: JobScope) -> None:
+    queue = TaskQueue(broker, scope, pull_expires_s=AFTER_PATIENCE_S)
     pulling = asyncio.create_task(queue.pull(10, AFTER_PATIENCE_S))
     await asyncio.sleep(0.2)
     await queue.publish(make_task(1))
@@ -167,10 +164,8 @@ async def test_a_pull_across_a_kill_takes_longer_and_does_not_raise(
     own_server: NatsServer,
     own_broker: Broker,
     own_scope: JobScope,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tinkermq.broker.tasks._PULL_EXPIRES_S", AFTER_PATIENCE_S)
-    queue = TaskQueue(own_broker, own_scope)
+    queue = TaskQueue(own_broker, own_scope, pull_expires_s=AFTER_PATIENCE_S)
     pulling = asyncio.create_task(queue.pull(1, AFTER_PATIENCE_S))
     await asyncio.sleep(0.2)
     own_server.kill()

@@ -125,11 +125,10 @@ async def test_a_removed_version_is_gone_and_removing_again_is_harmless(
 
 
 async def test_a_waiter_is_woken_by_the_announcement(
-    store: WeightStore, nats_server: NatsServer, scope: JobScope, monkeypatch: pytest.MonkeyPatch
+    store: WeightStore, nats_server: NatsServer, scope: JobScope
 ) -> None:
-    monkeypatch.setattr("tinkermq.broker.weights._POLL_S", AFTER_PATIENCE_S)
     async with await connect(nats_server.url, name="waiter") as connection:
-        waiter = WeightStore(connection, scope)
+        waiter = WeightStore(connection, scope, look_s=AFTER_PATIENCE_S)
         assert await waiter.wait_newer(-1, 0.05) is None
         waiting = asyncio.create_task(waiter.wait_newer(-1, AFTER_PATIENCE_S))
         await asyncio.sleep(0.1)

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tinkermq.actors.node import gpus
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.gpus import Gpus, find_gpus
 from tinkermq.actors.node.process import ActorProcess
@@ -100,17 +99,15 @@ def test_slots_are_numbered_from_zero_whatever_gpus_are_given_away() -> None:
     assert some.numbers([1]) == [3]
 
 
-def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "_nvml", Nvml)
-    assert len(find_gpus(None) or []) == 4
+def test_gpus_that_are_not_there_are_refused() -> None:
+    assert len(find_gpus(None, Nvml) or []) == 4
     with pytest.raises(ConfigError, match="names GPU 7, the driver of this machine knows 4"):
-        find_gpus("0,7")
+        find_gpus("0,7", Nvml)
     with pytest.raises(ConfigError, match="no list of GPUs"):
-        find_gpus("0,zero")
-    monkeypatch.setattr(gpus, "_nvml", lambda: None)
-    assert find_gpus(None) is None
+        find_gpus("0,zero", Nvml)
+    assert find_gpus(None, lambda: None) is None
     with pytest.raises(ConfigError, match="knows 0"):
-        find_gpus("0")
+        find_gpus("0", lambda: None)
 
 
 async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:

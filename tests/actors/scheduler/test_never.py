@@ -10,7 +10,6 @@ import pytest
 from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
-from tinkermq.actors.scheduler.reconciler import Reconciler
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.feed import follow, publish_log, publish_metric, read_events
 from tinkermq.broker.kv import Bucket
@@ -124,11 +123,12 @@ async def test_a_new_job_does_not_jump_over_an_older_one_of_equal_rank(stack: St
 
 
 async def test_the_queue_goes_on_by_itself_though_nobody_wakes_the_scheduler(
-    stack: Stack, monkeypatch: pytest.MonkeyPatch
+    stack: Stack,
 ) -> None:
-    monkeypatch.setattr(Reconciler, "hurry", lambda _: None)
-    monkeypatch.setattr(Reconciler, "look", lambda self, record: self._board.enter(record) and None)
-    first = await stack.running()
+    await stack.scheduler(replace(FAST, hurries=False))
+    await stack.node()
+    await stack.until_nodes(1)
+    first = await stack.until(await stack.submit(), "RUNNING")
     second = await stack.submit()
     stack.do(first, "learner", "done")
     await stack.until(second, "RUNNING")
