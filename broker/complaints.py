@@ -26,13 +26,25 @@ _log = structlog.get_logger()
 
 
 class CarefulClient(Client):
-    """nats-py's client, which leaves no socket of a refused attempt behind, and sends no secret in
-    clear text to a `tls://` URL.
+    """nats-py's client, which leaves no socket of a refused attempt behind, sends no secret in
+    clear text to a `tls://` URL, and asks again when it is refused after a reconnect.
     """
 
     async def _select_next_server(self) -> None:
         self._drop_socket()
         await super()._select_next_server()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Take a refusal for a loss of the connection: who checks keys may not be back yet.
+
+        One that lasts is ended by `Complaints`.
+        """
+        if "authorization violation" not in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        error = nats.errors.AuthorizationError()
+        await self._error_cb(error)
+        await self._process_op_err(error)
 
     async def close(self) -> None:
         """Close for good, with the socket below TLS."""

@@ -1,8 +1,10 @@
 """The connection: what it says when it fails, and how it heals."""
 
 import asyncio
+import contextlib
+import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -178,6 +180,59 @@ async def test_a_user_who_is_locked_out_later_is_told(tmp_path: Path) -> None:
                 await asyncio.sleep(0.01)
         assert "refuses this user" in errors[0]
     await broker.close()
+
+
+@contextlib.asynccontextmanager
+async def gate(server: NatsServer, refused: int) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """Stand before a server: yields a URL and what cuts all connections.
+
+    The connection of number `refused`, from 1, is told something else first, and then refused.
+    """
+    writers = list[asyncio.StreamWriter]()
+    numbers = itertools.count(1)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.close()
+
+    async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        if next(numbers) == refused:
+            writer.write(b'INFO {"headers": true, "max_payload": 1048576}\r\n')
+            await reader.readuntil(b"PING\r\n")
+            writer.write(b"INFO {}\r\n-ERR 'Authorization Violation'\r\n")
+            await writer.drain()
+            writer.close()
+            return
+        port = int(server.url.rsplit(":", 1)[1])
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(to_server)
+        await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+
+    listener = await asyncio.start_server(enter, "127.0.0.1", 0)
+    try:
+        port = listener.sockets[0].getsockname()[1]
+        yield f"nats://127.0.0.1:{port}", lambda: [one.close() for one in writers].clear()
+    finally:
+        listener.close()
+        for writer in writers:
+            writer.close()
+
+
+async def test_a_refusal_after_a_reconnect_is_not_the_end(nats_server: NatsServer) -> None:
+    async with (
+        gate(nats_server, refused=2) as (url, cut),
+        await connect(url, name="test") as broker,
+    ):
+        reconnected = asyncio.Event()
+        broker.on_reconnect(reconnected.set)
+        cut()
+        await asyncio.wait_for(reconnected.wait(), PATIENCE_S)
+        await broker.retry(
+            lambda: broker.api("INFO"), deadline_s=PATIENCE_S, waiting_for="JetStream"
+        )
 
 
 async def test_a_closed_connection_says_so(nats_server: NatsServer) -> None:
