@@ -48,9 +48,12 @@ class SchedulerCalls:
         """Return one job, by its id or the name of its run; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
-    async def told_jobs(self) -> list[JobRecord]:
-        """Return all jobs, newest first, those that wait with their place in the queue."""
-        return (await self._ask("list", ListRequest(all=True), JobList)).records
+    async def told_jobs(self, *, widest: bool = False) -> list[JobRecord]:
+        """Return all jobs, newest first, those that wait with their place in the queue.
+
+        With `widest` an admin is told of everybody's.
+        """
+        return (await self._ask("list", ListRequest(all=True, widest=widest), JobList)).records
 
     async def submit(
         self,

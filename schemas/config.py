@@ -322,6 +322,9 @@ class LimitsConfig(Section):
     """An actor that fails more often within ten minutes fails the job."""
     max_losses: int = Field(default=5, ge=0)
     """A job that loses its node more often is not queued again but fails."""
+    idle_s: float = Field(default=86400.0, gt=0)
+    """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it
+    gives its slots back when whoever hosts its game has gone for good."""
 
 
 class JobConfig(Section):

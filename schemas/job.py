@@ -92,6 +92,10 @@ class JobRecord(Message):
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False
     """The stop that was asked for ends the job as COMPLETED."""
+    stopped_by: str = ""
+    """Who asked for the stop."""
+    place: int = 0
+    """Place in the queue, from 1; told in answers only."""
     version: int = 0
     """Newest policy version that the scheduler has heard of."""
     created: float
@@ -194,6 +198,8 @@ class ListRequest(Message):
 
     all: bool = False
     """Also those that have ended."""
+    widest: bool = False
+    """Also those of others, as far as the user may see them: for admins."""
 
 
 class JobReply(Message):

@@ -1,9 +1,13 @@
-"""When a job is given up: nothing but failed tasks, many in a row.
+"""When a job is given up: nothing but failed tasks, many in a row, or nothing at all.
 
 A failed task is data: it is recorded, its credit returns, and the job goes on. But where every
 task fails (the game raises, all prompts are too long) the job would issue tasks for ever; then it
-ends with the last task's reason. Pure.
+ends with the last task's reason. And where nothing comes for very long, as when the client that
+hosts the game has gone for good, it would hold its slots for ever.
 """
+
+import time
+from collections.abc import Callable
 
 from ...schemas.errors import BrokerError, DataError, EngineError, GameError, TinkermqError
 from ...schemas.task import Blame
@@ -19,12 +23,35 @@ _ERRORS: dict[str, type[TinkermqError]] = {
 }
 
 
-class Failures:
-    """Counts the tasks that failed since the last one that did not."""
+def deserted(idle_s: float) -> GameError:
+    """Return the error of a job of which nothing was heard for too long."""
+    return GameError(
+        f"no task was finished for {idle_s:g} s (limits.idle_s): the environments may have gone",
+        hint="bring them back and resume the run; it goes on from its last checkpoint",
+    )
 
-    def __init__(self, batch_size: int) -> None:
+
+class Failures:
+    """Counts the tasks that failed since the last one that did not, and the time since any came."""
+
+    def __init__(
+        self, batch_size: int, idle_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Give up after `idle_s` without a task that ended."""
         self._limit = max(LEAST_IN_A_ROW, 2 * batch_size)
         self._num_in_a_row = 0
+        self._idle_s = idle_s
+        self._clock = clock
+        self._heard = clock()
+
+    def heard(self) -> None:
+        """Take notice that the job is not idle, or not to blame for it."""
+        self._heard = self._clock()
+
+    def check_idle(self) -> None:
+        """Raise GameError when nothing has come for too long."""
+        if self._clock() - self._heard >= self._idle_s:
+            raise deserted(self._idle_s)
 
     def note(self, blame: Blame | None) -> None:
         """Take notice of one finished task: why it failed, or None if it did not.
@@ -32,6 +59,7 @@ class Failures:
         An agent's reservation that ran out says nothing about the job. Raises the error of the
         boundary that is to blame when too many have failed in a row.
         """
+        self.heard()
         if blame is None:
             self._num_in_a_row = 0
         elif blame.code != RESERVATION_EXPIRED:

@@ -22,7 +22,7 @@ from ...broker.stored import get_all
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
-from ...schemas.errors import DeadlineError, MessageError, StorageError
+from ...schemas.errors import DeadlineError, GameError, MessageError, StorageError
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from .admission import num_admissible
@@ -95,7 +95,7 @@ class Learner:
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
         self._dropped: list[Dropped] = []
-        self._failures = Failures(config.training.batch_size)
+        self._failures = Failures(config.training.batch_size, config.limits.idle_s)
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._saver = Saver(
             context,
@@ -165,6 +165,7 @@ class Learner:
                 self.control.changed.clear()
                 with self.context.waiting("somebody to resume the job"):
                     await self._look_again(self.control.changed)
+                self._failures.heard()
                 continue
             self.intake.changed.clear()  # before looking: what comes from now on is seen next time
             self._judge(self._notice_arrivals())
@@ -188,10 +189,19 @@ class Learner:
                 return entries
             if decision.dropped:
                 continue
+            await self._give_up_if_idle()
             missing = training.batch_size - len(self.intake.candidates())
             with self.context.waiting(f"the generators: {max(missing, 0)} more groups"):
                 await self._look_again(self.intake.changed)
         return None
+
+    async def _give_up_if_idle(self) -> None:
+        """End with a checkpoint when nothing has come for too long; raises GameError."""
+        try:
+            self._failures.check_idle()
+        except GameError:
+            await self._save()
+            raise
 
     async def _look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""

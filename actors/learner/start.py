@@ -13,6 +13,7 @@ from ..model_folder import load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_optimizer, load_state
 from .data_order import DataOrder, total_steps
+from .failures import deserted
 from .learner import Learner
 from .model import load_model
 from .reporting import Reporter, last_reported_step
@@ -85,12 +86,16 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | 
 
 
 async def _num_rows(context: JobContext) -> int | None:
-    """Ask the environment hosts how many rows the data has."""
+    """Ask the environment hosts how many rows the data has; raises GameError if none comes."""
     config = context.config
     if config.training.tasks == "external" and config.training.num_steps is not None:
         return None
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
-    return (await environments.describe()).num_train
+    try:
+        async with asyncio.timeout(config.limits.idle_s):
+            return (await environments.describe()).num_train
+    except TimeoutError:
+        raise deserted(config.limits.idle_s) from None
 
 
 def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:

@@ -77,8 +77,10 @@ class Board:
         return None if entry is None else entry.value
 
     def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user`; raises NotFoundError."""
+        """Return a job of `user`, for an admin anybody's by its id; raises NotFoundError."""
         record = self.find(user, name)
+        if record is None and self.is_admin(user):
+            record = next((one for one in self.records() if one.job == name), None)
         if record is None:
             raise NotFoundError(
                 f"user {user!r} has no job or run {name!r}",
@@ -86,10 +88,11 @@ class Board:
             )
         return record
 
-    def records(self, user: str) -> list[JobRecord]:
-        """Return the jobs of a user, newest first."""
-        mine = [entry.value for entry in self._jobs.entries.values() if entry.value.user == user]
-        return sorted(mine, key=lambda record: record.created, reverse=True)
+    def records(self, user: str | None = None) -> list[JobRecord]:
+        """Return the jobs of a user, or of all, newest first."""
+        every = [entry.value for entry in self._jobs.entries.values()]
+        found = [one for one in every if user is None or one.user == user]
+        return sorted(found, key=lambda record: record.created, reverse=True)
 
     def names(self, user: str) -> set[str]:
         """Return the names of the runs of a user."""
@@ -118,6 +121,11 @@ class Board:
         entry = self._users.entries.get(f"{USER}.{user}")
         return Quota() if entry is None else entry.value
 
+    def is_admin(self, user: str) -> bool:
+        """Whether a user may see and steer everybody's jobs."""
+        entry = self._users.entries.get(f"{USER}.{user}")
+        return entry is not None and entry.value.role == "admin"
+
     def shares(self) -> Shares:
         """Return what each user holds and may hold."""
         users = [entry.value for entry in self._users.entries.values()]
@@ -133,7 +141,7 @@ class Board:
         if record.state != "QUEUED" or not place:
             return record
         reason = f"{why} ({place} of {len(self.waits)} in the queue)"
-        return record.model_copy(update={"reason": reason})
+        return record.model_copy(update={"reason": reason, "place": place})
 
 
 def key_of(record: JobRecord) -> str:

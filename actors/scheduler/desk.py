@@ -91,15 +91,19 @@ class Desk:
         return JobReply(record=self._board.told(self._board.get(context.user, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
-        """Return the user's jobs."""
-        records = self._board.records(context.user)
+        """Return the user's jobs, or an admin everybody's."""
+        everybody = request.widest and self._board.is_admin(context.user)
+        records = self._board.records(None if everybody else context.user)
         return JobList(
             records=[self._board.told(one) for one in records if request.all or not is_final(one)]
         )
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
-        """Return the nodes that are there; of others' actors only what they hold."""
-        return NodeList(nodes=[_shown(node, context.user) for node in self._pool.nodes()])
+        """Return the nodes that are there; of others' actors only admins see whose they are."""
+        nodes = self._pool.nodes()
+        if not self._board.is_admin(context.user):
+            nodes = [_shown(node, context.user) for node in nodes]
+        return NodeList(nodes=nodes)
 
     async def key(self, _: Empty) -> SealingKey:
         """Return the key to which clients seal secrets."""
@@ -127,7 +131,11 @@ class Desk:
             if is_final(current):
                 return current
             return current.model_copy(
-                update={"stop": how, "stop_complete": request.complete or current.stop_complete}
+                update={
+                    "stop": how,
+                    "stop_complete": request.complete or current.stop_complete,
+                    "stopped_by": current.stopped_by or f"user {context.user}",
+                }
             )
 
         return JobReply(record=await self._jobs.update(record, ask))
@@ -151,6 +159,7 @@ class Desk:
                 attempt=record.attempt + 1,
                 stop="no",
                 stop_complete=False,
+                stopped_by="",
                 losses=0,
                 actors=unplaced(record.actors),
             )

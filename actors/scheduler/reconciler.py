@@ -297,7 +297,9 @@ class Reconciler:
         elif step.state == "LOST":
             changes["losses"] = record.losses + 1
         self.hurry()
-        moved = await self._jobs.transition(record, step.state, step.reason, WHO, **changes)
+        ended = step.state in ("CANCELLED", "COMPLETED")
+        who = (ended and record.stopped_by) or WHO
+        moved = await self._jobs.transition(record, step.state, step.reason, who, **changes)
         if is_final(moved):
             self._notifier.ended(moved)
             await settle_job_streams(self._broker, _scope(moved))

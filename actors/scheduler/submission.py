@@ -25,8 +25,9 @@ from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
 from .board import Board
+from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
-from .reconciler import WHO, Reconciler
+from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
 from .run_folder import make_run_dir, pin_checkpoint
 from .vault import Vault
@@ -106,7 +107,7 @@ class Submission:
             record = await self._complete(blank) if request.configured else blank
             if request.sealed:
                 await self._vault.keep(JobScope(user, job), request.sealed)
-            return await self._jobs.create(record, WHO)
+            return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))
 
@@ -136,6 +137,10 @@ class Submission:
     async def _complete(self, record: JobRecord) -> JobRecord:
         """Return a record that can be placed, with its run folder made."""
         config = parse_config({**record.config, "name": record.name})
+        if self._has_users and not self._board.is_admin(record.user):
+            refuse_code_of_others(config)
+            others = [one for one in self._board.records() if one.user != record.user]
+            await asyncio.to_thread(refuse_runs_of_others, config, others)
         actors = actors_for(config, record.kind)
         self._reconciler.refuse_impossible(actors)
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
@@ -153,10 +158,13 @@ class Submission:
         }
         return record.model_copy(update=fields)
 
+    @property
+    def _has_users(self) -> bool:
+        return self._broker.user != DEFAULT_USER
+
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""
-        alone = user == DEFAULT_USER and self._broker.user == DEFAULT_USER
-        return "" if alone else user
+        return "" if user == DEFAULT_USER and not self._has_users else user
 
     def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
         """Return the configured name if no other run has it, else a new one."""

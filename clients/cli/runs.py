@@ -147,8 +147,11 @@ def stop(run: str, /, *, now: bool = False, common: Common = COMMON) -> int:
         Do not wait for a checkpoint.
     """
     record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.stop(job, now=now)))
-    how = "at once" if now else "after a checkpoint"
-    return _tell(record, f"{record.name} stops {how}", as_json=common.json)
+    if record.state in FINAL_STATES:
+        told = f"{record.name} is {record.state} already"
+    else:
+        told = f"{record.name} stops {'at once' if now else 'after a checkpoint'}"
+    return _tell(record, told, as_json=common.json)
 
 
 def pause(run: str, /, *, common: Common = COMMON) -> int:

@@ -67,6 +67,10 @@ async def jobs(
         "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
+        "deserted": small_job(model, generator=alone, limits={"idle_s": 1}),
+        "hostless": small_job(
+            model, env={"game": "bandit", "hosts": 0}, generator=alone, limits={"idle_s": 1}
+        ),
         "healthy": small_job(model),
     }
     yield {name: await module_stack.submit(config) for name, config in configs.items()}
@@ -85,6 +89,8 @@ async def jobs(
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
+        ("deserted", ["no task was finished for 1 s (limits.idle_s)", "resume the run"]),
+        ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
     ],
 )
 async def test_a_mistake_fails_the_job_with_its_reason(
@@ -95,6 +101,11 @@ async def test_a_mistake_fails_the_job_with_its_reason(
     for part in told:
         assert part in record.reason
     assert "Traceback" not in record.reason or mistake == "raises"
+
+
+async def test_a_deserted_run_leaves_a_checkpoint(jobs: dict[str, Job]) -> None:
+    record = await jobs["deserted"].until("FAILED", deadline_s=240)
+    assert (Path(record.run_dir) / "checkpoints" / "latest").exists()
 
 
 async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(

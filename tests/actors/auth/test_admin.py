@@ -13,7 +13,7 @@ from tinkermq.actors.scheduler import scheduler
 from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.rpc import Service
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError, NotFoundError
+from tinkermq.schemas.errors import BrokerError, ConfigError, NotFoundError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
 
@@ -102,3 +102,56 @@ async def test_equal_names_of_two_users_have_folders_of_their_own(
     second = await submitted(scheduled, "mallory", tmp_path, name="mine")
     assert Path(first.run_dir) == tmp_path / "ada" / "mine"
     assert Path(second.run_dir) == tmp_path / "mallory" / "mine"
+
+
+async def test_an_admin_is_told_of_all_jobs_and_stops_one_by_its_id(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    jobs = [await submitted(scheduled, user, tmp_path) for user in ("ada", "mallory")]
+    root, ada = Pool(await scheduled.user("root")), Pool(await scheduled.user("ada"))
+    told = {one.job: one for one in await root.told_jobs(widest=True)}
+    assert told.keys() >= {one.job for one in jobs}
+    own = await ada.told_jobs(widest=True)
+    assert {one.user for one in own} == {"ada"}
+    hers = next(one for one in jobs if one.user == "ada")
+    stopped = await root.stop(hers.job)
+    assert stopped.stopped_by == "user root"
+
+    async def cancelled() -> JobRecord | None:
+        now = await ada.find(hers.job)
+        return now if now.state == "CANCELLED" else None
+
+    ended = await eventually(cancelled, "the job to be cancelled")
+    assert [(event.kind, event.source) for event in ended.early] == [
+        ("job_queued", "user ada"),
+        ("job_cancelled", "user root"),
+    ]
+
+
+@pytest.mark.parametrize("key", ["model.path", "env.train_data", "weights.folder", "output_dir"])
+@pytest.mark.parametrize("of", ["the run", "all her runs"])
+async def test_a_job_cannot_name_the_files_of_anothers_run(
+    scheduled: SecuredPool, tmp_path: Path, key: str, of: str
+) -> None:
+    hers = await submitted(
+        scheduled, "ada", tmp_path, name=f"run-{key.replace('.', '-')}-{len(of)}"
+    )
+    folder = Path(hers.run_dir) if of == "the run" else Path(hers.run_dir).parent / "x" / ".."
+    path = str(folder / "checkpoints")
+    section, _, name = key.rpartition(".")
+    value: Any = [path] if name.endswith("data") else path
+    below = {"env": {"game": "addition", "hosts": 0, "num_val": 0}, "weights": {}}.get(section, {})
+    changes = {section: {**below, name: value}} if section else {name: value}
+    if section == "weights":
+        changes["weights"]["transport"] = "file"
+    with pytest.raises(ConfigError, match=rf"{key}=.* is in a run folder of another user"):
+        await submitted(scheduled, "mallory", tmp_path, **changes)
+
+
+async def test_code_that_comes_with_a_model_is_for_admins(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    model = {"path": "models/odd", "trust_remote_code": True}
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true: on a pool with users"):
+        await submitted(scheduled, "mallory", tmp_path, model=model)
+    assert (await submitted(scheduled, "root", tmp_path, model=model)).state == "QUEUED"

@@ -13,7 +13,7 @@ def blame(boundary: str = "environment", code: str = "game") -> Blame:
 
 
 def test_many_failed_tasks_in_a_row_end_the_job_with_the_last_reason() -> None:
-    failures = Failures(batch_size=4)
+    failures = Failures(batch_size=4, idle_s=60)
     for _ in range(LEAST_IN_A_ROW - 1):
         failures.note(blame())
     with pytest.raises(GameError, match="32 tasks in a row failed, the last one: no rule") as told:
@@ -22,7 +22,7 @@ def test_many_failed_tasks_in_a_row_end_the_job_with_the_last_reason() -> None:
 
 
 def test_one_task_that_succeeds_between_keeps_the_job_alive() -> None:
-    failures = Failures(batch_size=4)
+    failures = Failures(batch_size=4, idle_s=60)
     for _ in range(10):
         for _ in range(LEAST_IN_A_ROW - 1):
             failures.note(blame())
@@ -30,7 +30,7 @@ def test_one_task_that_succeeds_between_keeps_the_job_alive() -> None:
 
 
 def test_large_batches_are_given_two_batches_of_failures() -> None:
-    failures = Failures(batch_size=100)
+    failures = Failures(batch_size=100, idle_s=60)
     for _ in range(199):
         failures.note(blame())
     with pytest.raises(GameError):
@@ -39,7 +39,7 @@ def test_large_batches_are_given_two_batches_of_failures() -> None:
 
 @pytest.mark.parametrize(("boundary", "error"), [("task", DataError), ("engine", EngineError)])
 def test_the_boundary_to_blame_decides_the_error(boundary: str, error: type[Exception]) -> None:
-    failures = Failures(batch_size=1)
+    failures = Failures(batch_size=1, idle_s=60)
     for _ in range(LEAST_IN_A_ROW - 1):
         failures.note(blame(boundary))
     with pytest.raises(error):
@@ -47,6 +47,21 @@ def test_the_boundary_to_blame_decides_the_error(boundary: str, error: type[Exce
 
 
 def test_reservations_that_ran_out_are_no_failures() -> None:
-    failures = Failures(batch_size=1)
+    failures = Failures(batch_size=1, idle_s=60)
     for _ in range(10 * LEAST_IN_A_ROW):
         failures.note(blame("task", "reservation_expired"))
+
+
+def test_a_job_of_which_nothing_is_heard_is_given_up() -> None:
+    now = 100.0
+    failures = Failures(batch_size=1, idle_s=60, clock=lambda: now)
+    now = 130.0
+    failures.note(None)
+    now = 189.0
+    failures.check_idle()
+    failures.heard()
+    now = 248.0
+    failures.check_idle()
+    now = 249.0
+    with pytest.raises(GameError, match="no task was finished for 60 s"):
+        failures.check_idle()

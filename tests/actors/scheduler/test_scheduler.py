@@ -31,7 +31,8 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     events = await read_events(stack.broker, JobScope(job.user, job.job))
     moves = [(event.kind, event.source) for event in events if event.kind.startswith("job_")]
     assert moves == [
-        (f"job_{state}", "scheduler") for state in ("queued", "starting", "running", "completed")
+        ("job_queued", "user local"),
+        *((f"job_{state}", "scheduler") for state in ("starting", "running", "completed")),
     ]
     await stack.until_actors()
     log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"

@@ -40,7 +40,7 @@ async def test_a_job_gets_a_readable_name_a_first_event_and_a_run_folder(stack: 
     assert Path(job.run_dir).is_dir()  # noqa: ASYNC240  a local folder, in a test
     assert [actor.name for actor in job.actors] == ["learner", "generator-0", "generator-1"]
     assert parse_config(job.config).name == job.name
-    assert [(event.kind, event.source) for event in job.early] == [("job_queued", "scheduler")]
+    assert [(event.kind, event.source) for event in job.early] == [("job_queued", "user local")]
     assert (await stack.ask("get", JobRequest(job=job.name))).job == job.job
 
 

@@ -1,0 +1,50 @@
+"""What a job of a pool with users may not name: others' files, and code that nobody looked at.
+
+All jobs of a node run as one user of the operating system, who can read every run folder.
+"""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError
+from ...schemas.job import JobRecord
+
+
+def refuse_code_of_others(config: JobConfig) -> None:
+    """Raise ConfigError for a job that would run the code which comes with a model."""
+    if config.model.trust_remote_code:
+        raise ConfigError(
+            "model.trust_remote_code=true: on a pool with users, code that comes with a model is "
+            "run for admins only",
+            hint="let an admin submit the job, or take a model that transformers has itself",
+        )
+
+
+def refuse_runs_of_others(config: JobConfig, others: Iterable[JobRecord]) -> None:
+    """Raise ConfigError for a value that is a path into the run folder of somebody else."""
+    folders = [(Path(one.run_dir), one.user) for one in others if one.run_dir]
+    fenced = {folder for folder, _ in folders}
+    fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
+    if not fenced:
+        return
+    for key, value in _texts(config.model_dump(mode="json"), ""):
+        path = Path(value).expanduser().resolve() if "/" in value else None
+        if path is not None and not fenced.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"{key}={value!r} is in a run folder of another user",
+                hint="ask its owner for a copy in a folder that is yours",
+            )
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """Yield the texts of a tree, each with its dotted key."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, one in cast("dict[str, Any]", value).items():
+            yield from _texts(one, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for one in cast("list[Any]", value):
+            yield from _texts(one, key)
