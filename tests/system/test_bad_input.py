@@ -67,7 +67,12 @@ async def jobs(
         "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
-        "deserted": small_job(model, generator=alone, limits={"idle_s": 1}),
+        "deserted": small_job(
+            model,
+            env={"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0},
+            training={"num_steps": 10_000},
+            limits={"idle_s": 20},
+        ),
         "hostless": small_job(
             model, env={"game": "bandit", "hosts": 0}, generator=alone, limits={"idle_s": 1}
         ),
@@ -89,7 +94,6 @@ async def jobs(
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
-        ("deserted", ["no task was finished for 1 s (limits.idle_s)", "resume the run"]),
         ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),
     ],
 )
@@ -103,9 +107,16 @@ async def test_a_mistake_fails_the_job_with_its_reason(
     assert "Traceback" not in record.reason or mistake == "raises"
 
 
-async def test_a_deserted_run_leaves_a_checkpoint(jobs: dict[str, Job]) -> None:
-    record = await jobs["deserted"].until("FAILED", deadline_s=240)
-    assert (Path(record.run_dir) / "checkpoints" / "latest").exists()
+async def test_a_deserted_run_gives_its_slots_back_and_leaves_a_checkpoint(
+    jobs: dict[str, Job],
+) -> None:
+    job = jobs["deserted"]
+    await job.until_step(1)
+    await job.scale("generator", 0)
+    record = await job.until("FAILED", deadline_s=240)
+    assert "no task was finished for 20 s (limits.idle_s)" in record.reason
+    assert "resume the run" in record.reason
+    assert (job.run_dir / "latest").exists()
 
 
 async def test_failed_tasks_are_in_the_dead_letters_with_their_blame(
