@@ -20,7 +20,7 @@ from tests.gateway import Gateway, run_gateway
 from tests.secured import SecuredPool, ask, environment, secured
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Guarded:
         return bearer(self.key(user))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     """A gateway to a secured pool with a scheduler and no nodes."""
     folder = tmp_path_factory.mktemp("guarded")

@@ -26,7 +26,7 @@ from tests.groups import make_group
 from tests.stack import Stack
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 
