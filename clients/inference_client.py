@@ -1,8 +1,7 @@
 """Serve a model: `InferenceSchedulerClient`, and its async twin."""
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from ..broker.kv import Bucket
 from ..schemas.errors import ConfigError, DeadlineError
@@ -11,13 +10,11 @@ from ..schemas.metric import Presence
 from ..schemas.subjects import BUCKET_ACTORS
 from .arguments import as_tree
 from .home import find_gateway
-from .loop_thread import shared_loop
 from .opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .scheduler_client import AsyncSchedulerClient, failure
 from .serving import find_source, with_options
-
-T = TypeVar("T")
+from .sync_twin import SyncTwin
 
 START_S = 600.0
 """Longest wait for a model to be loaded."""
@@ -81,7 +78,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
 
 
-class InferenceSchedulerClient:
+class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
     """Serves models on a pool. Works inside a running event loop, too."""
 
     def __init__(
@@ -93,20 +90,11 @@ class InferenceSchedulerClient:
         gateway_url: str | None = None,
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
-        self.aio = AsyncInferenceSchedulerClient(
-            scheduler_url, api_key, timeout, poll_interval, gateway_url
+        super().__init__(
+            AsyncInferenceSchedulerClient(
+                scheduler_url, api_key, timeout, poll_interval, gateway_url
+            )
         )
-        """The async twin that does the work."""
-
-    def __enter__(self) -> "InferenceSchedulerClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection; what is served goes on."""
-        self._run(self.aio.close())
 
     def submit_inference_job(
         self,
@@ -158,9 +146,6 @@ class InferenceSchedulerClient:
     def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop serving after the answers that are being generated."""
         return self._run(self.aio.complete_job(job_id))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return shared_loop().run(work)
 
 
 async def submit_inference(pool: Pool, model: str, **options: Any) -> JobRecord:

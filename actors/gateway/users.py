@@ -1,17 +1,16 @@
 """The users of a pool with authentication: what admins see and change, and what users see of it."""
 
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...broker.rpc import call
-from ...schemas.errors import BrokerError, NotFoundError, StateError
+from ...broker.user_calls import ask_users
+from ...schemas.errors import NotFoundError, StateError
 from ...schemas.job import Priority
 from ...schemas.message import Empty, Message
-from ...schemas.subjects import rpc
 from ...schemas.user import (
     AddUser,
     AuditList,
@@ -29,9 +28,6 @@ from .render import render
 from .sessions import Visitor
 from .web import Json, form_of, gateway_of, json_of, number_in, visitor_of
 
-R = TypeVar("R", bound=Message)
-
-_TIMEOUT_S = 20.0
 _AUDIT_SHOWN = 500
 
 
@@ -86,24 +82,6 @@ BODIES: dict[str, tuple[type[Body], type[Message], type[Message]]] = {
 """What can be done, by name: the body of the request, what is asked, and what comes back."""
 
 
-async def ask(visitor: Visitor, method: str, request: Message, reply: type[R]) -> R:
-    """Ask the desk of users on behalf of a visitor; raises AuthError where only admins may."""
-    subject = rpc(visitor.user, "users", method)
-    try:
-        return await call(
-            visitor.broker,
-            subject,
-            request,
-            reply,
-            timeout_s=_TIMEOUT_S,
-            waiting_for="the auth service",
-        )
-    except NotFoundError as error:
-        if subject not in error.message:
-            raise
-        raise BrokerError("no auth service answers", hint="see `tinkermq doctor`") from error
-
-
 async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
     """Do one of `BODIES`; raises MessageError for a malformed request."""
     if action not in BODIES:
@@ -111,7 +89,7 @@ async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Messa
         raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
     body, request, reply = BODIES[action]
     asked = request(**body_of(body, fields).model_dump())
-    return await ask(visitor, action, asked, reply)
+    return await ask_users(visitor.broker, action, asked, reply)
 
 
 def _check_keys(request: Request) -> None:
@@ -129,13 +107,13 @@ async def page(request: Request) -> Response:
 
 
 async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Response:
-    me = (await ask(visitor, "me", Empty(), UserReply)).user
+    me = (await ask_users(visitor.broker, "me", Empty(), UserReply)).user
     shown: dict[str, Any] = {"user": visitor.user, "me": me, "made": made}
     shown |= {"users": [], "audit": []}
     if me.role == "admin":
-        shown["users"] = (await ask(visitor, "list", Empty(), UserList)).users
+        shown["users"] = (await ask_users(visitor.broker, "list", Empty(), UserList)).users
         audit = AuditRequest(limit=_AUDIT_SHOWN)
-        records = (await ask(visitor, "audit", audit, AuditList)).records
+        records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
         shown["audit"] = [one for one in records if not _is_look(one)]
     return render(request, "users.html", shown)
 
@@ -160,22 +138,23 @@ async def form(request: Request) -> Response:
 async def list_users(request: Request) -> Response:
     """Answer with all users."""
     _check_keys(request)
-    return Json((await ask(await visitor_of(request), "list", Empty(), UserList)).model_dump())
+    visitor = await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "list", Empty(), UserList))
 
 
 async def change_user(request: Request) -> Response:
     """Do what the end of the path says; answers with the user, or the new key."""
     _check_keys(request)
     visitor, action = await visitor_of(request), request.url.path.rpartition("/")[2]
-    return Json((await change(visitor, action, await json_of(request))).model_dump())
+    return Json(await change(visitor, action, await json_of(request)))
 
 
 async def read_audit(request: Request) -> Response:
     """Answer with what was written down last."""
     _check_keys(request)
     limit = number_in(request, "limit", 200, least=1) or 200
-    asked = AuditRequest(limit=min(limit, 2000))
-    return Json((await ask(await visitor_of(request), "audit", asked, AuditList)).model_dump())
+    asked, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "audit", asked, AuditList))
 
 
 def routes() -> list[Route]:

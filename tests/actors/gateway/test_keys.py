@@ -13,11 +13,12 @@ from tinkermq.broker.keys import new_api_key
 from tinkermq.broker.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared
+from tinkermq.broker.user_calls import ask_users
 from tinkermq.schemas.user import NameUser, UserReply
 
 from tests.browser import Browser, watched_page
 from tests.gateway import Gateway, run_gateway
-from tests.secured import SecuredPool, ask, environment, secured
+from tests.secured import SecuredPool, environment, secured
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -167,7 +168,7 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
     session = answer.headers["set-cookie"].split(";")[0]
     assert (await guarded.gateway.get("/jobs", cookie=session)).status == 200
     admin = await guarded.pool.connected(guarded.pool.admin_key)
-    await ask(admin, "revoke", NameUser(user="carol"), UserReply)
+    await ask_users(admin, "revoke", NameUser(user="carol"), UserReply)
 
     async def shut_out() -> bool:
         return (await guarded.gateway.get("/jobs", cookie=session)).status == 303
