@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..schemas.codec import pack
 from ..schemas.config import EnvConfig
@@ -19,6 +19,7 @@ from .arguments import as_tree
 from .loop_thread import LoopThread
 from .opentinker_keys import translate
 from .scheduler_client import open_broker
+from .single_error import single_errors
 
 if TYPE_CHECKING:
     from ..envs import AbstractGame
@@ -202,16 +203,8 @@ def _first_of(ready: "Future[None]", hosting: "Future[None]") -> None:
             hint="see what its constructor and its data do",
         ) from error
     if hosting.done():
-        _raise_single(hosting)
-
-
-def _raise_single(hosting: "Future[None]") -> None:
-    """Raise the host's error without the groups around it."""
-    error = hosting.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    if error is not None:
-        raise error
+        with single_errors():
+            hosting.result()
 
 
 def _read_env(config: Any) -> dict[str, Any]:

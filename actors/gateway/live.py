@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError as StreamNotFound
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -108,7 +109,7 @@ class _Updates:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:
             return True
-        except Exception:  # noqa: BLE001  the connection is gone: the browser comes again
+        except (TinkermqError, NatsError):  # the connection is gone: the browser comes again
             await self._queue.put(None)
         return True
 

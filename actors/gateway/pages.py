@@ -5,6 +5,7 @@ import contextlib
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from nats.js.errors import NotFoundError as StreamNotFound
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -184,7 +185,7 @@ async def _last_seq(broker: Broker, stream: str) -> int:
     """Return where live updates begin: what is stored later is not on the page yet."""
     try:
         return int((await stream_info(broker, stream))["state"]["last_seq"])
-    except Exception:  # noqa: BLE001  the job's streams were removed: there is nothing to follow
+    except StreamNotFound:  # the job's streams were removed: there is nothing to follow
         return 0
 
 

@@ -14,11 +14,12 @@ import structlog
 import uvicorn
 
 from ...broker.connection import connect
+from ...broker.faults import check_url
 from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.presence import PresenceBeat
 from ...broker.rpc import Service
 from ...broker.streams import create_shared, wait_for_shared
-from ...schemas.errors import ConfigError, StorageError
+from ...schemas.errors import BrokerError, ConfigError, StorageError
 from ...schemas.metric import Presence
 from ..systemd import told_to_systemd
 from .app import make_app
@@ -53,6 +54,7 @@ async def run(options: Options) -> None:
 
     Raises ConfigError for an address that must not be listened on, StorageError for one in use.
     """
+    check_url(options.nats)
     with_keys = await _until_broker(options.nats)
     if not with_keys and options.host not in LOOPBACK:
         raise ConfigError(
@@ -120,7 +122,7 @@ async def _until_broker(url: str) -> bool:
     while True:
         try:
             return await asks_for_keys(url)
-        except Exception:
+        except BrokerError:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(_RETRY_S)
