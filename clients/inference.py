@@ -193,7 +193,7 @@ class _Inference:
         self._sampling = sampling
         self._success_reward = success_reward
         self._token_ids = token_ids
-        self._scope = pool.scope(record)
+        self._scope = record.scope
 
     def settings(self, env: EnvConfig | None, seed: int) -> dict[str, Any]:
         """Return what makes two inferences comparable."""

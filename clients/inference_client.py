@@ -3,13 +3,11 @@
 import asyncio
 from typing import Any
 
-from ..broker.kv import Bucket
+from ..broker.presence import presences
 from ..schemas.errors import ConfigError, DeadlineError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Presence
-from ..schemas.subjects import BUCKET_ACTORS
 from .arguments import as_tree
-from .home import find_gateway
+from .home import find_openai
 from .opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .scheduler_client import AsyncSchedulerClient, failure
@@ -72,9 +70,8 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
 
     def described(self, record: JobRecord) -> dict[str, Any]:
         """Return a job as `submit_inference_job` does."""
-        gateway = find_gateway(self._gateway)
         summary = self._summary(record)
-        url = f"{gateway.rstrip('/')}/v1" if gateway else summary["server_url"]
+        url = find_openai(self._gateway) or summary["server_url"]
         return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
 
 
@@ -166,12 +163,12 @@ async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRe
     Raises JobFailedError, or DeadlineError that says what it waits for.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    actors = Bucket(pool.broker, BUCKET_ACTORS, Presence)
+    actors = presences(pool.broker)
     while True:
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
             raise failure(record)
-        server = await actors.get(f"{pool.scope(record).key}.server-0")
+        server = await actors.get(f"{record.scope.key}.server-0")
         if record.state == "RUNNING" and server and server.value.state == "working":
             return record
         if asyncio.get_running_loop().time() > deadline:

@@ -9,7 +9,7 @@ from ..broker.connection import Broker, connect
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
-from ..schemas.subjects import DEFAULT_USER, JobScope
+from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
 from .opentinker_keys import merged, translate
@@ -126,7 +126,7 @@ class AsyncSchedulerClient:
         return record
 
     def _summary(self, record: JobRecord) -> dict[str, Any]:
-        address = JobAddress(self.scheduler_url, JobScope(record.user, record.job))
+        address = JobAddress(self.scheduler_url, record.scope)
         return {
             "job_id": record.job,
             "name": record.name,

@@ -19,7 +19,7 @@ from .live import job_stream
 from .operations import BODIES, SubmitBody, act, body_of, config_of, effective, submit
 from .overview import actors_of, glance
 from .records import PAGE, Query, row, select
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import Visitor
 from .token_text import TokenTexts, token_texts
 from .web import Json, flag_in, gateway_of, json_of, number_in, scheduler_of, visitor_of
@@ -109,7 +109,7 @@ async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a job, down-sampled."""
     visitor, record = await job_of(request)
     histories = gateway_of(request).histories
-    return Json(await histories.points(visitor.broker, scope_of(record)))
+    return Json(await histories.points(visitor.broker, record.scope))
 
 
 async def get_events(request: Request) -> Response:
@@ -124,7 +124,7 @@ async def get_logs(request: Request) -> Response:
     """Answer with the last lines that a job's actors wrote."""
     visitor, record = await job_of(request)
     lines = await logs.tail_of_log(
-        visitor.broker, scope_of(record), actor=actor_in(request), limit=_limit(request, 500)
+        visitor.broker, record.scope, actor=actor_in(request), limit=_limit(request, 500)
     )
     return Json({"lines": lines})
 
@@ -156,7 +156,7 @@ async def page_of_rollouts(
     """Return the page of the rollout log that a request names."""
     return await rollouts.read_page(
         visitor.broker,
-        scope_of(record),
+        record.scope,
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=request.query_params.get("sort", "log"),
@@ -173,7 +173,7 @@ async def get_episode(request: Request) -> Response:
 async def read_episode(visitor: Visitor, record: JobRecord, request: Request) -> dict[str, Any]:
     """Return the episode that a path names, with its tokens."""
     seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
-    group, step = await rollouts.read_group(visitor.broker, scope_of(record), seq)
+    group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
     shown = show_episode(group, number, estimator=algorithm.get("advantage", "grpo"), step=step)
     texts = await asyncio.to_thread(_texts_of, record)

@@ -25,7 +25,7 @@ from ...schemas.subjects import JobScope
 from .curves import live_values
 from .logs import shown_lines
 from .overview import glance
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import Visitor
 from .web import Gateway, gateway_of, number_in, to_json, visitor_of
 
@@ -89,7 +89,7 @@ class _Updates:
 
     async def _hand_on(self, of: str, from_seq: int | None) -> bool:
         """Return False if the streams are not there yet, True when there is nothing more."""
-        scope = scope_of(self._record)
+        scope = self._record.scope
         stream = scope.stream_feed if of == "feed" else scope.stream_log
         subjects = [scope.metric, scope.event] if of == "feed" else [scope.log("*")]
         broker = self._visitor.broker

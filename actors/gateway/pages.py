@@ -34,11 +34,11 @@ from .operations import (
 from .overview import glance
 from .records import GROUPS, row, select
 from .render import VERSION, render
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import COOKIE, SESSION_S, LogInError, Visitor
 from .web import form_of, gateway_of, number_in, scheduler_of, visitor_of
 
-_EVENTS = 12
+_EVENTS, _ALL_EVENTS = 12, 500
 
 
 async def home(_: Request) -> Response:
@@ -191,29 +191,27 @@ async def _last_seq(broker: Broker, stream: str) -> int:
 
 async def job(request: Request) -> Response:
     """Show a job's curves, its actors and its last events."""
-    visitor, record = await job_of(request)
-    scope = scope_of(record)
-    seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, record, limit=_EVENTS)
-    more = {"charts": CHARTS, "events": events, "seq": seq}
-    return await _job_page(request, visitor, record, "curves", more)
+    return await _page_with_events(request, "curves", _EVENTS, charts=CHARTS)
 
 
 async def job_events(request: Request) -> Response:
     """Show a job's events."""
+    return await _page_with_events(request, "events", _ALL_EVENTS)
+
+
+async def _page_with_events(request: Request, tab: str, limit: int, **more: Any) -> Response:
     visitor, record = await job_of(request)
-    scope = scope_of(record)
-    seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, record, limit=500)
-    return await _job_page(request, visitor, record, "events", {"events": events, "seq": seq})
+    seq = await _last_seq(visitor.broker, record.scope.stream_feed)
+    events = await logs.tail_of_events(visitor.broker, record, limit=limit)
+    return await _job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
 
 
 async def job_logs(request: Request) -> Response:
     """Show the ends of the logs of a job's actors."""
     visitor, record = await job_of(request)
-    scope, actor = scope_of(record), actor_in(request)
-    seq = await _last_seq(visitor.broker, scope.stream_log)
-    lines = await logs.tail_of_log(visitor.broker, scope, actor=actor)
+    actor = actor_in(request)
+    seq = await _last_seq(visitor.broker, record.scope.stream_log)
+    lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
     more = {"lines": lines, "actor": actor, "seq": seq}
     return await _job_page(request, visitor, record, "logs", more)
 

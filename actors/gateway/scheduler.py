@@ -6,7 +6,6 @@ from typing import TypeVar
 from ...broker.scheduler_calls import SchedulerCalls
 from ...schemas.job import JobRecord
 from ...schemas.message import Message
-from ...schemas.subjects import JobScope
 from .sessions import Visitor
 
 R = TypeVar("R", bound=Message)
@@ -34,8 +33,3 @@ class Scheduler(SchedulerCalls):
         if method not in ("get", "list", "nodes"):
             self._visitor.listed = None
         return await super()._ask(method, request, reply)
-
-
-def scope_of(record: JobRecord) -> JobScope:
-    """Return the names of a job."""
-    return JobScope(record.user, record.job)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ...broker.kv import Bucket
+from ...broker.presence import presences
 from ...envs.evaluation import Scored, summarize
 from ...envs.evaluation import compare as compare_versions
 from ...schemas.errors import (
@@ -22,8 +23,8 @@ from ...schemas.errors import (
 )
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
-from ...schemas.metric import EvalRecord, Event, Metric, Presence
-from ...schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS
+from ...schemas.metric import EvalRecord, Event, Metric
+from ...schemas.subjects import BUCKET_EVALS
 from ..follow import follow_run
 from ..home import URL_VARIABLE, find_url
 from ..opentinker_keys import merged
@@ -242,7 +243,7 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
     """Ask a live run's evaluator for its newest version, and wait for the result."""
     version = await _newest_version(pool, record)
     bucket = Bucket(pool.broker, BUCKET_EVALS, EvalRecord)
-    key = f"{pool.scope(record).key}.{version}"
+    key = f"{record.scope.key}.{version}"
     try:
         await bucket.create(key, EvalRecord(version=version, step=version))
     except ConflictError:
@@ -263,8 +264,7 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
 
 
 async def _newest_version(pool: Pool, record: JobRecord) -> int:
-    actors = Bucket(pool.broker, BUCKET_ACTORS, Presence)
-    learner = await actors.get(f"{pool.scope(record).key}.learner")
+    learner = await presences(pool.broker).get(f"{record.scope.key}.learner")
     if learner is None or learner.value.version is None:
         raise NotFoundError(
             f"run {record.name} has no learner that is heard of yet",
