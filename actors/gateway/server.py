@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -52,9 +53,11 @@ class Options:
 async def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises ConfigError for an address that must not be listened on, StorageError for one in use.
+    Raises ConfigError for an address that must not be listened on and for a certificate that
+    cannot be used, StorageError for an address in use.
     """
     check_url(options.nats)
+    _check_certificate(options)
     with_keys = await _until_broker(options.nats)
     if not with_keys and options.host not in LOOPBACK:
         raise ConfigError(
@@ -126,6 +129,23 @@ async def _until_broker(url: str) -> bool:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(_RETRY_S)
+
+
+def _check_certificate(options: Options) -> None:
+    files = (options.certificate, options.certificate_key)
+    if files == (None, None):
+        return
+    if None in files:
+        raise ConfigError(
+            "--certificate and --certificate-key belong together", hint="give both, or neither"
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+    except OSError as error:
+        raise ConfigError(
+            f"the certificate {options.certificate} cannot be used: {error}",
+            hint="give the PEM files of a certificate and of its key, readable by this user",
+        ) from error
 
 
 @contextlib.contextmanager

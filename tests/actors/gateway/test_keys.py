@@ -5,10 +5,13 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
+from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.broker.keys import new_api_key
 from tinkermq.broker.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.server import NatsServer
@@ -17,9 +20,10 @@ from tinkermq.broker.user_calls import ask_users
 from tinkermq.schemas.user import NameUser, UserReply
 
 from tests.browser import Browser, watched_page
-from tests.gateway import Gateway, run_gateway
+from tests.certificates import self_signed
+from tests.gateway import Gateway, run_gateway, start
 from tests.secured import SecuredPool, environment, secured
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -30,6 +34,10 @@ class Guarded:
 
     gateway: Gateway
     pool: SecuredPool
+
+    @property
+    def credentials(self) -> str:
+        return str(self.pool.secrets.credentials("gateway"))
 
     def key(self, user: str) -> str:
         return self.pool.keys[user]
@@ -153,6 +161,40 @@ async def test_two_users_in_two_browsers_see_their_own(guarded: Guarded, browser
         await alice.wait_for_url("**/login")
         await bob.reload()
         assert await bob.inner_text(".who") == "bob"
+
+
+async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_nothing_else(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    with environment(**{CREDENTIALS_VARIABLE: guarded.credentials}):
+        async with run_gateway(guarded.pool.server.url, tmp_path, self_signed(tmp_path)) as gateway:
+            answer = await gateway.form("/login", f"key={guarded.key('alice')}".encode())
+            assert answer.status == 303
+            cookie = answer.headers["set-cookie"]
+            assert "Secure" in cookie
+            page = await gateway.get("/jobs", cookie=cookie.split(";")[0])
+            assert "run-job-of-alice" in page.text
+            stranger = Gateway(gateway.url, gateway.process, gateway.log)
+            with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+                await stranger.get("/healthz")
+            plain = Gateway(gateway.url.replace("https", "http"), gateway.process, gateway.log)
+            with pytest.raises((OSError, HTTPException)):
+                await plain.get("/healthz")
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [(("--certificate",), "belong together"), (("--certificate", "--certificate-key"), "be used")],
+)
+async def test_a_certificate_that_cannot_be_used_is_refused(
+    tmp_path: Path, files: tuple[str, ...], told: str
+) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    words = [word for name in files for word in (name, str(broken))]
+    process = start("nats://127.0.0.1:1", tmp_path, *words)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == EXIT_FAILED
+    assert told in (tmp_path / "gateway.log").read_text()
 
 
 async def test_the_user_of_a_key_may_have_underscores() -> None:
