@@ -12,11 +12,10 @@ from starlette.routing import Route
 
 from ...schemas.errors import MessageError
 from ...schemas.job import JobRecord
-from ...schemas.load_config import parse_config
 from . import checkpoints, logs, rollouts, users
 from .episodes import show_episode, show_tokens
 from .live import job_stream
-from .operations import BODIES, SubmitBody, act, body_of, config_of, effective, submit
+from .operations import BODIES, SubmitBody, act, body_of, checked_config, effective, submit
 from .overview import actors_of, glance
 from .records import PAGE, Query, row, select
 from .scheduler import Scheduler
@@ -79,8 +78,8 @@ async def submit_job(request: Request) -> Response:
 async def check_config(request: Request) -> Response:
     """Check a configuration without submitting it; answers with the effective one."""
     await visitor_of(request)
-    config = config_of(body_of(SubmitBody, await json_of(request)))
-    return Json({"config": parse_config(config).model_dump(mode="json")})
+    _, full = await checked_config(body_of(SubmitBody, await json_of(request)))
+    return Json({"config": full})
 
 
 async def get_job(request: Request) -> Response:
@@ -175,9 +174,13 @@ async def read_episode(visitor: Visitor, record: JobRecord, request: Request) ->
     seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
     group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
-    shown = show_episode(group, number, estimator=algorithm.get("advantage", "grpo"), step=step)
-    texts = await asyncio.to_thread(_texts_of, record)
-    return {"seq": seq, **shown, **show_tokens(group.trajectories[number], texts)}
+    estimator = algorithm.get("advantage", "grpo")
+
+    def show() -> dict[str, Any]:  # thousands of tokens, and images
+        shown = show_episode(group, number, estimator=estimator, step=step)
+        return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
+
+    return await asyncio.to_thread(show)
 
 
 def _texts_of(record: JobRecord) -> TokenTexts:

@@ -15,7 +15,6 @@ from ...broker.presence import list_presences
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.job import JobRecord
-from ...schemas.load_config import parse_config
 from . import checkpoints, logs
 from .api import actor_in, job_of, page_of_rollouts, query_of, queue_of, read_episode
 from .curves import CHARTS
@@ -25,9 +24,8 @@ from .operations import (
     SubmitBody,
     act,
     body_of,
-    config_of,
+    checked_config,
     effective,
-    from_yaml,
     submit,
     to_yaml,
 )
@@ -142,24 +140,21 @@ async def submit_form(request: Request) -> Response:
     }
     try:
         body = SubmitBody(
-            config=from_yaml(shown["config"]),
+            config=shown["config"],
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
             priority=int(shown["priority"] or 0),
             request_id=form.get("request_id") or None,
         )
         if form.get("do") == "check":
-            shown["checked"] = to_yaml(_checked(body))
+            _, full = await checked_config(body)
+            shown["checked"] = to_yaml(full)
             return render(request, "submit.html", shown)
         record = await submit(Scheduler(visitor), body)
     except (TinkermqError, ValueError) as error:
         shown["error"] = error if isinstance(error, TinkermqError) else MessageError(str(error))
         return render(request, "submit.html", shown, status=400)
     return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
-
-
-def _checked(body: SubmitBody) -> dict[str, Any]:
-    return parse_config(config_of(body)).model_dump(mode="json")
 
 
 async def act_form(request: Request) -> Response:

@@ -114,6 +114,8 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         ("POST", "/api/v1/jobs", {}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": "a: [b"}, 400, "not valid YAML"),
         ("POST", "/api/v1/jobs", {"config": "- a"}, 400, "holds a list"),
+        ("POST", "/api/v1/jobs", {"config": {}, "overrides": ["a=[b"]}, 400, "not valid YAML"),
+        ("POST", "/api/v1/check", {"config": "x" * 200_001}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
         ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
         ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
