@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..schemas.codec import pack
 from ..schemas.config import EnvConfig
-from ..schemas.errors import ConfigError, DeadlineError, MessageError
+from ..schemas.errors import ConfigError, MessageError
 from .address import JobAddress, parse_server_url
 from .arguments import as_tree
+from .hosting import hosted
 from .loop_thread import LoopThread
 from .opentinker_keys import translate
 from .scheduler_client import open_broker
@@ -24,7 +25,6 @@ from .single_error import single_errors
 if TYPE_CHECKING:
     from ..envs import AbstractGame
 
-READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 40.0
 
 
@@ -149,13 +149,9 @@ class GameEnvironment:
                 seed=int(self._tree.get("seed", 0)),
                 game_class=self.game_class,
             )
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(host.run(self._stopping), name="environment host")
-                waiting = group.create_task(host.ready.wait(), name="host ready")
-                await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                if host.ready.is_set():
-                    ready.set_result(None)
-                waiting.cancel()
+            async with hosted(host):
+                ready.set_result(None)
+                await self._stopping.wait()
 
 
 class MathGameEnvironment(GameEnvironment):
@@ -195,13 +191,7 @@ def create_game_environment(
 def _first_of(ready: "Future[None]", hosting: "Future[None]") -> None:
     """Wait until the host serves; raise what it raised instead."""
     hosting.add_done_callback(lambda _: ready.done() or ready.set_result(None))
-    try:
-        ready.result(READY_DEADLINE_S)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"the game was not ready within {READY_DEADLINE_S:g} s",
-            hint="see what its constructor and its data do",
-        ) from error
+    ready.result()
     if hosting.done():
         with single_errors():
             hosting.result()

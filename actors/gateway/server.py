@@ -132,18 +132,18 @@ async def _until_broker(url: str) -> bool:
 
 
 def _check_certificate(options: Options) -> None:
-    files = (options.certificate, options.certificate_key)
-    if files == (None, None):
+    certificate, key = options.certificate, options.certificate_key
+    if certificate is None and key is None:
         return
-    if None in files:
+    if certificate is None or key is None:
         raise ConfigError(
             "--certificate and --certificate-key belong together", hint="give both, or neither"
         )
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:
         raise ConfigError(
-            f"the certificate {options.certificate} cannot be used: {error}",
+            f"the certificate {certificate} cannot be used: {error}",
             hint="give the PEM files of a certificate and of its key, readable by this user",
         ) from error
 

@@ -13,7 +13,7 @@ from ...schemas.errors import ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
 from ...schemas.metric import Presence
-from ..names import did_you_mean
+from ..names import did_you_mean, run_and_step
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
 from ..secrets import secrets_for
@@ -190,8 +190,8 @@ def fork(
     overrides
         Configuration keys that differ: `learner.lr=1e-5`.
     """
-    run, separator, step = source.rpartition("@")
-    if not separator or not step.isdigit():
+    run, step = run_and_step(source)
+    if step is None:
         raise ConfigError(
             f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
         )
