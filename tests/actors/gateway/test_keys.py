@@ -270,3 +270,6 @@ async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guar
     assert (await guarded.gateway.get("/v1/models")).status == 401
     answer = await guarded.gateway.get("/v1/models", **guarded.bearer("alice"))
     assert answer.json == {"object": "list", "data": []}
+    nowhere = await guarded.gateway.get("/v1/nope", **guarded.bearer("alice"))
+    assert nowhere.status == 404
+    assert nowhere.json["error"]["type"] == "not_found_error"
