@@ -23,7 +23,7 @@ from ...broker.presence import list_presences
 from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
-from . import api, openai, pages, users
+from . import openai, pages, rest, users
 from .counters import Counters, pool_text
 from .guard import Guard
 from .openapi import description
@@ -57,7 +57,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/healthz", healthz),
             Route("/metrics", metrics),
             Route("/api/openapi.json", openapi_document),
-            *api.routes(),
+            *rest.routes(),
             *openai.routes(_Brokers()),
             *users.routes(),
             *pages.routes(),

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -13,6 +13,8 @@ from ...schemas.job import JobRecord, Priority
 from ...schemas.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.message import summarize
 from .scheduler import Scheduler
+
+B = TypeVar("B", bound=BaseModel)
 
 MAX_YAML = 200_000
 """Characters of a configuration."""
@@ -133,8 +135,13 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
     return parsed.model_dump(mode="json")
 
 
-def body_of(model: type[Body], fields: Mapping[str, Any]) -> Any:
+def body_of(model: type[B], fields: Mapping[str, Any]) -> B:
     """Validate the body of a request; raises MessageError that names the field."""
+    if unknown := set(fields) - set(model.model_fields):
+        raise MessageError(
+            f"the request is malformed: it has no field {min(unknown)!r}",
+            hint="see /api",
+        )
     try:
         return model.model_validate(fields)
     except ValidationError as error:

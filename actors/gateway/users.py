@@ -1,15 +1,13 @@
 """The users of a pool with authentication: what admins see and change, and what users see of it."""
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from ...broker.user_calls import ask_users
 from ...schemas.errors import NotFoundError, StateError
-from ...schemas.job import Priority
 from ...schemas.message import Empty, Message
 from ...schemas.user import (
     AddUser,
@@ -23,7 +21,7 @@ from ...schemas.user import (
     UserList,
     UserReply,
 )
-from .operations import Body, body_of
+from .operations import body_of
 from .render import render
 from .sessions import Visitor
 from .web import Json, form_of, gateway_of, json_of, number_in, visitor_of
@@ -31,65 +29,22 @@ from .web import Json, form_of, gateway_of, json_of, number_in, visitor_of
 _AUDIT_SHOWN = 500
 
 
-class AddBody(Body):
-    """A new user."""
-
-    user: str
-    """Name: lower-case letters, digits and '_'."""
-    role: Literal["user", "admin"] = "user"
-    """An admin manages users, and sees and stops everybody's jobs."""
-    days: float = Field(default=365.0, ge=0)
-    """Life of the key in days; 0: for ever."""
-    max_slots: int | None = Field(default=None, ge=0)
-    """Slots that the user's jobs may hold at once; null: no bound."""
-
-
-class RotateBody(Body):
-    """A new key in the place of the old one."""
-
-    user: str
-    """Name."""
-    days: float = Field(default=365.0, ge=0)
-    """Life of the new key in days; 0: for ever."""
-
-
-class RevokeBody(Body):
-    """The end of a user's rights."""
-
-    user: str
-    """Name."""
-
-
-class QuotaBody(Body):
-    """A user's share of the pool; what is left out stays as it is."""
-
-    user: str
-    """Name."""
-    max_slots: int | None = Field(default=None, ge=-1)
-    """Slots that the user's jobs may hold at once; -1: no bound."""
-    weight: float | None = Field(default=None, gt=0)
-    """Share in relation to the others who wait."""
-    max_priority: Priority | None = None
-    """Highest priority of the user's jobs."""
-
-
-BODIES: dict[str, tuple[type[Body], type[Message], type[Message]]] = {
-    "add": (AddBody, AddUser, NewKey),
-    "rotate": (RotateBody, RotateKey, NewKey),
-    "revoke": (RevokeBody, NameUser, UserReply),
-    "quota": (QuotaBody, SetQuota, UserReply),
+REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
+    "add": (AddUser, NewKey),
+    "rotate": (RotateKey, NewKey),
+    "revoke": (NameUser, UserReply),
+    "quota": (SetQuota, UserReply),
 }
-"""What can be done, by name: the body of the request, what is asked, and what comes back."""
+"""What can be done, by name: what is asked, which is the body of the request, and the answer."""
 
 
 async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
-    """Do one of `BODIES`; raises MessageError for a malformed request."""
-    if action not in BODIES:
-        known = ", ".join(BODIES)
+    """Do one of `REQUESTS`; raises MessageError for a malformed request."""
+    if action not in REQUESTS:
+        known = ", ".join(REQUESTS)
         raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
-    body, request, reply = BODIES[action]
-    asked = request(**body_of(body, fields).model_dump())
-    return await ask_users(visitor.broker, action, asked, reply)
+    request, reply = REQUESTS[action]
+    return await ask_users(visitor.broker, action, body_of(request, fields), reply)
 
 
 def _check_keys(request: Request) -> None:

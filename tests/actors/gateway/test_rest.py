@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.api import OPERATIONS
+from tinkermq.actors.gateway.rest import OPERATIONS
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
