@@ -4,6 +4,7 @@ import time
 from typing import TypeVar
 
 from ...broker.scheduler_calls import SchedulerCalls
+from ...schemas.errors import AuthError
 from ...schemas.job import JobRecord
 from ...schemas.message import Message
 from .sessions import Visitor
@@ -19,6 +20,19 @@ class Scheduler(SchedulerCalls):
     def __init__(self, visitor: Visitor) -> None:
         super().__init__(visitor.broker)
         self._visitor = visitor
+
+    async def get(self, job: str) -> JobRecord:
+        """Return a job of the visitor; raises NotFoundError, AuthError for that of another.
+
+        The scheduler tells admins of it, but this connection cannot read what the job has stored.
+        """
+        record = await super().get(job)
+        if record.user != self._visitor.user:
+            raise AuthError(
+                f"job {record.job} is {record.user}'s, and only its owner sees into it here",
+                hint=f"as an admin: TINKERMQ_AS={record.user} tinkermq logs {record.name}",
+            )
+        return record
 
     async def list_jobs(self) -> list[JobRecord]:
         """Return all jobs of the visitor, newest first; as of a second ago at the oldest."""

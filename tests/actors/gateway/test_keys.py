@@ -96,6 +96,15 @@ async def test_each_key_shows_the_jobs_of_its_own_user(guarded: Guarded) -> None
         assert answer.status == 404
 
 
+async def test_an_admin_is_told_how_to_look_into_the_job_of_somebody_else(guarded: Guarded) -> None:
+    admin = bearer(guarded.pool.admin_key)
+    for part in ("", "/logs", "/rollouts", "/stream"):
+        answer = await guarded.gateway.get(f"/api/v1/jobs/job-of-alice{part}", **admin)
+        assert answer.status == 403
+        assert "TINKERMQ_AS=alice" in answer.json["error"]["hint"]
+    assert (await guarded.gateway.get("/jobs/job-of-alice", **admin)).status == 403
+
+
 @pytest.mark.parametrize(
     "key", [f"tmq_alice_{'x' * 43}", "tmq_alice_short", "nonsense", "tmq__", ""]
 )
