@@ -194,15 +194,15 @@ async def list_nodes(request: Request) -> Response:
 
 
 async def list_queue(request: Request) -> Response:
-    """Answer with the jobs that wait, and the reason of each, first come first."""
-    records = await (await scheduler_of(request)).list_jobs()
+    """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
+    records = await (await scheduler_of(request)).told_jobs(widest=True)
     return Json({"queue": [row(record, {}) for record in queue_of(records)]})
 
 
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:
-    """Return the jobs that wait, in the order in which they are looked at."""
+    """Return the jobs that wait, by their place in the queue; those without one yet come last."""
     waiting = [record for record in records if record.state == "QUEUED"]
-    return sorted(waiting, key=lambda one: (-one.priority, one.created))
+    return sorted(waiting, key=lambda one: (one.place == 0, one.place))
 
 
 async def who_am_i(request: Request) -> Response:

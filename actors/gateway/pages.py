@@ -247,7 +247,7 @@ async def pool(request: Request) -> Response:
     """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
     visitor = await visitor_of(request)
     scheduler = Scheduler(visitor)
-    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.list_jobs())
+    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.told_jobs(widest=True))
     services = await _services(visitor.broker)
     shown = {
         "user": visitor.user,

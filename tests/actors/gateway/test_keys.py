@@ -105,6 +105,27 @@ async def test_an_admin_is_told_how_to_look_into_the_job_of_somebody_else(guarde
     assert (await guarded.gateway.get("/jobs/job-of-alice", **admin)).status == 403
 
 
+async def test_an_admin_sees_who_waits_and_a_user_only_the_own_jobs(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    admin = bearer(guarded.pool.admin_key)
+    config = {
+        "model": {"path": "models/tiny"},
+        "env": {"game": "bandit", "hosts": 0, "num_val": 0},
+        "output_dir": str(tmp_path),
+    }
+    alice, bob = guarded.bearer("alice"), guarded.bearer("bob")
+    submitted = await guarded.gateway.post("/api/v1/jobs", {"config": config}, **alice)
+    job = submitted.json["job"]
+    try:
+        for who, seen in ((admin, True), (alice, True), (bob, False)):
+            queue = (await guarded.gateway.get("/api/v1/queue", **who)).json["queue"]
+            assert (job in {one["job"] for one in queue}) is seen
+        assert job in (await guarded.gateway.get("/pool", **admin)).text
+    finally:
+        await guarded.gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True}, **admin)
+
+
 @pytest.mark.parametrize(
     "key", [f"tmq_alice_{'x' * 43}", "tmq_alice_short", "nonsense", "tmq__", ""]
 )
