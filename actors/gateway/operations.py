@@ -55,7 +55,7 @@ class StopBody(Body):
 class ScaleBody(Body):
     """How many of which actors a job shall have."""
 
-    role: Literal["generator", "environment"]
+    role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
     """How many there shall be."""

@@ -55,7 +55,7 @@ OPERATIONS: tuple[Operation, ...] = (
             ("stop", "Stop a job, with a checkpoint unless `now`"),
             ("pause", "Let a running job stand still"),
             ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
-            ("scale", "Change the number of generators or environment hosts"),
+            ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
         )
     ),

@@ -114,11 +114,12 @@ async def test_an_admin_sees_who_waits_and_a_user_only_the_own_jobs(
         "env": {"game": "bandit", "hosts": 0, "num_val": 0},
         "output_dir": str(tmp_path),
     }
-    alice, bob = guarded.bearer("alice"), guarded.bearer("bob")
-    submitted = await guarded.gateway.post("/api/v1/jobs", {"config": config}, **alice)
+    await guarded.pool.user("erin")
+    erin, bob = guarded.bearer("erin"), guarded.bearer("bob")
+    submitted = await guarded.gateway.post("/api/v1/jobs", {"config": config}, **erin)
     job = submitted.json["job"]
     try:
-        for who, seen in ((admin, True), (alice, True), (bob, False)):
+        for who, seen in ((admin, True), (erin, True), (bob, False)):
             queue = (await guarded.gateway.get("/api/v1/queue", **who)).json["queue"]
             assert (job in {one["job"] for one in queue}) is seen
         assert job in (await guarded.gateway.get("/pool", **admin)).text
