@@ -122,6 +122,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
         ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
         ("POST", "/api/v1/jobs/nope/scale", {"role": "learner", "count": 1}, 400, "role"),
+        ("POST", "/api/v1/jobs/nope/scale", {"role": "server", "count": 1}, 404, "no job or run"),
         ("POST", "/api/v1/jobs/nope/explode", {}, 404, "no page"),
     ],
 )
