@@ -2,25 +2,22 @@
 
 import asyncio
 import os
-from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ..broker.connection import Broker, connect
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
-from ..schemas.subjects import DEFAULT_USER, JobScope
+from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
-from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
 from .quiet import quiet_logs
 from .secrets import secrets_for
-
-T = TypeVar("T")
+from .sync_twin import SyncTwin
 
 CONNECT_DEADLINE_S = 10.0
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
@@ -129,7 +126,7 @@ class AsyncSchedulerClient:
         return record
 
     def _summary(self, record: JobRecord) -> dict[str, Any]:
-        address = JobAddress(self.scheduler_url, JobScope(record.user, record.job))
+        address = JobAddress(self.scheduler_url, record.scope)
         return {
             "job_id": record.job,
             "name": record.name,
@@ -144,7 +141,7 @@ class AsyncSchedulerClient:
         }
 
 
-class SchedulerClient:
+class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
     """The scheduler of a pool: submit jobs, ask after them, end them.
 
     `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
@@ -159,23 +156,12 @@ class SchedulerClient:
         poll_interval: float = 2.0,
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
-        self.aio = AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval)
-        """The async twin that does the work."""
+        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval))
 
     @property
     def scheduler_url(self) -> str:
         """URL of the broker."""
         return self.aio.scheduler_url
-
-    def __enter__(self) -> "SchedulerClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._run(self.aio.close())
 
     def submit_job(
         self,
@@ -190,7 +176,8 @@ class SchedulerClient:
         `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
         once, and this returns when the job runs. One without a model or a game waits for
         `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
-        `wandb_key` is for the trackers of this process and is not sent.
+        `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
+        without it a job that logs to wandb gets that of $WANDB_API_KEY.
 
         Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
         that can never fit, JobFailedError, DeadlineError after `timeout`.
@@ -199,7 +186,7 @@ class SchedulerClient:
 
     def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
         """Submit as `submit_job` does, without waiting; `.result()` waits."""
-        return shared_loop().start(self.aio.submit_job(config, **options))
+        return self._start(self.aio.submit_job(config, **options))
 
     def job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and server_url of a job, by id or run name."""
@@ -216,9 +203,6 @@ class SchedulerClient:
     def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
         return self._run(self.aio.complete_job(job_id))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return shared_loop().run(work)
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:
