@@ -7,6 +7,7 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from tinkermq.actors.gateway.rest import OPERATIONS
@@ -84,6 +85,29 @@ async def test_a_job_is_submitted_found_and_stopped(
     stopped = await gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True})
     assert stopped.status == 200
     assert stopped.json["stop"] == "now"
+
+
+async def test_a_form_that_is_sent_twice_makes_one_job_and_a_changed_one_another(
+    stack: Stack, gateway: Gateway, model: Path
+) -> None:
+    page = (await gateway.get("/submit")).text
+    once = re.search('name="request_id" value="([0-9A-Za-z]+)"', page)
+    assert once is not None
+    config = json.dumps({**small_job(model), "output_dir": str(stack.folder / "runs")})
+
+    async def sent(priority: int) -> str:
+        fields = {"request_id": once[1], "config": config, "priority": str(priority)}
+        answer = await gateway.form("/submit", urlencode(fields).encode())
+        assert answer.status == 303, answer.text
+        return answer.headers["location"]
+
+    first = await sent(0)
+    assert await sent(0) == first
+    second = await sent(1)
+    assert second != first
+    for place in (first, second):
+        stopped = await gateway.post(f"/api/v1{place}/stop", {"now": True, "complete": True})
+        assert (stopped.json["stop"], stopped.json["stop_complete"]) == ("now", True)
 
 
 async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -> None:
