@@ -3,8 +3,9 @@
 It is level-triggered: every turn looks at everything that lives and does the next thing, so it
 does not matter which message was lost or which process died in between. A turn: take up what
 changed in the records of jobs and nodes, give free slots to what waits, tell the nodes what they
-shall run, move the jobs by what the nodes answered, and pass on stops and pauses to learners that
-have not heard them. What has not changed costs a look in memory, no message.
+shall run, move the jobs by what the nodes answered, pass on stops and pauses to learners that have
+not heard them, and tell the events of all moves. What has not changed costs a look in memory, no
+message.
 """
 
 import asyncio
@@ -20,7 +21,13 @@ from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import presences
 from ...broker.streams import create_job_streams, settle_job_streams
-from ...schemas.errors import BrokerError, ConfigError, ConflictError, DeadlineError
+from ...schemas.errors import (
+    BrokerError,
+    ConfigError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+)
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
@@ -131,6 +138,7 @@ class Reconciler:
         for record in list(self._board.live.values()):
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
+        await asyncio.gather(*map(self._tell, self._board.untold()))
         await self._read_versions()
 
     async def _fail_unreadable(self) -> None:
@@ -302,8 +310,17 @@ class Reconciler:
         moved = await self._jobs.transition(record, step.state, step.reason, who, **changes)
         if is_final(moved):
             self._notifier.ended(moved)
-            await settle_job_streams(self._broker, moved.scope)
         return moved
+
+    async def _tell(self, record: JobRecord) -> None:
+        """Tell the events of a job's moves; its streams shrink once its end was told."""
+        try:
+            await self._jobs.tell(record)
+            if is_final(record):
+                await settle_job_streams(self._broker, record.scope)
+            await self._jobs.told(record)
+        except (BrokerError, DeadlineError, ConflictError, NotFoundError) as error:  # next turn
+            _log.warning("events_wait", job=record.job, error=error.message)
 
     async def _read_versions(self) -> None:
         """Enter the version that each learner's heartbeat tells."""
