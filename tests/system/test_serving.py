@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -126,7 +127,8 @@ async def test_two_versions_are_compared_from_a_machine_without_the_checkpoints(
     shown = await run(stack, "eval", name, "--tasks", "3,1", without=folder)
     assert shown.code == 0, shown.err
     assert f"evaluated {name}@4" in shown.err
-    assert "submitted" in shown.out
+    assert re.search(r"submitted \S+ +\(job \w{26}\)", shown.out)
+    assert "tinkermq logs" in shown.out
     assert "95 % interval" in shown.out
     assert "--compare" in shown.out
 

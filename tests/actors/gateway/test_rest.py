@@ -96,7 +96,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
     assert metrics["series"]["training_step_reward"]["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert "actor/entropy" not in metrics["series"]
     events = (await gateway.get(f"{base}/events")).json["events"]
-    assert [event["kind"] for event in events] == ["odd_thing", "job_completed"]
+    assert [event["kind"] for event in events] == ["job_completed", "odd_thing"]
     assert (await gateway.get(f"{base}/logs?actor=learner")).json["lines"][0]["text"] == HOSTILE
     assert (await gateway.get(f"{base}/logs?actor=other")).json["lines"] == []
     (group,) = (await gateway.get(f"{base}/rollouts")).json["groups"]
@@ -221,7 +221,7 @@ async def test_health_tells_that_the_broker_is_away_and_back(
         own_server.kill()
         answer = await gateway.get("/healthz")
         assert (answer.status, answer.json["status"]) == (503, "no broker")
-        assert "no NATS server answers at" in answer.json["message"]
+        assert "no NATS server answers at" in answer.json["error"]["message"]
         own_server.start()
         assert (await gateway.get("/healthz")).status == 200
 
