@@ -21,13 +21,7 @@ from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import presences
 from ...broker.streams import create_job_streams, settle_job_streams
-from ...schemas.errors import (
-    BrokerError,
-    ConfigError,
-    ConflictError,
-    DeadlineError,
-    NotFoundError,
-)
+from ...schemas.errors import BrokerError, ConfigError, ConflictError, DeadlineError
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
@@ -40,6 +34,7 @@ from .pool import Pool
 from .queue import PlacementRequest
 from .roster import main_actor, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
+from .teller import Teller
 from .timing import Timing
 
 WHO = "scheduler"
@@ -84,6 +79,7 @@ class Reconciler:
         self._notifier = notifier
         self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
+        self._teller = Teller(broker, jobs)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}
         self._fitting: set[tuple[int, ...]] = set()
@@ -138,7 +134,7 @@ class Reconciler:
         for record in list(self._board.live.values()):
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
-        await asyncio.gather(*map(self._tell, self._board.untold()))
+        self._teller.tell(self._board.untold(), group)
         await self._read_versions()
 
     async def _fail_unreadable(self) -> None:
@@ -190,7 +186,7 @@ class Reconciler:
         try:
             if not _queued(record):
                 await self._jobs.update(record, lambda now: _placed(now, by_actor))
-            else:
+            elif not self._teller.closes(key):
                 await self._start(record, by_actor)
         except ConflictError:  # the job moved meanwhile: next turn
             return
@@ -313,16 +309,6 @@ class Reconciler:
         if is_final(moved):
             self._notifier.ended(moved)
         return moved
-
-    async def _tell(self, record: JobRecord) -> None:
-        """Tell the events of a job's moves; its streams shrink once its end was told."""
-        try:
-            await self._jobs.tell(record)
-            if is_final(record):
-                await settle_job_streams(self._broker, record.scope)
-            await self._jobs.told(record)
-        except (BrokerError, DeadlineError, ConflictError, NotFoundError) as error:  # next turn
-            _log.warning("events_wait", job=record.job, error=error.message)
 
     async def _read_versions(self) -> None:
         """Enter the version that each learner's heartbeat tells."""
