@@ -176,7 +176,7 @@ async def test_stopping_an_ended_job_takes_nothing_from_the_one_in_its_place(
 ) -> None:
     first = await stack.running()
     await stack.ask("stop", StopRequest(job=first.job, now=True))
-    first = await stack.until(first, "CANCELLED")
+    first = await stack.until(first, lambda now: now.state == "CANCELLED" and not now.untold)
     second = await stack.until(await stack.submit(), "RUNNING")
     third = await stack.until(await stack.submit(), lambda now: "is next" in now.reason)
     before = await stack.until_actors("learner", "generator-0")
