@@ -203,7 +203,7 @@ class Reconciler:
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))
             with contextlib.suppress(BrokerError, DeadlineError):  # those that were made before
-                await settle_job_streams(self._broker, _scope(record))
+                await settle_job_streams(self._broker, record.scope)
             return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
         where = ", ".join(sorted({one.node for one in by_actor.values()}))

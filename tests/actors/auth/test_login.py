@@ -135,7 +135,7 @@ async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> 
     broker = await pool.connected(key)
     await asyncio.wait_for(broker.closed.wait(), PATIENCE_S)
     with pytest.raises(BrokerError, match=r"is closed: .*authentication expired"):
-        await ask(broker, "me", Empty(), UserReply)
+        await ask_users(broker, "me", Empty(), UserReply)
     with pytest.raises(BrokerError, match=rf"{REFUSED}(.|\n)*expired"):
         await connect(pool.server.url, name="test", api_key=key)
     outcomes = {(one.who, one.what, one.outcome) for one in await audit(pool)}

@@ -38,7 +38,7 @@ from tinkermq.schemas.job import (
 from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.metric import Event, Presence
 from tinkermq.schemas.node import ActorStatus, NodeList, NodeStatus
-from tinkermq.schemas.subjects import JobScope, rpc
+from tinkermq.schemas.subjects import rpc
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
@@ -159,7 +159,7 @@ class Stack:
                 self.do(job, "learner", "done")
             return ControlReply(actor="learner")
 
-        subject = JobScope(job.user, job.job).control("learner")
+        subject = job.scope.control("learner")
         await service.endpoint("control", subject, ControlRequest, control)
 
     async def ask(self, method: str, request: Message, user: str = "local") -> JobRecord:
@@ -261,7 +261,7 @@ class Stack:
     async def events(self, job: JobRecord) -> list[Event]:
         """Return what happened to a job that has started, all its moves included."""
         await self.until(job, lambda now: not now.untold)
-        return await read_events(self.broker, JobScope(job.user, job.job))
+        return await read_events(self.broker, job.scope)
 
     async def get(self, job: JobRecord) -> JobRecord:
         return await self.ask("get", JobRequest(job=job.job))

@@ -10,7 +10,6 @@ import pytest
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.server import NatsServer
 from tinkermq.schemas.job import StopRequest
-from tinkermq.schemas.subjects import JobScope
 
 from tests.processes import alive
 from tests.waiting import PATIENCE_S
@@ -76,7 +75,7 @@ async def test_a_move_whose_scheduler_was_killed_before_it_told_is_told_by_the_n
     first.kill()
     await first.wait()
     await stack.jobs.transition(await stack.jobs.get(job.user, job.job), "LOST", "a test", "n1")
-    assert await read_events(stack.broker, JobScope(job.user, job.job)) == told
+    assert await read_events(stack.broker, job.scope) == told
     await stack.scheduler()
     await stack.until(job, "RUNNING")
     kinds = [event.kind for event in (await stack.events(job))[len(told) :]]

@@ -10,7 +10,6 @@ from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import QuotaError
 from tinkermq.schemas.job import JobRequest, PriorityRequest, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.user import UserRecord
 
 from tests.waiting import eventually
@@ -41,7 +40,7 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
 async def test_an_end_that_cannot_be_told_yet_is_told_later(stack: Stack) -> None:
     job = await stack.running()
     await stack.events(job)
-    stream = JobScope(job.user, job.job).stream_feed
+    stream = job.scope.stream_feed
     config = (await stream_info(stack.broker, stream))["config"]
     await stack.broker.api(f"STREAM.UPDATE.{stream}", config | {"max_msg_size": 1})
     stack.do(job, "learner", "done")
@@ -234,7 +233,7 @@ async def test_a_quota_refuses_what_can_never_be_and_holds_back_the_rest(stack: 
 
 async def test_a_job_that_has_ended_gives_its_room_in_the_broker_back(stack: Stack) -> None:
     job = await stack.running()
-    scope = JobScope(job.user, job.job)
+    scope = job.scope
     reserved = (await stack.broker.api("INFO"))["reserved_storage"]
     stack.do(job, "learner", "fail")
     await stack.until(job, "FAILED")
