@@ -18,6 +18,7 @@ from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ...schemas.job import JobRecord
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
 from ..model_folder import (
@@ -64,6 +65,14 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
         last_pause_s=stats.last_pause_s,
         **more,
     )
+
+
+def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
+    """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
+    if not record.fork_dir:
+        return config
+    model = config.model.model_copy(update={"path": record.fork_dir, "tokenizer": None})
+    return config.model_copy(update={"model": model})
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
