@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs test lint format check docs screenshots bench
+.PHONY: help quickstart venv programs test test-long lint format check docs screenshots bench
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
 	$(BIN)/python examples/quickstart.py
@@ -20,7 +20,10 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-long: $(VENV)/dev.stamp programs  ## Run the tests that take minutes each: more games learn
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
 # reader of the compose file. Where this cannot install them, the tests that want them say so.

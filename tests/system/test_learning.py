@@ -26,8 +26,8 @@ pytestmark = [
     ("game", "highest_before", "lowest_after"),
     [
         ("bandit", 0.4, 0.7),
-        ("addition", 0.55, 0.8),
-        ("guess", 0.75, 0.8),
+        pytest.param("addition", 0.55, 0.8, marks=pytest.mark.long),
+        pytest.param("guess", 0.75, 0.8, marks=pytest.mark.long),
     ],
 )
 async def test_the_reward_of_an_example_rises(
