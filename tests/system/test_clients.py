@@ -24,7 +24,7 @@ from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
 
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame
-from tests.configs import small_job
+from tests.configs import UNHURRIED, small_job
 from tests.processes import listening_ports
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -168,8 +168,7 @@ def _episode(reward: float) -> Any:
 async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    env = {"game": "tests.games:SlowBandit", "num_val": 0}
-    config = small_job(model, env=env, training={"num_steps": 500})
+    config = small_job(model, env=UNHURRIED, training={"num_steps": 500})
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump({**config, "output_dir": str(tmp_path), "name": "cli-run"}))
     words = ["train", str(file), "--nats-url", stack.server.url]

@@ -23,7 +23,7 @@ from tinkermq.schemas.job import FINAL_STATES, JobRecord
 from tinkermq.schemas.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
-from tests.configs import small_job
+from tests.configs import UNHURRIED, small_job
 from tests.secrets_on_disk import files_with
 from tests.waiting import PATIENCE_S, eventually
 
@@ -206,7 +206,7 @@ def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     operator: Operator, model: Path, tmp_path: Path
 ) -> None:
     config = {
-        **small_job(model, env={"game": "tests.games:SlowBandit"}, training={"num_steps": 5000}),
+        **small_job(model, env=UNHURRIED, training={"num_steps": 5000}),
         "output_dir": str(tmp_path / "runs"),
         "name": "live-run",
     }
@@ -247,7 +247,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
 ) -> None:
     secret = secrets.token_hex(20)
     config = {
-        **small_job(model, env={"game": "tests.games:SlowBandit"}, training={"num_steps": 5000}),
+        **small_job(model, env=UNHURRIED, training={"num_steps": 5000}),
         "output_dir": str(tmp_path / "runs"),
         "logger_backends": ["jsonl", "wandb"],
         "name": "tracked",

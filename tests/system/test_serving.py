@@ -19,7 +19,7 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.clients.command import Outcome, command
-from tests.configs import small_job
+from tests.configs import UNHURRIED, small_job
 from tests.jobs import Job
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -89,8 +89,7 @@ async def test_serve_in_one_line_and_infer_against_it(
 async def test_a_live_run_is_followed_to_its_newest_version(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    env = {"game": "tests.games:SlowBandit", "num_val": 0}
-    live = await stack.submit(small_job(model, env=env, training={"num_steps": 500}))
+    live = await stack.submit(small_job(model, env=UNHURRIED, training={"num_steps": 500}))
     await live.until_step(1)
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=120) as client:
         job = await client.submit_inference_job(

@@ -17,7 +17,7 @@ from tinkermq.schemas.subjects import node as node_subject
 
 from tests.actors.gateway.test_rest import HOSTILE, finished_job
 from tests.browser import PATIENCE_MS, Browser, watched_page
-from tests.configs import small_job
+from tests.configs import UNHURRIED, small_job
 from tests.gateway import Gateway
 from tests.stack import Stack
 
@@ -42,7 +42,7 @@ async def until_beyond(page: Page, step: int) -> int:
 async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
     stack: Stack, gateway: Gateway, browser: Browser, model: Path
 ) -> None:
-    config = small_job(model, training={"num_steps": 5000}, env={"game": "bandit", "num_val": 4})
+    config = small_job(model, training={"num_steps": 5000}, env={**UNHURRIED, "num_val": 4})
     config["output_dir"] = str(stack.folder / "runs")
     async with watched_page(browser, gateway.url) as page:
         await page.goto("/jobs")
