@@ -18,7 +18,7 @@ from .enclosed import Enclosed
 from .mounts import PACKAGES, package_mounts, system_mounts
 from .seccomp import seccomp_filter
 from .self_test import PROBE, check_answer
-from .settings import Outcome, SandboxSettings
+from .settings import MAX_CODE_BYTES, Outcome, SandboxSettings
 
 _UNBOUNDED = 1 << 20
 _NAMESPACES = ("pid", "net", "ipc", "uts")
@@ -111,6 +111,8 @@ class BubblewrapSession:
 
     def run(self, code: str, time_s: float | None = None) -> Outcome:
         """Run a program after those before it; one that was stopped takes its state with it."""
+        if len(code.encode("utf-8", "replace")) > MAX_CODE_BYTES:
+            return Outcome(f"the program is longer than {MAX_CODE_BYTES} bytes", "error", 0.0)
         with self._places:
             enclosed = self._living()
             enclosed.thaw()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...schemas.errors import SandboxError
 from .mounts import PYTHON
-from .settings import MAX_CODE_BYTES, Outcome, SandboxSettings, Status
+from .settings import Outcome, SandboxSettings, Status
 from .watch import descendants, exceeded
 
 START_S = 20.0
@@ -63,9 +63,6 @@ class Enclosed:
         """Run a program within the limits; after a limit or an exit the sandbox is dead."""
         time_s = min(self._settings.time_s, time_s or self._settings.time_s)
         encoded = code.encode("utf-8", "replace")
-        if len(encoded) > MAX_CODE_BYTES:
-            text = f"the program is longer than {MAX_CODE_BYTES} bytes"
-            return Outcome(text, "error", 0.0)
         started = time.monotonic()
         printed = bytearray()
         try:

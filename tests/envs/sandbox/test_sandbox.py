@@ -3,8 +3,10 @@
 import contextlib
 import gc
 import os
+import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
@@ -15,6 +17,7 @@ from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -56,15 +59,17 @@ def test_a_session_keeps_variables_and_files_and_nothing_runs_meanwhile(sandbox)
         session.run(f"{spin}{count}threading.Thread(target=up, daemon=True).start()")
         before = session.run("before = n[0]; x, open('file').read()")
         assert before.text == "(3, 'kept')\n"
-        assert [name for name in _states(os.getpid()) if name == "R"] == ["R"]
+        deadline = time.monotonic() + PATIENCE_S
+        while "R" in _states(os.getpid()):
+            assert time.monotonic() < deadline, "something runs between two programs"
         assert session.run("x += 1; x").text == "4\n"
 
 
 def _states(pid):
-    """Return the state of each process below, by the kernel's letters."""
-    for one in descendants(pid):
-        with open(f"/proc/{one}/stat") as file:
-            yield file.read().rpartition(") ")[2][0]
+    """Return the states of the processes below, by the kernel's letters."""
+    below = set(descendants(pid)) - {pid}
+    texts = [Path(f"/proc/{one}/stat").read_text() for one in below]
+    return {text.rpartition(") ")[2][0] for text in texts}
 
 
 def test_a_program_that_was_stopped_takes_its_state_with_it_and_the_next_begins_anew(sandbox):
@@ -137,17 +142,13 @@ def test_a_machine_without_bubblewrap_is_refused_with_the_remedy(monkeypatch, tm
         ),
         ("exit 1", "it ended without a word", "as the user of the environment host"),
         (
-            # a sandbox that shares the network and the processes of the host
-            'for a; do shift; case "$a" in --unshare-*|--seccomp) ;; *) set -- "$@" "$a";; esac; '
-            'done; exec {bwrap} "$@"',
-            "does not enclose",
+            'exec {bwrap} --ro-bind /etc /etc "$@"',
+            "it shows files of the host",
             "no program of a model is run here",
         ),
     ],
 )
 def test_a_sandbox_that_does_not_enclose_is_refused(monkeypatch, tmp_path, script, words, remedy):
-    import shutil
-
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\n" + script.replace("{bwrap}", str(shutil.which("bwrap"))))
     fake.chmod(0o755)
