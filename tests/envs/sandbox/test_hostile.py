@@ -127,7 +127,7 @@ def test_the_host_is_not_to_be_seen(run, tmp_path, monkeypatch):
     outcome = run(
         "import os, sys\n"
         "print(sorted(os.listdir('/')), os.listdir('/tmp'), os.listdir('/packages'))\n"
-        f"print(os.path.exists({str(tmp_path)!r}), os.path.exists({os.getcwd()!r}))\n"
+        f"print(os.path.exists({str(tmp_path)!r}), os.path.exists({str(Path.cwd())!r}))\n"
         "print(dict(os.environ), open('/proc/self/mountinfo').read().count(' ext4 ') < 9)\n"
         "print([n for n in os.listdir('/proc') if n.isdigit()], sys.argv, os.getuid() != 0)\n"
         "print(open('/proc/net/tcp').read().count('\\n'), os.uname().nodename)\n"
