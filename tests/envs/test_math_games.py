@@ -3,6 +3,7 @@ r"""The two math games: what ends an episode, what is run, and what no exploit i
 import gc
 import json
 import os
+from pathlib import Path
 
 import pytest
 from tinkermq.envs.check import check_game
@@ -136,8 +137,7 @@ def test_variables_last_one_turn_unless_they_are_kept():
 
 
 def _is_sandbox(pid):
-    with open(f"/proc/{pid}/comm") as name:
-        return name.read().strip() == "bwrap"
+    return Path(f"/proc/{pid}/comm").read_text() == "bwrap\n"
 
 
 def test_a_turn_is_bounded_in_programs_time_and_what_is_shown():
