@@ -22,6 +22,10 @@ from .settings import MAX_CODE_BYTES, Outcome, SandboxSettings
 
 _UNBOUNDED = 1 << 20
 _NAMESPACES = ("pid", "net", "ipc", "uts")
+_NICETIES = {"hostname": ["--hostname", "sandbox"], "proc": ["--proc", "/proc"]}
+"""What some machines refuse (ProtectHostname of systemd, a masked /proc) and programs can do
+without: they then see the machine's name, or no /proc at all."""
+_REFUSALS = {"hostname": "set hostname", "proc": "mount proc"}
 _VARIABLES = {
     "HOME": "/tmp",  # noqa: S108 - the sandbox's own
     "LD_LIBRARY_PATH": "/python/lib",
@@ -42,7 +46,7 @@ class Bubblewrap:
         self._filter = seccomp_filter()
         self._mounts = [*system_mounts(), *package_mounts(settings.packages)]
         self._program = _program()
-        self._proc = ["--proc", "/proc"]
+        self._niceties = dict(_NICETIES)
         cores = len(os.sched_getaffinity(0))
         self._places = threading.BoundedSemaphore(settings.at_once or cores)
         kept = settings.max_sessions if settings.keep_state else _UNBOUNDED
@@ -58,18 +62,21 @@ class Bubblewrap:
 
     def self_test(self) -> str:
         """Prove that the sandbox encloses; SandboxError says what fails, and the remedy."""
-        try:
-            answer = self._probe()
-        except SandboxError as error:
-            if "proc" not in error.message:
-                raise SandboxError(error.message, hint=_remedy(error.message)) from error
-            # where parts of /proc are masked no other may be mounted: programs get none
-            self._proc = ["--perms", "0555", "--dir", "/proc"]
-            answer = self._probe()
+        answer = None
+        while answer is None:
+            try:
+                answer = self._probe()
+            except SandboxError as error:
+                said = error.message
+                refused = next((one for one in self._niceties if _REFUSALS[one] in said), None)
+                if refused is None:
+                    raise SandboxError(error.message, hint=_remedy(error.message)) from error
+                self._niceties.pop(refused)
         check_answer(answer)
         who = "root" if os.getuid() == 0 else "user namespaces"
-        masked = "" if self._proc[0] == "--proc" else ", without /proc"
-        return f"bubblewrap at {self._program} encloses programs ({who}{masked})"
+        without = [f"without {name}" for name in _NICETIES if name not in self._niceties]
+        told = ", ".join([who, *without])
+        return f"bubblewrap at {self._program} encloses programs ({told})"
 
     def _probe(self) -> Outcome:
         settings = self._settings
@@ -80,7 +87,7 @@ class Bubblewrap:
     def _command(self) -> list[str]:
         command = [self._program, "--die-with-parent", "--new-session", "--clearenv"]
         command += [f"--unshare-{name}" for name in _NAMESPACES]
-        command += ["--unshare-cgroup-try", "--hostname", "sandbox", "--cap-drop", "ALL"]
+        command += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
         if os.getuid() == 0:
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
@@ -88,7 +95,9 @@ class Bubblewrap:
         for name, value in _VARIABLES.items():
             command += ["--setenv", name, value]
         size = str(self._settings.disk_mb << 20)
-        command += [*self._mounts, *self._proc, "--dev", "/dev", "--remount-ro", "/dev"]
+        command += [*self._mounts, "--dev", "/dev", "--remount-ro", "/dev"]
+        for arguments in self._niceties.values():
+            command += arguments
         command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108
         return [*command, "--remount-ro", "/", "--chdir", "/tmp"]  # noqa: S108
 

@@ -158,6 +158,28 @@ def test_a_sandbox_that_does_not_enclose_is_refused(monkeypatch, tmp_path, scrip
     assert remedy in refused.value.hint
 
 
+@pytest.mark.parametrize(
+    ("option", "said", "told"),
+    [
+        ("--hostname", "Can't set hostname to sandbox", "without hostname"),
+        ("--proc", "Can't mount proc on /newroot/proc", "without proc"),
+    ],
+)
+def test_what_programs_can_do_without_may_be_refused(monkeypatch, tmp_path, option, said, told):
+    fake = tmp_path / "bwrap"
+    real = shutil.which("bwrap")
+    fake.write_text(
+        f'#!/bin/sh\ncase " $* " in *" {option} "*) echo "bwrap: {said}: no" >&2; exit 1;; esac\n'
+        f'exec {real} "$@"\n'
+    )
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    sandbox = Bubblewrap(SandboxSettings(packages=[], **LIMITS))
+    assert told in sandbox.self_test()
+    with contextlib.closing(sandbox.session()) as session:
+        assert session.run("6 * 7").text == "42\n"
+
+
 def test_the_answer_of_the_self_test_names_each_wall_that_is_missing():
     with pytest.raises(SandboxError, match="it reaches a network"):
         check_answer(Outcome("it reaches a network\n", "ok", 0.1))
