@@ -10,28 +10,28 @@ import logging
 import resource
 import signal
 import sys
+from importlib import import_module
 from typing import Any
 
 
 def main() -> None:
     """Answer line by line until standard input ends."""
     seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
-    from math_verify import LatexExtractionConfig, parse, verify
-
+    math_verify: Any = import_module("math_verify")
     logging.disable()  # it warns of the limits being left to us
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    reading = [LatexExtractionConfig(boxed_match_priority=0)]
+    reading = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
     def read(answer: str) -> list[Any]:
-        return parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)  # type: ignore[arg-type]
+        return math_verify.parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)
 
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     for line in sys.stdin:
         gold, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
-        right = verify(read(gold), read(answer), timeout_seconds=None)
+        right = math_verify.verify(read(gold), read(answer), timeout_seconds=None)
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(f"{json.dumps(bool(right))}\n")
         sys.stdout.flush()
