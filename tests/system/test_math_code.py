@@ -36,9 +36,8 @@ async def test_an_asynchronous_run_trains_on_programs_that_it_wrote(
     answered = [one for one in played if one.info.get("programs")]
     assert len(played) >= 4 * 4 * 3
     assert answered, "no program was run"
-    for episode in answered:
-        roles = [message["role"] for message in episode.messages]
-        assert roles == ["user", "assistant", "user", "assistant"]
-        assert episode.messages[1]["content"].startswith("```py")
+    roles = [[message["role"] for message in one.messages] for one in answered]
+    assert ["user", "assistant", "user", "assistant"] in roles
+    assert all(one.messages[1]["content"].startswith("```py") for one in answered)
     assert len(await job.metrics()) == 3
     assert await job.dead() == []
