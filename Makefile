@@ -23,7 +23,8 @@ test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters includ
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
-# reader of the compose file, the sandbox. Where this cannot install them, the tests that want them say so.
+# reader of the compose file, the sandbox. Where this cannot install them, the tests that want them
+# say so.
 PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose \
   bwrap:bubblewrap
 programs:
