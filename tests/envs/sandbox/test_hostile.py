@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -97,9 +96,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", STOPPED)
 def test_what_does_not_end_by_itself_is_stopped(run, name):
     code, status = STOPPED[name]
-    started = time.monotonic()
     assert run(code, time_s=0.5 if status == "time" else None).status == status
-    assert time.monotonic() - started < 8
 
 
 @pytest.mark.parametrize("name", REFUSED)
