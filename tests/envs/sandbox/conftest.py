@@ -1,8 +1,9 @@
-"""A proven sandbox with low limits, which never leaves a process behind."""
+"""A proven sandbox with low limits, which never leaves a process or an open file behind."""
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
@@ -23,9 +24,14 @@ def bubblewrap() -> Bubblewrap:
 @pytest.fixture
 def sandbox(bubblewrap: Bubblewrap) -> Iterator[Bubblewrap]:
     """The same, with a look at what is left when the test is over."""
-    before = set(descendants(os.getpid()))
+    before, files = set(descendants(os.getpid())), _num_open_files()
     yield bubblewrap
     assert set(descendants(os.getpid())) <= before
+    assert _num_open_files() == files
+
+
+def _num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 @pytest.fixture
