@@ -11,9 +11,13 @@ from tinkermq.envs.games import math as math_module
 from tinkermq.envs.games import math_code as code_module
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.games.math_code import MAX_PROGRAMS, MathCodeGame
+from tinkermq.envs.registry import load_game
 from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.config import EnvConfig
 from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.load_config import parse_config
+
+from tests.configs import example
 
 PLAIN = {"packages": [], "time_s": 5}
 
@@ -150,6 +154,13 @@ def test_a_turn_is_bounded_in_programs_time_and_what_is_shown():
     assert slow == "[stopped: it ran for too long]\n[not run: the time of this turn is over]"
     long = game.step(fenced("'a' * 100 + 'b' * 100")).observation
     assert long == f"{'a' * 20}\n[160 characters left out]\n{'b' * 20}"
+
+
+@pytest.mark.parametrize("name", ["math", "gsm8k", "math_code", "gsm8k_code"])
+def test_the_game_of_an_example_can_be_made(name):
+    env = parse_config(example(name)).env
+    game = load_game(env.game)(**env.kwargs)
+    assert bool(game.get_tools()) == ("hermes" in env.kwargs.values())
 
 
 @pytest.mark.parametrize(
