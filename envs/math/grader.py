@@ -21,13 +21,20 @@ from .answers import MAX_ANSWER_CHARS, plain_number
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
 MEMORY_BYTES = 2 << 30
+RENEW_AFTER = 2000
+"""Comparisons after which a process is replaced: sympy's caches would grow up to its limit."""
 
 
 class Grader:
     """Worker processes that compare answers; safe to use from many threads at once."""
 
     def __init__(
-        self, num_workers: int, *, limit_s: float = LIMIT_S, memory_bytes: int = MEMORY_BYTES
+        self,
+        num_workers: int,
+        *,
+        limit_s: float = LIMIT_S,
+        memory_bytes: int = MEMORY_BYTES,
+        renew_after: int = RENEW_AFTER,
     ) -> None:
         """Prepare `num_workers`, which start when they are needed.
 
@@ -39,6 +46,7 @@ class Grader:
                 hint="pip install 'tinkermq[math]' where environment hosts run",
             )
         self._limits = [str(limit_s), str(memory_bytes)]
+        self._renew_after = renew_after
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._idle.put(None)
@@ -59,7 +67,7 @@ class Grader:
             if worker is None:
                 worker = _Worker(self._limits)
             verdict = worker.ask(gold, answer)
-            if verdict in ("late", "failed"):
+            if verdict in ("late", "failed") or worker.num_asked >= self._renew_after:
                 worker.close()
                 worker = None
             return verdict
@@ -76,6 +84,7 @@ class Grader:
 
 class _Worker:
     def __init__(self, limits: list[str]) -> None:
+        self.num_asked = 0
         self._process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.grading_worker", *limits],
             stdin=subprocess.PIPE,
@@ -91,6 +100,7 @@ class _Worker:
 
     def ask(self, gold: str, answer: str) -> Verdict:
         assert self._process.stdin is not None
+        self.num_asked += 1
         try:
             self._process.stdin.write(f"{json.dumps([gold, answer])}\n")
             self._process.stdin.flush()

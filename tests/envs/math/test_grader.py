@@ -75,16 +75,20 @@ def test_an_answer_that_takes_too_long_ends_its_process_and_the_next_is_graded(g
     assert grader.grade("x", "x") == "right"
 
 
-def test_the_memory_of_a_worker_is_bounded_by_the_kernel(grader):
+def test_the_memory_of_a_worker_is_bounded_by_the_kernel_and_it_does_not_stay_for_ever(grader):
     assert grader.grade("2", "2") == "right"
-    workers = [
-        Path(f"/proc/{pid}/limits").read_text()
-        for pid in descendants(os.getpid())
-        if b"grading_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
-    assert workers
-    for limits in workers:
+    for pid in (workers := _workers()):
+        limits = Path(f"/proc/{pid}/limits").read_text()
         assert re.search(rf"Max address space +{MEMORY_BYTES} +{MEMORY_BYTES}", limits)
+    assert workers
+    renewing = Grader(1, renew_after=1)
+    assert renewing.grade("2", "2") == "right"
+    assert _workers() == workers
+
+
+def _workers():
+    command = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
+    return {pid for pid, file in command.items() if b"grading_worker" in file.read_bytes()}
 
 
 def test_many_threads_share_the_workers(grader):
