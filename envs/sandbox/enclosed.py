@@ -20,7 +20,6 @@ from .mounts import PYTHON
 from .settings import Outcome, SandboxSettings, Status
 from .watch import descendants, exceeded
 
-START_S = 20.0
 _LOOK_S = 0.05
 _FREEZE_S = 0.5
 _CHUNK = 1 << 16
@@ -44,11 +43,15 @@ class Enclosed:
         self._process, self._text, self._done, about = _launcher.submit(
             _launch, bubblewrap, filter_, settings
         ).result()
-        os.set_blocking(self._text, False)
+        assert self._process.stdin is not None
+        self._programs = self._process.stdin.fileno()
+        for file in (self._text, self._programs):
+            os.set_blocking(file, False)
         self._poll = select.poll()
         for file in (self._text, self._done):
             self._poll.register(file, select.POLLIN)
         self.alive = True
+        self._handle: int | None = None
         try:
             self._first = _first_process(about)
         except ValueError:
@@ -63,12 +66,11 @@ class Enclosed:
         """Run a program within the limits; after a limit or an exit the sandbox is dead."""
         time_s = min(self._settings.time_s, time_s or self._settings.time_s)
         encoded = code.encode("utf-8", "replace")
+        frame = len(encoded).to_bytes(4, "little") + encoded
         started = time.monotonic()
         printed = bytearray()
         try:
-            assert self._process.stdin is not None
-            os.write(self._process.stdin.fileno(), len(encoded).to_bytes(4, "little") + encoded)
-            status = self._wait(printed, started + time_s)
+            status = self._wait(frame, printed, started + time_s)
         except BrokenPipeError:
             status = "exited"
         if status not in ("ok", "error"):  # the program is still running, or gone with all else
@@ -106,13 +108,13 @@ class Enclosed:
         if not self.alive:
             return
         self.alive = False
-        if handle := getattr(self, "_handle", None):
+        if self._handle is None:
+            self._process.kill()
+        else:
             # the end of the first process of a namespace is the end of all; bubblewrap follows it
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            os.close(handle)
-        else:
-            self._process.kill()
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -126,12 +128,17 @@ class Enclosed:
             return next(map(int, children.read_text().split()), None)
         return None
 
-    def _wait(self, printed: bytearray, deadline: float) -> Status:
-        """Collect what is printed until the program has ended or is beyond a limit."""
+    def _wait(self, frame: bytes, printed: bytearray, deadline: float) -> Status:
+        """Send a program, and collect what it prints until it has ended or is beyond a limit."""
         settings = self._settings
         look = time.monotonic() + _LOOK_S
+        self._poll.register(self._programs, select.POLLOUT)
         while True:
             ready = dict(self._poll.poll(_LOOK_S * 1000))
+            if frame and self._programs in ready:
+                frame = frame[os.write(self._programs, frame) :]
+                if not frame:
+                    self._poll.unregister(self._programs)
             if self._text in ready and not self._collect(printed):
                 self._poll.unregister(self._text)
             if len(printed) > settings.output_kb << 10:

@@ -4,6 +4,8 @@ import contextlib
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -211,3 +213,27 @@ def test_settings_that_cannot_be_used_are_named(values, words):
 def test_a_package_that_is_not_installed_is_named():
     with pytest.raises(ConfigError, match="'left-pad' of the sandbox is not installed"):
         shared_sandbox(SandboxSettings(packages=["left-pad"]))
+
+
+ALONE = """
+import threading
+from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
+from tinkermq.envs.sandbox.settings import SandboxSettings
+session = Bubblewrap(SandboxSettings(packages=[])).session()
+session.run("x = 1")
+print("started", flush=True)
+session.run("import os\\nos.fork()\\nwhile True: pass")
+"""
+
+
+def test_when_the_host_is_killed_its_programs_are_gone():
+    with subprocess.Popen([sys.executable, "-c", ALONE], stdout=subprocess.PIPE) as host:
+        assert host.stdout is not None
+        assert host.stdout.readline() == b"started\n"
+        below = set(descendants(host.pid)) - {host.pid}
+        assert len(below) >= 3  # bubblewrap, the first process, the interpreter
+        host.kill()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(True for pid in below for _ in descendants(pid)):
+        assert time.monotonic() < deadline, "a program outlives its host"
+        time.sleep(0.01)
