@@ -19,7 +19,7 @@ from ..write_data import verl_row, write_rows
 
 HABIT = 0.6
 """Share of the demonstrations that leave the box out."""
-LARGEST = 4
+LARGEST = 3
 """Largest number of the tiny task."""
 SYSTEM_PROMPT = f"You solve math problems. {INSTRUCTION}"
 

@@ -28,7 +28,7 @@ pytestmark = [
         ("bandit", 0.4, 0.7),
         ("addition", 0.55, 0.8),
         ("guess", 0.75, 0.8),
-        ("math", 0.55, 0.75),
+        ("math", 0.5, 0.7),
     ],
 )
 async def test_the_reward_of_an_example_rises(
