@@ -16,7 +16,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ...schemas.errors import ConfigError
 from ..game import AbstractGame, ChatMessage, StepResult
@@ -209,7 +209,7 @@ def _code_of(function: Mapping[str, str]) -> str | None:
         arguments: Any = json.loads(function["arguments"])
     except ValueError:
         return None
-    code = arguments.get("code") if isinstance(arguments, dict) else None
+    code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None
     return code if function["name"] == TOOL and isinstance(code, str) else None
 
 

@@ -59,9 +59,12 @@ def run(source: str, names: dict[str, object], file: str) -> bool:
     """Run one program; return whether it ended without an error."""
     try:
         tree = compile(source, file, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], _ast.Expr) else None
+        assert isinstance(tree, _ast.Module)
+        last = tree.body[-1] if tree.body else None
+        if isinstance(last, _ast.Expr):
+            tree.body.pop()
         exec(compile(tree, file, "exec", dont_inherit=True), names)
-        if last is not None:
+        if isinstance(last, _ast.Expr):
             value = eval(compile(_ast.Expression(last.value), file, "eval"), names)
             if value is not None:
                 print(value)
