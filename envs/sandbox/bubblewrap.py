@@ -26,8 +26,9 @@ _NICETIES = {"hostname": ["--hostname", "sandbox"], "proc": ["--proc", "/proc"]}
 """What some machines refuse (ProtectHostname of systemd, a masked /proc) and programs can do
 without: they then see the machine's name, or no /proc at all."""
 _REFUSALS = {"hostname": "set hostname", "proc": "mount proc"}
+_TMP = "/tmp"  # noqa: S108 - the sandbox's own, in memory
 _VARIABLES = {
-    "HOME": "/tmp",  # noqa: S108 - the sandbox's own
+    "HOME": _TMP,
     "LD_LIBRARY_PATH": "/python/lib",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -98,8 +99,8 @@ class Bubblewrap:
         command += [*self._mounts, "--dev", "/dev", "--remount-ro", "/dev"]
         for arguments in self._niceties.values():
             command += arguments
-        command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # noqa: S108
-        return [*command, "--remount-ro", "/", "--chdir", "/tmp"]  # noqa: S108
+        command += ["--perms", "1777", "--size", size, "--tmpfs", _TMP]
+        return [*command, "--remount-ro", "/", "--chdir", _TMP]
 
 
 class BubblewrapSession:
