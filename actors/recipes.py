@@ -29,7 +29,7 @@ RECIPES = {
     "calculator": Recipe(steps=640),
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
-    "math": Recipe(steps=250, width=64),
+    "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
 }
 
