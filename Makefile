@@ -26,8 +26,10 @@ test-long: $(VENV)/dev.stamp programs  ## Run the tests that take minutes each: 
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
-# reader of the compose file. Where this cannot install them, the tests that want them say so.
-PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose
+# reader of the compose file, the sandbox. Where this cannot install them, the tests that want them
+# say so.
+PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose \
+  bwrap:bubblewrap
 programs:
 	@lacking=""; for one in $(PROGRAMS); do \
 	  command -v $${one%%:*} >/dev/null || lacking="$$lacking $${one##*:}"; done; \

@@ -60,12 +60,14 @@ class StepAnswer:
         self._rewards: list[float] = []
         self._done: list[bool] = []
         self._infos: list[dict[str, Any]] = []
+        self._roles: list[str] = []
         self._failed: list[FailedStep] = []
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
         """Add the next action: the game's answer, or why it was not asked."""
         result = self._result(answer)
+        self._roles.append(result.role if result else "user")
         if result is None:
             self._observations.append(None)
             self._rewards.append(0.0)
@@ -84,6 +86,7 @@ class StepAnswer:
             rewards=self._rewards,
             done=self._done,
             infos=self._infos,
+            roles=self._roles if "tool" in self._roles else [],
             failed=self._failed,
         )
 

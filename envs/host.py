@@ -96,6 +96,7 @@ class EnvironmentHost:
         self._changed = asyncio.Event()
         self._data: HostData
         self._game = config.game
+        self._tools: list[dict[str, Any]] = []
 
     @property
     def num_running(self) -> int:
@@ -117,7 +118,7 @@ class EnvironmentHost:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 try:
-                    self._game = await self._runner.start()
+                    self._game, self._tools = await self._runner.start()
                     await self._serve(stopping)
                 finally:
                     keeper.cancel()
@@ -204,6 +205,7 @@ class EnvironmentHost:
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
+            tools=self._tools,
             data_source=self._data.source(request.split, request.sample),
             lease_s=self._config.lease_s,
         )

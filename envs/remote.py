@@ -87,6 +87,8 @@ class Started:
     """Chat messages of its first prompt."""
     data_source: str = ""
     """What the row of the data says of its origin."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Function schemas of the tools that the policy may call."""
 
 
 class Environments:
@@ -247,7 +249,8 @@ def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError
         return opened.error.to_error()
     if opened.prompt is None:
         return reply.host
-    return Started(reply.host, reply.prompts[opened.prompt], reply.data_source)
+    messages = reply.prompts[opened.prompt]
+    return Started(reply.host, messages, reply.data_source, reply.tools)
 
 
 def _parts(actions: list[Action]) -> list[list[Action]]:
@@ -265,10 +268,11 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
 
 def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
     """Return for each action the game's answer, an error, or None where it is not ready."""
-    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, strict=True)
+    roles = reply.roles or ["user"] * len(reply.observations)
+    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, roles, strict=True)
     results: list[StepResult | TinkermqError | None] = [
-        None if observation is None else StepResult(observation, reward, done, info)
-        for observation, reward, done, info in columns
+        None if observation is None else StepResult(observation, reward, done, info, role)
+        for observation, reward, done, info, role in columns
     ]
     for failed in reply.failed:
         results[failed.index] = failed.error.to_error()

@@ -49,6 +49,12 @@ class GameError(TinkermqError, ValueError):
     code = "game"
 
 
+class SandboxError(TinkermqError):
+    """The sandbox for programs of the model cannot be used, or failed."""
+
+    code = "sandbox"
+
+
 class EngineError(TinkermqError):
     """The generation engine failed."""
 
