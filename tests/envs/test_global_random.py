@@ -1,0 +1,35 @@
+"""Episodes that draw from the process-wide generators draw each from a state of its own."""
+
+import random
+
+import numpy as np
+import pytest
+from tinkermq.envs.global_random import GlobalRandom
+
+
+def draw(dice):
+    with dice.lent():
+        return random.random(), np.random.random()
+
+
+def test_episodes_that_take_turns_draw_what_they_would_draw_alone():
+    alone = [draw(dice) for dice in [GlobalRandom(5)] for _ in range(3)]
+    one, other = GlobalRandom(5), GlobalRandom(6)
+    mixed = []
+    for _ in range(3):
+        mixed.append(draw(one))
+        draw(other)
+    assert mixed == alone
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_afterwards_the_generators_are_as_before(error):
+    before = random.getstate(), repr(np.random.get_state(legacy=False))
+    dice = GlobalRandom(5)
+    if error is None:
+        draw(dice)
+    else:
+        with pytest.raises(error), dice.lent():
+            random.seed(1)
+            raise error
+    assert (random.getstate(), repr(np.random.get_state(legacy=False))) == before
