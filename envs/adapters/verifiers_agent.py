@@ -26,6 +26,8 @@ class PolicyAgent:
         """Traces of the runs that have ended."""
         self._vf = vf
         self._name = name
+        self.refusal: GameError | None = None
+        """Why the episode cannot go on: a thing was asked of the agent that it has not."""
         self._reply = reply
         self._num_runs = 0
 
@@ -38,14 +40,14 @@ class PolicyAgent:
     @contextlib.asynccontextmanager
     async def interaction(self, task: Any, **unsupported: Any) -> AsyncIterator["PolicyTurns"]:
         """Hold a run open, turn by turn; its end finishes and scores the task."""
-        _refuse(unsupported)
         check_task(self._vf, task)
-        if self._num_runs:
-            raise GameError(
-                "the environment runs its agent more than once in an episode",
-                hint="an episode is one conversation with the policy",
-            )
         self._num_runs += 1
+        if self._num_runs > 1 or any(value is not None for value in unsupported.values()):
+            self.refusal = GameError(
+                "the environment runs its agent more than once in an episode, or in a box",
+                hint="play environments that are one conversation with one agent",
+            )
+            raise self.refusal
         trace = self._new_trace(task)
         invoke = self._vf.utils.decorators.invoke
         hooks = {"trace": trace, "runtime": None}
@@ -56,10 +58,6 @@ class PolicyAgent:
         await task.score(trace)
         trace.is_completed = trace.ok = True
         self.traces.append(trace)
-
-    def provision(self, *_: Any, **__: Any) -> Any:
-        """Refuse: there is no box."""
-        _refuse({"provision": True})
 
     def _new_trace(self, task: Any) -> Any:
         vf = self._vf
@@ -94,12 +92,6 @@ class PolicyTurns:
         self._told = []
         self._add(answer, sampled=True)
         return vf.Segment(messages=[answer], root_reply=answer.content)
-
-    async def send(self, *_: Any, **__: Any) -> Any:
-        """Refuse: a policy writes whole turns."""
-        _refuse({"send": True})
-
-    steer = send
 
     def _messages(self, message: Any) -> list[Any]:
         if message is None:
@@ -148,11 +140,3 @@ def _wants_runtime(function: Callable[..., Any]) -> bool:
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is inspect.Parameter.empty
 
-
-def _refuse(unsupported: dict[str, Any]) -> None:
-    given = [name for name, value in unsupported.items() if value is not None]
-    if given:
-        raise GameError(
-            f"the environment asks the agent for {', '.join(given)}, which a policy has not",
-            hint="play environments that only converse",
-        )

@@ -20,6 +20,7 @@ class VerifiersEpisode:
         self._asked: asyncio.Future[list[Any]] = _event_loop().create_future()
         self._answer: asyncio.Future[str]
         self._run = _event_loop().create_task(self._play())
+        self._run.add_done_callback(_look)
 
     def start(self) -> list[Any] | None:
         """Return the messages before the policy's first turn; None when it never gets one."""
@@ -50,6 +51,9 @@ class VerifiersEpisode:
     def _advance(self) -> list[Any] | None:
         waiting = asyncio.wait((self._run, self._asked), return_when=asyncio.FIRST_COMPLETED)
         _event_loop().run_until_complete(waiting)
+        if self._agent is not None and self._agent.refusal is not None:
+            self.cancel()
+            raise self._agent.refusal
         if self._run.done():
             self._run.result()
             return None
@@ -83,5 +87,21 @@ class VerifiersEpisode:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Return the loop in which all environments of this process work, one at a time."""
     loop = asyncio.new_event_loop()
-    atexit.register(loop.close)
+    atexit.register(_close, loop)
     return loop
+
+
+def _close(loop: asyncio.AbstractEventLoop) -> None:
+    """End what episodes that were given up have left."""
+    left = asyncio.all_tasks(loop)
+    for task in left:
+        task.cancel()
+    if left:
+        loop.run_until_complete(asyncio.wait(left))
+    loop.close()
+
+
+def _look(run: "asyncio.Task[None]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not run.cancelled():
+        run.exception()
