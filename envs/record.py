@@ -75,8 +75,8 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     if not messages:
         raise DataError(
             f"the prompt of {where} is {_shorten(value)}",
-            hint="a prompt is a text, or a list of chat messages with role and content; an empty list "
-            "where the game words it",
+            hint="a prompt is a text, or a list of chat messages with role and content; an empty "
+            "list where the game words it",
         )
     return messages
 

@@ -139,4 +139,3 @@ def check_task(vf: Any, task: Any) -> None:
 def _wants_runtime(function: Callable[..., Any]) -> bool:
     parameter = inspect.signature(function).parameters.get("runtime")
     return parameter is not None and parameter.default is inspect.Parameter.empty
-

@@ -69,6 +69,7 @@ class ALFWorldGame(AbstractGame):
         self._game = GameFile("", "")
         self._task = ""
         self._state: Any = None
+        self._walkthrough: list[str] = []
         self._steps = 0
         self._env: Any = None
 
@@ -89,7 +90,9 @@ class ALFWorldGame(AbstractGame):
                 hint="all hosts of a job must have the same games as those its data names",
             )
         self._env = _borrow(self)
-        self._env.load(str(file))
+        game = json.loads(file.read_text(encoding="utf-8"))
+        self._walkthrough = game.get("walkthrough") or []
+        self._env.load(game)
         self._state = self._env.reset()
         intro = self._state.feedback.replace(_GREETING, "").strip()
         room, _, task = intro.partition(_TASK)
@@ -142,15 +145,12 @@ class ALFWorldGame(AbstractGame):
 
     def gold_action(self) -> str:
         """Return the next command of the game's walkthrough."""
+        if self._steps >= len(self._walkthrough):
+            raise GameError(
+                f"the walkthrough of {self._game.name} has {len(self._walkthrough)} steps",
+                hint="`alfworld-generate` adds walkthroughs to games",
+            )
         return f"<action>{self._walkthrough[self._steps]}</action>"
-
-    @property
-    def _walkthrough(self) -> list[str]:
-        file = self._folder / self._game.name / GAME_FILE
-        known = json.loads(file.read_text(encoding="utf-8")).get("walkthrough")
-        if not known:
-            raise GameError(f"{file} has no walkthrough", hint="`alfworld-generate` adds them")
-        return known
 
     def _reward(self, won: bool, over: bool, invalid: bool) -> float:
         success, failure, invalid_reward, step = self._rewards
@@ -198,9 +198,7 @@ def make_data(
     root = data_folder(data or None)
     limits = {"train": num_train, "seen": num_val, "unseen": num_val}
     train, seen, unseen = (
-        write_rows(
-            Path(folder) / f"{split}.jsonl", _rows(list_games(root, split, num_games=limit))
-        )
+        write_rows(Path(folder) / f"{split}.jsonl", _rows(list_games(root, split, num_games=limit)))
         for split, limit in limits.items()
     )
     return train, seen, unseen
