@@ -143,7 +143,7 @@ def test_screenshots_are_told_when_asked_for():
 
 
 def test_the_checks_of_the_game_pass():
-    results = check_game(EnvConfig(game="android-world", kwargs=SAVE))
+    results = check_game(EnvConfig(game="android_world", kwargs=SAVE))
     assert [result for result in results if not result.ok] == []
 
 

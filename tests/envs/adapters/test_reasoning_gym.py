@@ -21,7 +21,7 @@ def opened(datasets, seed=0):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_check_of_a_task_passes(name):
-    results = check_game(EnvConfig(game="reasoning-gym", kwargs={"datasets": name}))
+    results = check_game(EnvConfig(game="reasoning_gym", kwargs={"datasets": name}))
     assert [result for result in results if not result.ok] == []
     assert "gold answers score full marks" in [result.name for result in results]
 
