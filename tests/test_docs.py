@@ -28,7 +28,7 @@ from tinkermq.schemas.topics import STORES, TOPICS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TUTORIAL = ROOT / "docs" / "writing-a-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())

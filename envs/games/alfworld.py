@@ -188,20 +188,20 @@ def _new_world() -> Any:
 
 def make_data(
     folder: str | Path, num_train: int = -1, num_val: int = -1, seed: int = 0, data: str = ""
-) -> tuple[Path, Path, Path]:
-    """Write `train.jsonl`, `seen.jsonl` and `unseen.jsonl`, which name the games in a fixed order.
+) -> tuple[Path, Path]:
+    """Write `train.jsonl`, `seen.jsonl` and `unseen.jsonl`; return the first two.
 
-    `num_train` and `num_val` bound the games of training and of each other split, -1 for all;
-    `seed` has no effect, since the games and their order are given.
+    Each row names a game, in a fixed order that `seed` does not change; the game words the prompt.
+    `num_train` and `num_val` bound the games of training and of each other split, -1 for all.
     """
     del seed
     root = data_folder(data or None)
     limits = {"train": num_train, "seen": num_val, "unseen": num_val}
-    train, seen, unseen = (
+    train, seen, _ = (
         write_rows(Path(folder) / f"{split}.jsonl", _rows(list_games(root, split, num_games=limit)))
         for split, limit in limits.items()
     )
-    return train, seen, unseen
+    return train, seen
 
 
 def _rows(games: Sequence[GameFile]) -> Iterator[dict[str, Any]]:

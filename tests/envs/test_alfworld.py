@@ -41,7 +41,7 @@ def play_walkthrough(game):
 
 def record_of(household, tmp_path, name):
     """Return the row of the data that names a game."""
-    train, _, _ = make_data(tmp_path, data=str(household))
+    train, _ = make_data(tmp_path, data=str(household))
     data = Dataset([train])
     records = [data.record(number) for number in range(len(data))]
     return next(record for record in records if record.ground_truth == name)
@@ -123,12 +123,14 @@ def test_a_split_has_its_own_games(household, split, folder):
 
 
 def test_data_names_every_game_of_a_split_once_in_a_fixed_order(household, tmp_path):
-    paths = make_data(tmp_path / "a", data=str(household))
-    again = make_data(tmp_path / "b", data=str(household))
-    assert [path.read_text() for path in paths] == [path.read_text() for path in again]
-    assert [len(Dataset([path])) for path in paths] == [12, 6, 6]
-    seen = Dataset([paths[1]])
-    assert {seen.record(number).data_source for number in range(6)} == set(KINDS)
+    made = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        make_data(folder, data=str(household))
+        made.append([folder / f"{split}.jsonl" for split in ("train", "seen", "unseen")])
+    assert [path.read_text() for path in made[0]] == [path.read_text() for path in made[1]]
+    data = [Dataset([path]) for path in made[0]]
+    assert [len(one) for one in data] == [12, 6, 6]
+    assert {data[1].record(number).data_source for number in range(6)} == set(KINDS)
 
 
 def test_a_row_of_the_data_starts_its_game_and_the_game_words_the_prompt(household, tmp_path):
