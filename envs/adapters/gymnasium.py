@@ -11,7 +11,7 @@ import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from ...schemas.errors import GameError
 from ..action_text import tagged_or_last_line
@@ -196,7 +196,7 @@ def _named(actions: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     """Return nested arrays and numbers of numpy as Python's own."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}  # pyright: ignore
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]  # pyright: ignore
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
     return value.tolist() if hasattr(value, "tolist") else value

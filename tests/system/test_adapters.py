@@ -22,7 +22,10 @@ async def test_an_asynchronous_run_trains_and_tells_success_by_type(
         "max_response_tokens": 1024,
     }
     training = {"num_steps": 2, "batch_size": 2, "test_freq": 2, "save_freq": 2}
-    job = await stack.submit(small_job(model, env=env, rollout=limits, training=training))
+    learner = {"row_tokens": 2048, "microbatch_tokens": 4096}
+    job = await stack.submit(
+        small_job(model, env=env, rollout=limits, learner=learner, training=training)
+    )
     await job.until("COMPLETED", deadline_s=150)
     validation = (await job.validations())[2]
     assert validation["val/num_episodes"] == 6
