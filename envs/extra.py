@@ -5,6 +5,7 @@ A game imports such a package when it is made, so that everything else starts wi
 
 import importlib
 import importlib.util
+import sys
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -34,16 +35,20 @@ class Extra:
         )
 
     def load(self, module: str = "") -> ModuleType:
-        """Import the package, or one of its modules; GameError when it is not installed.
-
-        The process-wide random generators are as before, whatever the import does to them.
-        """
-        if not self.installed:
+        """Import the package, or one of its modules; GameError when it is not installed."""
+        if self.package not in sys.modules and not self.installed:
             raise self.missing()
-        with GlobalRandom(0).lent():
-            return importlib.import_module(f"{self.package}.{module}" if module else self.package)
+        return import_quietly(f"{self.package}.{module}" if module else self.package)
 
 
 def extra(package: str, name: str) -> Extra:
     """Return a package that comes with one of our own extras."""
     return Extra(package, f"pip install 'tinkermq[{name}]'")
+
+
+def import_quietly(name: str) -> ModuleType:
+    """Import a module that may draw from the process-wide generators, or seed them."""
+    if name in sys.modules:
+        return sys.modules[name]
+    with GlobalRandom(0).lent():
+        return importlib.import_module(name)

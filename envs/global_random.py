@@ -21,28 +21,19 @@ class GlobalRandom:
 
     def __init__(self, seed: int) -> None:
         """Start from a seed."""
-        self._own: tuple[Any, Any] = (
-            random.Random(seed).getstate(),  # noqa: S311 - a game's dice, not a secret
-            np.random.RandomState(seed % 2**32).get_state(legacy=False),
-        )
+        self._random: Any = random.Random(seed).getstate()  # noqa: S311 - dice, not a secret
+        self._numpy: Any = np.random.MT19937(seed)
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[None]:
         """Let the block draw from this episode's state."""
         with _working:
-            outside = _states()
-            _set_states(self._own)
+            outside = random.getstate(), np.random.get_bit_generator()
+            random.setstate(self._random)
+            np.random.set_bit_generator(self._numpy)
             try:
                 yield
             finally:
-                self._own = _states()
-                _set_states(outside)
-
-
-def _states() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=False)
-
-
-def _set_states(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+                self._random = random.getstate()
+                random.setstate(outside[0])
+                np.random.set_bit_generator(outside[1])

@@ -6,7 +6,6 @@ a text, and as plain values otherwise. The policy names an action between `<acti
 space. What is no action of the environment is told to the policy and not played.
 """
 
-import importlib
 import json
 import re
 import weakref
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from ...schemas.errors import GameError
 from ..action_text import tagged_or_last_line
-from ..extra import extra
+from ..extra import extra, import_quietly
 from ..game import AbstractGame, StepResult
 from ..global_random import GlobalRandom
 
@@ -51,7 +50,7 @@ class GymnasiumGame(AbstractGame):
         self._instructions = instructions
         self._invalid_reward = invalid_reward
         self._total = 0.0
-        self._dice = GlobalRandom(0)
+        self._dice: GlobalRandom
         self._env: Any = None
 
     def generate_initial_state(self) -> dict[str, Any]:
@@ -109,10 +108,9 @@ class GymnasiumGame(AbstractGame):
         """Return the specification of an id, importing the module that stands before it."""
         module, _, name = env_id.rpartition(":")
         try:
-            with GlobalRandom(0).lent():
-                if module:
-                    importlib.import_module(module)
-                return self._gym.spec(name)
+            if module:
+                import_quietly(module)
+            return self._gym.spec(name)
         except (self._gym.error.Error, ImportError) as error:
             raise GameError(
                 f"Gymnasium has no environment {env_id!r}: {error}",

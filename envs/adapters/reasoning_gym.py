@@ -42,7 +42,7 @@ class ReasoningGymGame(AbstractGame):
         self._configs = _configs(datasets)
         self._check_names()
         self._system_prompt = system_prompt
-        self._dice = GlobalRandom(0)
+        self._dice: GlobalRandom
         self._dataset: Any = None
         self._name = ""
         self._entry: dict[str, Any] = {}

@@ -47,7 +47,7 @@ class TextArenaGame(AbstractGame):
         self._opponent = _import_opponent(opponent) if opponent else None
         self._num_players = 1 if self._opponent is None else 2
         self._chosen_seat = seat
-        self._dice = GlobalRandom(0)
+        self._dice: GlobalRandom
         self._env: Any = None
         self._id = ""
         self._seat = 0

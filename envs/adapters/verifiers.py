@@ -39,10 +39,9 @@ class VerifiersGame(AbstractGame):
         """
         self._vf = self.needs.load("v1")
         chosen = {**(env_config or {}), "id": env, "taskset": {**(config or {}), "id": taskset}}
-        with GlobalRandom(0).lent():
-            self._env, self._tasks = _load(self._vf, json.dumps(chosen, sort_keys=True), num_tasks)
+        self._env, self._tasks = _load(self._vf, json.dumps(chosen, sort_keys=True), num_tasks)
         self._taskset = taskset
-        self._dice = GlobalRandom(0)
+        self._dice: GlobalRandom
         self._task: Any = None
         self._system = ""
         self._episode: VerifiersEpisode
@@ -109,8 +108,9 @@ def _load(vf: Any, chosen: str, num_tasks: int) -> tuple[Any, list[Any]]:
             f"the environment {config.env_id} has the agents {', '.join(agents)}",
             hint="here it can have one, the policy",
         )
-    env = vf.load_environment(config)
-    tasks = list(env.taskset.take(num_tasks))
+    with GlobalRandom(0).lent():
+        env = vf.load_environment(config)
+        tasks = list(env.taskset.take(num_tasks))
     if not tasks:
         raise GameError(f"the taskset {config.taskset.id} has no tasks")
     check_task(vf, tasks[0])

@@ -59,7 +59,7 @@ class AndroidWorldGame(AbstractGame):
         self._num_devices = emulators
         self._max_steps = max_steps
         self._screenshots = screenshots
-        self._dice = GlobalRandom(0)
+        self._dice: GlobalRandom
         self._name = ""
         self._steps = 0
         self._elements: Sequence[Any] = ()
