@@ -133,9 +133,8 @@ class GymnasiumGame(AbstractGame):
 
     def _action(self, text: str) -> tuple[Any] | None:
         """Return the action that a text means, in a tuple since an action may be None."""
-        named = self._named.get(text.casefold())
-        if named is not None:
-            return (named,)
+        if text.casefold() in self._named:
+            return (self._named[text.casefold()],)
         spaces, space = self._gym.spaces, self._env.action_space
         if isinstance(space, spaces.Text):
             return (text,) if space.contains(text) else None
