@@ -151,17 +151,18 @@ class _Checker:
         """Gold answers score full marks."""
         full = FULL_MARKS
         for number in range(NUM_EPISODES):
-            total, full = self._play_gold(number)
-            if abs(total - full) > 1e-6:
+            total, full, solved = self._play_gold(number)
+            if not (abs(total - full) <= 1e-6 if solved is None else solved):
                 raise GameError(
                     f"the gold answers of episode {number} score {total:g}, full marks are "
                     f"{full:g}",
-                    hint="correct gold_action or step, or set max_return on the class",
+                    hint="correct gold_action or step, set max_return on the class, or say success "
+                    "in the last step's info",
                 )
         return f"{NUM_EPISODES} episodes score {full:g}"
 
-    def _play_gold(self, number: int) -> tuple[float, float]:
-        """Return what right answers scored, and full marks."""
+    def _play_gold(self, number: int) -> tuple[float, float, bool | None]:
+        """Return what right answers scored, full marks, and whether the game says it is solved."""
         opening = self.opening(number)
         game: Any = self.game_class(**self.config.kwargs)
         open_game(game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs)
@@ -170,7 +171,7 @@ class _Checker:
             result = self._limited("step", lambda: game.step(game.gold_action()))
             total += result.reward
             if result.done:
-                return total, full
+                return total, full, result.info.get("success")
         raise GameError(
             f"gold answers do not end episode {number} within {MAX_TURNS} turns",
             hint="let step say done",

@@ -91,7 +91,12 @@ def test_every_key_has_a_text() -> None:
     assert len(all_keys()) > 80
 
 
-@pytest.mark.parametrize("example", ["addition", "bandit", "calculator", "guess"])
-def test_the_examples_are_valid(example: str) -> None:
-    folder = Path(__file__).parents[2] / "examples"
-    assert load_config(folder / f"{example}.yaml").env.game == example
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_valid(example: Path) -> None:
+    config = load_config(example)
+    assert config.env.game == example.stem
+    max_steps = config.env.kwargs.get("max_steps", 0)
+    assert max_steps <= config.rollout.max_turns, "the game's own end would never come"
