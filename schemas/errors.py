@@ -49,6 +49,12 @@ class GameError(TinkermqError, ValueError):
     code = "game"
 
 
+class RewardError(TinkermqError):
+    """A reward function, endpoint or judge failed, or said something that is no reward."""
+
+    code = "reward"
+
+
 class EngineError(TinkermqError):
     """The generation engine failed."""
 

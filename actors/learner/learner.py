@@ -29,7 +29,7 @@ from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
-from .data_order import DataOrder
+from .data_order import TaskOrder
 from .evaluations import Evaluations
 from .failures import Failures
 from .intake import Entry, Intake, batch_digest
@@ -57,7 +57,7 @@ class Learner:
         trainer: Trainer,
         tokenizer: Any,
         state: LearnerState,
-        order: DataOrder,
+        order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
         *,
@@ -91,6 +91,7 @@ class Learner:
         )
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
+        self._order = order
         self._trainer = trainer
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
@@ -106,6 +107,7 @@ class Learner:
             self.ledger,
             self.intake,
             reporter,
+            order,
             self._in_torch,
         )
 
@@ -232,6 +234,7 @@ class Learner:
         self.intake.max_version = step
         await self._publish()
         await self._request_evaluation()
+        report.numbers.update(self._order.numbers())
         await self._reporter.report(
             step, groups, report, waited_s, time.perf_counter() - started, self.intake
         )
@@ -241,6 +244,7 @@ class Learner:
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
+        self._order.learn(entry.group for entry in entries if entry.group is not None)
         for entry in entries:
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=True)
@@ -270,6 +274,7 @@ class Learner:
                 self.ledger.drop(item.task, item.reason)
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=False)
+                self._order.pass_over(entry.group, item.reason)
             self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
         self.intake.forget(item.seq for item in dropped)
