@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 
 from ..broker.connection import Broker
 from ..schemas.codec import pack, unpack
-from ..schemas.errors import MessageError, RewardError
+from ..schemas.errors import MessageError, NotFoundError, RewardError
 from ..schemas.reward import RewardConfig
 from .game import ChatMessage, StepResult
 from .record import Record
@@ -110,11 +110,17 @@ class Rewards:
         self, episode: str, action: str, playing: Awaitable[StepResult]
     ) -> Coroutine[Any, Any, StepResult]:
         """Await the game's answer to an action, and add what the action has earned."""
-        return self._step(self._cases[episode], action, playing)
+        return self._step(self._case(episode), action, playing)
 
     def finish(self, episode: str) -> Coroutine[Any, Any, StepResult]:
         """Reward an episode that ends though its game has not: of its answer only that counts."""
-        return self._finish(self._cases[episode])
+        return self._finish(self._case(episode))
+
+    def _case(self, episode: str) -> Case:
+        case = self._cases.get(episode)
+        if case is None:
+            raise NotFoundError(f"episode {episode!r} has not started here")
+        return case
 
     async def _step(self, case: Case, action: str, playing: Awaitable[StepResult]) -> StepResult:
         result, config = await playing, self._config
