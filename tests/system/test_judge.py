@@ -11,7 +11,7 @@ from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 from tests.stack_fixtures import warm_model
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_served_model_judges_every_episode(
