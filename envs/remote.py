@@ -45,8 +45,8 @@ _STEP_PATIENCE = 4
 _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
 T = TypeVar("T")
-Action = tuple[str, int, str]
-"""Episode, turn, text."""
+Action = tuple[str, int, str, bool]
+"""Episode, turn, text, and whether the policy plays no more."""
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 
@@ -126,6 +126,19 @@ class Environments:
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
 
+    @property
+    def rewards_ends(self) -> bool:
+        """Whether an episode that ends though its game has not still has a reward to get."""
+        reward = self._config.reward
+        return reward.source != "game" and reward.per == "episode"
+
+    async def finish(self, host: str, episode: str, turn: int) -> StepResult:
+        """Get the reward of an episode that ends though its game has not, as its next turn.
+
+        Raises RewardError when there is none, HostGone as `step` does.
+        """
+        return await self._step(host, (episode, turn, "", True))
+
     async def step(self, host: str, episode: str, turn: int, action: str) -> StepResult:
         """Give the game one action.
 
@@ -133,8 +146,13 @@ class Environments:
         plays. Raises HostGone when the host has vanished or stays silent, GameError when the game
         failed.
         """
-        asked = (episode, turn, action)
-        patience_s = _STEP_PATIENCE * (self._config.step_timeout_s + _MARGIN_S)
+        return await self._step(host, (episode, turn, action, False))
+
+    async def _step(self, host: str, asked: Action) -> StepResult:
+        config = self._config
+        patience_s = _STEP_PATIENCE * (config.step_timeout_s + _MARGIN_S)
+        if config.reward.source != "game":
+            patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
         deadline = time.monotonic() + patience_s
         try:
             answer = await self._steps.ask(host, asked)
@@ -205,9 +223,13 @@ class Environments:
     async def _ask_steps(
         self, host: str, actions: list[Action], hold_s: float
     ) -> Sequence[StepResult | TinkermqError | None]:
-        episodes, turns, texts = zip(*actions, strict=True)
+        episodes, turns, texts, final = zip(*actions, strict=True)
         request = StepRequest(
-            episodes=list(episodes), turns=list(turns), actions=list(texts), wait_s=hold_s
+            episodes=list(episodes),
+            turns=list(turns),
+            actions=list(texts),
+            final=list(final) if any(final) else [],
+            wait_s=hold_s,
         )
         reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
         return _results(reply)

@@ -87,6 +87,9 @@ class StepRequest(Message):
     """Numbers of their turns; asking again with the same number returns the same answer."""
     actions: list[str]
     """The generated texts of the turns."""
+    final: list[bool] = Field(default_factory=list[bool], max_length=4096)
+    """Whether the policy plays no more: the action is empty, and the episode is only rewarded.
+    Left out where no action is such a one."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
     """How long the host may hold its answer back for games that are not ready."""
 
@@ -94,7 +97,14 @@ class StepRequest(Message):
     def _check_columns(self) -> Self:
         if not len(self.episodes) == len(self.turns) == len(self.actions):
             raise ValueError("episodes, turns and actions are of different lengths")
+        if self.final and len(self.final) != len(self.episodes):
+            raise ValueError("final and episodes are of different lengths")
         return self
+
+    @property
+    def is_final(self) -> list[bool]:
+        """`final`, spelled out."""
+        return self.final or [False] * len(self.episodes)
 
 
 class FailedStep(Message):

@@ -55,6 +55,12 @@ class SandboxError(TinkermqError):
     code = "sandbox"
 
 
+class RewardError(TinkermqError):
+    """A reward function, endpoint or judge failed, or said something that is no reward."""
+
+    code = "reward"
+
+
 class EngineError(TinkermqError):
     """The generation engine failed."""
 

@@ -15,13 +15,13 @@ import numpy as np
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.errors import EngineError, SandboxError, TinkermqError
+from ...schemas.errors import EngineError, RewardError, SandboxError, TinkermqError
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
 from .engine import Engine, Generation, Sampling
 
-Boundary = Literal["engine", "environment", "sandbox", "task", "broker"]
+Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
 
 
 class EpisodeFailed(Exception):
@@ -178,6 +178,8 @@ class AgentLoop:
                 if finish is None and not self._observe(transcript, reply):
                     finish = "length"
                 if finish is not None:
+                    if finish != "done" and self._environments.rewards_ends:
+                        await self._reward_end(plan, host, transcript)
                     trajectory = transcript.trajectory(plan, finish, host)
                     if finish == "done":
                         host = None  # the game has ended: its host frees it by itself
@@ -226,6 +228,15 @@ class AgentLoop:
         transcript.add_reply(reply)
         return reply
 
+    async def _reward_end(self, plan: EpisodePlan, host: str, transcript: _Transcript) -> None:
+        """Add what an episode earns at its end though its game has not ended."""
+        started = time.perf_counter()
+        turn = len(transcript.rewards)
+        reply = await self._environments.finish(host, plan.episode, turn)
+        transcript.environment_s += time.perf_counter() - started
+        transcript.rewards[-1] += reply.reward
+        transcript.info = reply.info
+
     def _finish(
         self, transcript: _Transcript, reply: StepResult
     ) -> Literal["done", "turns", "length"] | None:
@@ -264,5 +275,7 @@ class PromptTooLong(TinkermqError, ValueError):
 def _failure(boundary: Boundary, error: TinkermqError, transcript: _Transcript) -> EpisodeFailed:
     if isinstance(error, SandboxError):
         boundary = "sandbox"
+    elif isinstance(error, RewardError):
+        boundary = "reward"
     blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
     return EpisodeFailed(blame, transcript.num_generated, host_gone=isinstance(error, HostGone))
