@@ -209,7 +209,7 @@ def test_every_command_of_tinkermq_is_told_somewhere() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_and_script_exists(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for where, line in commands(page):
         words = line.split()
         if words[0] == "make":
@@ -217,7 +217,7 @@ def test_every_make_target_and_script_exists(page: Path) -> None:
         for word in words:
             if word.startswith(("examples/", "benchmarks/", "docs/")):
                 assert (ROOT / word).exists(), f"{where}: {line}"
-    for target in re.findall(r"`make (\w+)`", prose(page)):
+    for target in re.findall(r"`make ([\w-]+)`", prose(page)):
         assert target in targets
 
 
