@@ -9,7 +9,7 @@ from tinkermq.envs.registry import companion, load_game
 from tests.configs import example
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_an_asynchronous_run_trains_on_programs_that_it_wrote(
