@@ -118,12 +118,3 @@ async def test_an_ended_job_is_settled_though_a_stream_of_it_was_removed(
     await broker.api(f"STREAM.DELETE.{scope.stream_task}")
     await settle_job_streams(broker, scope)
     assert (await stream_info(broker, scope.stream_batch))["config"]["max_bytes"] == 1
-
-
-async def test_a_stream_that_the_server_does_not_change_is_named(
-    broker: Broker, scope: JobScope
-) -> None:
-    config = (await stream_info(broker, scope.stream_dead))["config"]
-    await broker.api(f"STREAM.UPDATE.{scope.stream_dead}", {**config, "sealed": True})
-    with pytest.raises(BrokerError, match=f"does not change the bounds of {scope.stream_dead}"):
-        await settle_job_streams(broker, scope)
