@@ -8,7 +8,7 @@ blamed on the reward: it is never a reward of 0.
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 from ..broker.connection import Broker
@@ -130,11 +130,9 @@ class Rewards:
         reward, told = config.game_weight * result.reward, Score(0.0)
         if config.per == "turn" or result.done:
             told = await self._score(case)
-        case.messages.append({"role": "user", "content": result.observation})
+        case.messages.append({"role": result.role, "content": result.observation})
         info = {**result.info, **told.info, "game_reward": case.game_return}
-        return StepResult(
-            result.observation, reward + config.weight * told.value, result.done, info
-        )
+        return replace(result, reward=reward + config.weight * told.value, info=info)
 
     async def _finish(self, case: Case) -> StepResult:
         told = Score(0.0) if self._config.per == "turn" else await self._score(case)
