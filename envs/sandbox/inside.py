@@ -112,4 +112,5 @@ def tell(error: BaseException, source: str, file: str) -> None:
         os.write(2, type(error).__name__.encode())
 
 
-main()
+if __name__ == "__main__":
+    main()
