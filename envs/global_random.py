@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 _working = threading.RLock()
+_numpy: Any = np.random  # its stubs know nothing of the generator behind its functions
 
 
 class GlobalRandom:
@@ -28,12 +29,12 @@ class GlobalRandom:
     def lent(self) -> Iterator[None]:
         """Let the block draw from this episode's state."""
         with _working:
-            outside = random.getstate(), np.random.get_bit_generator()
+            outside = random.getstate(), _numpy.get_bit_generator()
             random.setstate(self._random)
-            np.random.set_bit_generator(self._numpy)
+            _numpy.set_bit_generator(self._numpy)
             try:
                 yield
             finally:
                 self._random = random.getstate()
                 random.setstate(outside[0])
-                np.random.set_bit_generator(outside[1])
+                _numpy.set_bit_generator(outside[1])

@@ -8,7 +8,7 @@ import difflib
 import importlib
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from ...schemas.errors import GameError
 from ..extra import extra
@@ -79,7 +79,9 @@ class TextArenaGame(AbstractGame):
             done = bool(self._env.step(action)[0]) or self._play_others()
             if not done:
                 return StepResult(self._show(self._seat), 0.0, done=False, info={"type": self._id})
-            rewards, infos = self._env.close()
+            rewards, infos = cast(
+                "tuple[dict[int, float] | None, dict[int, Any]]", self._env.close()
+            )
         reward = float((rewards or {}).get(self._seat, 0.0))
         own = infos[self._seat]
         info = {
@@ -104,7 +106,7 @@ class TextArenaGame(AbstractGame):
         return {"env_id": self._id, "seat": self._seat}
 
     def _check_ids(self) -> None:
-        known = self._package.envs.registration.ENV_REGISTRY
+        known = list[str](self._package.envs.registration.ENV_REGISTRY)
         for env_id in self._ids:
             if env_id not in known:
                 near = difflib.get_close_matches(env_id, known, n=3)
@@ -178,4 +180,4 @@ def _import_opponent(target: str) -> Opponent:
         ) from error
     if not callable(found):
         raise GameError(f"opponent {target!r} is no function", hint="give package.module:function")
-    return found
+    return cast("Opponent", found)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 from ...schemas.errors import GameError
 
@@ -99,7 +99,8 @@ class PolicyTurns:
         if isinstance(message, str):
             return [self._vf.UserMessage(content=message)]
         parse = self._vf.dialects.parse_message
-        return [parse(one) if isinstance(one, dict) else one for one in message or []]
+        messages = cast("list[Any]", message or [])
+        return [parse(one) if isinstance(one, dict) else one for one in messages]
 
     async def _stopped(self) -> bool:
         """Whether a limit or one of the task's own `@stop` conditions ends the run."""
