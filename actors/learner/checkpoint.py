@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
+from ..checkpoint_folders import checkpoint_name
 from .report import Waste
 
 _STATE = "learner/state.json"
@@ -80,7 +81,7 @@ class CheckpointStore:
 
         Raises StorageError with path and free space when it cannot be written.
         """
-        final = self.folder / _name(state.step)
+        final = self.folder / checkpoint_name(state.step)
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
@@ -105,8 +106,8 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step`."""
-        final = self.folder / _name(step)
-        replaced = self.folder / (_REPLACED + _name(step))
+        final = self.folder / checkpoint_name(step)
+        replaced = self.folder / (_REPLACED + checkpoint_name(step))
         return final if final.exists() or not replaced.exists() else replaced
 
     def steps(self) -> list[int]:
@@ -143,17 +144,13 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for step in self.steps()[: -self._keep_last]:
             if not (self._keep_every and step % self._keep_every == 0):
-                gone = self.folder / f".{_name(step)}.{os.getpid()}"
+                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
                 self.path(step).rename(gone)  # a folder is whole as long as it has its name
                 shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def load_state(folder: Path) -> LearnerState:

@@ -139,7 +139,7 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
-            others = [one for one in self._board.records() if one.user != record.user]
+            others = self._board.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others)
         actors = actors_for(config, record.kind)
         self._reconciler.refuse_impossible(actors)
