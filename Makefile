@@ -22,7 +22,7 @@ venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/dev.stamp programs  ## Run the tests that take minutes each: more games learn
+test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an
