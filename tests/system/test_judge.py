@@ -34,4 +34,3 @@ async def test_a_served_model_judges_every_episode(
     scores = {round(item.reward - 10 * item.info["game_reward"], 4) for item in episodes}
     assert len(scores) == 1  # a judge is greedy
     assert scores <= {round(digit / 6, 4) for digit in range(7)}
-
