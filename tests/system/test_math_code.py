@@ -11,7 +11,7 @@ from tests.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
