@@ -87,6 +87,7 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert users["root"]["role"] == "admin"
     assert "key_hash" not in users["ada"]
     assert operator.told("user", "quota", "bob", "--slots", "4", key="root")["max_slots"] == 4
+    assert "0 of 4 slots of your quota are held" in operator.run("ps", key="bob").err
     denied = operator.run("user", "list", key="ada")
     assert denied.code != 0
     assert "may not do this" in denied.err
@@ -164,6 +165,9 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         await broker.close()
     for record in records.values():
         assert not [text for text in ("tmq_", "tmqj.") if text in str(record.model_dump())]
+    for name, shown in (("root", {"ada", "bob"}), ("ada", {"ada"})):
+        listed = operator.told("ps", "--everyone", "--all", key=name)
+        assert {row["user"] for row in listed} == shown
     assert operator.run("logs", "run-ada", key="ada").code == 0
     assert operator.run("rollouts", "run-ada", key="ada").code == 0
     assert operator.run("logs", "run-ada", key="bob").code != 0
