@@ -25,6 +25,8 @@ NAMES = (
     "against_trl",
     "asynchrony",
     "environment",
+    "sandbox",
+    "adapters",
     "engine",
     "weights",
     "overhead",

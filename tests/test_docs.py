@@ -28,7 +28,7 @@ from tinkermq.schemas.topics import STORES, TOPICS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TUTORIAL = ROOT / "docs" / "writing-a-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
@@ -232,6 +232,7 @@ def test_a_service_has_the_same_port_everywhere() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_configuration_key_exists(page: Path) -> None:
     keys = {*all_keys(), *JobConfig.model_fields}
+    keys |= {key.rpartition(".")[0] for key in keys}  # sections within sections
     sections = "|".join(key for key in JobConfig.model_fields if f"{key}." in " ".join(keys))
     named = re.findall(rf"`((?:{sections})\.[a-z_]+)\b[=:` ]", page.read_text())
     subjects = {"env.describe", "env.reset", "env.step", "env.close"}

@@ -1,14 +1,16 @@
 """Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
-state and `state.json`. A checkpoint is written to a hidden folder and renamed; `latest` is a link
-to the newest. Master weights are float32, and so are the saved ones.
+state, `state.json`, and the critic where there is one. A checkpoint is written to a hidden folder
+and renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved
+ones.
 """
 
 import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,6 +51,10 @@ class LearnerState(BaseModel):
     """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
+    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
+    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
+    """(data position, task, version) of choices that are still to be issued again."""
     waste: Waste = Field(default_factory=Waste)
     """What was generated and trained so far."""
 
@@ -67,8 +73,11 @@ class CheckpointStore:
         tokenizer: Any,
         optimizer: torch.optim.Optimizer,
         state: LearnerState,
+        save_more: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+
+        `save_more` writes whatever else belongs to it into the folder.
 
         Raises StorageError with path and free space when it cannot be written.
         """
@@ -80,6 +89,8 @@ class CheckpointStore:
             cast(Any, model).save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
+            if save_more is not None:
+                save_more(temporary)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
             self._put_in_place(temporary, final)

@@ -27,7 +27,8 @@ from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ..model_folder import load_causal_lm
 from ..runtime import service_parser
-from .checkpoint import CheckpointStore, load_optimizer, load_state
+from .checkpoint import CheckpointStore, load_state
+from .critic import saved_critic
 from .model import load_model
 from .start import starting_point
 from .step import Trainer
@@ -75,7 +76,7 @@ async def replay(
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
     if folder is not None:
-        load_optimizer(folder, trainer.optimizer)
+        trainer.restore(folder)
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     for item in todo:
@@ -83,7 +84,7 @@ async def replay(
         await asyncio.to_thread(trainer.step, batch, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(model, newest), newest)
+    return ReplayResult(len(todo), _differing(trainer, newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -99,11 +100,17 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(model: torch.nn.Module, checkpoint: Path) -> list[str]:
+def _differing(trainer: Trainer, checkpoint: Path) -> list[str]:
+    """Name the tensors of policy and critic that are not the checkpoint's to the bit."""
     saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
+    made = dict(trainer.model.state_dict())
+    if trainer.critic is not None:
+        saved |= {f"critic.{name}": value for name, value in saved_critic(checkpoint).items()}
+        critic = trainer.critic.model.state_dict()
+        made |= {f"critic.{name}": value for name, value in critic.items()}
     return [
         name
-        for name, tensor in model.state_dict().items()
+        for name, tensor in made.items()
         if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
     ]
 

@@ -23,6 +23,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     "name",
     [
+        "adapters",
         pytest.param("against_trl", marks=needs("trl", "datasets")),
         "asynchrony",
         "dashboard",
@@ -30,6 +31,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "memory",
         "overhead",
+        "sandbox",
         "scheduler",
         "weights",
     ],

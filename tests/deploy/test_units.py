@@ -281,3 +281,55 @@ async def a_generator(systemd: Systemd, scope: JobScope) -> Broker:
         await jobs.update(record, lambda now: now.model_copy(update={"actors": [actor]}))
     identity = JobIdentity(scope.user, scope.job, actor.role, actor.name, record.attempt)
     return await connect(systemd.url, name="test", api_key=job_key(identity, secrets.job_secret()))
+
+
+# -- the sandbox under the units' hardening --------------------------------------------------------
+
+SELF_TEST = (
+    "from tinkermq.envs.sandbox.bubblewrap import Bubblewrap\n"
+    "from tinkermq.envs.sandbox.settings import SandboxSettings\n"
+    "print(Bubblewrap(SandboxSettings(packages=[])).self_test())"
+)
+AS_SERVICE = ("--reuid=65534", "--regid=65534", "--clear-groups")
+NO_RIGHTS = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
+OPENED = """
+set -e
+mount --make-rprivate /
+kept=$(mktemp -d); chmod 755 "$kept"
+mount --rbind "$1" "$kept"
+mount -t tmpfs -o mode=755 tmpfs "$1"
+cd "$kept"
+for one in * .[!.]*; do
+  if [ -d "$one" ]; then mkdir "$1/$one"; mount --rbind "$one" "$1/$one"; fi
+done
+cd /
+shift
+exec "$@"
+"""
+"""Runs a program where everybody may enter a folder, such as /root; it is so for nobody else."""
+
+
+def closed_folder(path: Path) -> Path | None:
+    """Return the outermost folder above `path` that other users may not enter."""
+    above = [path, *path.parents][::-1]
+    return next((folder for folder in above if not folder.stat().st_mode & 0o001), None)
+
+
+@pytest.mark.parametrize("name", ["node", "environment@"])
+def test_the_sandbox_of_games_works_as_hardened_as_the_unit(name: str) -> None:
+    unit = (REPOSITORY / "deploy" / "systemd" / f"tinkermq-{name}.service").read_text()
+    settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
+    assert settings["NoNewPrivileges"] == "yes"
+    assert settings["CapabilityBoundingSet"] == ""
+    needed = {"user", "pid", "net", "ipc", "uts", "mnt", "cgroup"}
+    assert needed <= set(settings["RestrictNamespaces"].split())
+    command = [sys.executable, "-c", SELF_TEST]
+    if os.getuid() == 0:
+        command = ["setpriv", *AS_SERVICE, *NO_RIGHTS, *command]
+        for path in {Path(sys.base_prefix).resolve(), REPOSITORY}:
+            if closed := closed_folder(path):
+                command = ["unshare", "-m", "sh", "-c", OPENED, "sh", str(closed), *command]
+    else:
+        command = ["setpriv", "--no-new-privs", *command]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert "encloses programs (user namespaces" in done.stdout, done.stderr
