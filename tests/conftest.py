@@ -28,7 +28,6 @@ _LONGEST = (
     "test_kills",
     "test_inference",
     "test_serving",
-    "test_cluster",
     "test_membership",
     "test_backup",
     "test_bad_input",

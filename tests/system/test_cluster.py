@@ -12,9 +12,8 @@ from tests.jobs import Job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.waiting import eventually
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 LONG_S = 300.0
 
 
@@ -26,9 +25,12 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def test_a_server_is_killed_and_a_node_cut_off_until_it_is_missed_and_nothing_is_lost(
-    cluster: Cluster, model: Path
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    config = small_job(model, env=SLOW, generator={"count": 2}, training={"num_steps": 24})
+    mended = tmp_path / "mended"
+    slow = {"delay_s": 2.0, "until": str(mended)}  # it must not be over before the node is back
+    env = {"game": "tests.games:SlowBandit", "kwargs": slow, "num_val": 0}
+    config = small_job(model, env=env, generator={"count": 2}, training={"num_steps": 60})
     job = await cluster.submit_from_client(config)
     told = await job.until_step(3, LONG_S)
     leader = await cluster.leader_of(job.scope.stream_rollout)
@@ -42,6 +44,7 @@ async def test_a_server_is_killed_and_a_node_cut_off_until_it_is_missed_and_noth
     cluster.network.mend(away)
     await placed(job, away)
     assert await cluster.leader_of(job.scope.stream_rollout) != leader
+    mended.touch()
     await job.until("COMPLETED", deadline_s=LONG_S)
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
