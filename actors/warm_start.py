@@ -33,7 +33,7 @@ from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
 from .tiny_model import save_tiny_model
 
 ChatMessage = dict[str, Any]
-_ROW_TOKENS = 128
+_ROW_CONVERSATIONS = 2
 _BATCH_TOKENS = 1 << 16
 _MAX_CONVERSATIONS = 8192
 
@@ -71,12 +71,15 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     count = min(steps * recipe.batch, _MAX_CONVERSATIONS)
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
+    longest = max(len(one.token_ids) for one in known)
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = rng.choices(known, k=recipe.batch)
-            (packed,) = pack(rows, row_tokens=_ROW_TOKENS, microbatch_tokens=_BATCH_TOKENS)
+            (packed,) = pack(
+                rows, row_tokens=_ROW_CONVERSATIONS * longest, microbatch_tokens=_BATCH_TOKENS
+            )
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
             loss.backward()

@@ -28,8 +28,6 @@ _LONGEST = (
     "test_kills",
     "test_inference",
     "test_serving",
-    "test_membership",
-    "test_backup",
     "test_bad_input",
     "test_units",
     "test_stack",

@@ -10,6 +10,8 @@ from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
+pytestmark = pytest.mark.long
+
 SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 

@@ -36,6 +36,9 @@ from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+SHORT = {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64}
+"""Rollouts of a random model, which does not end its turns by itself."""
+
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -162,9 +165,7 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
 async def test_served_episodes_are_those_of_the_generators_own_loop(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {
-        "rollout": {"max_turns": 3, "max_turn_tokens": 8, "max_response_tokens": 64},
-    }
+    settings: dict[str, Any] = {"rollout": SHORT}
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
         job = await client.submit_inference_job(
             str(model), config={"output_dir": str(tmp_path), **settings}
@@ -197,7 +198,7 @@ async def test_served_episodes_are_those_of_the_generators_own_loop(
 async def test_a_server_that_is_killed_costs_no_episode(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}}
+    config = {"output_dir": str(tmp_path), "generator": {"max_episodes": 6}, "rollout": SHORT}
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
         described = await client.submit_inference_job(str(model), num_gpus=2, config=config)
         job = Job(stack, await JobStore(stack.broker).get("local", described["job_id"]))
@@ -228,8 +229,9 @@ async def test_a_game_that_fails_is_recorded_and_played_again_next_time(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "results.jsonl"
+    config = {"output_dir": str(tmp_path), "rollout": SHORT}
     async with AsyncInferenceSchedulerClient(stack.server.url, timeout=90) as client:
-        job = await client.submit_inference_job(str(model), config={"output_dir": str(tmp_path)})
+        job = await client.submit_inference_job(str(model), config=config)
         for tries in (1, 2):
             report = await run_inference_async(
                 job["vllm_server_url"],
