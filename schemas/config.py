@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
+from .lora import LoraConfig
 from .section import Section, when
+from .sft import SftConfig, settle_sft
 
 AdvantageName = Literal[
     "grpo",
@@ -22,7 +24,7 @@ AdvantageName = Literal[
     "maxrl",
     "grpo_per_turn",
 ]
-LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce"]
+LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "sft"]
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -136,7 +138,7 @@ class AlgorithmConfig(Section):
     )
     """Discount: per token for reinforce_pp, per turn for grpo_per_turn."""
     loss: LossName = "ppo"
-    """Policy loss."""
+    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
         default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "dppo")
     )
@@ -346,13 +348,23 @@ class JobConfig(Section):
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _sft_settles_the_rest(cls, values: Any) -> Any:
+        """Fill in what an SFT job implies, and refuse what would have no effect in one."""
+        return settle_sft(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
+        if self.algorithm.loss == "sft" and not self.sft.data:
+            raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "

@@ -82,6 +82,8 @@ class JobRecord(Message):
     """Folder of the run on the pool."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
+    weights_only: bool = False
+    """The checkpoint is the job's initial model: optimiser, steps and data order begin anew."""
     fork_dir: str = ""
     """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
     follow: str | None = None
@@ -135,7 +137,10 @@ class SubmitRequest(Message):
     configured: bool = True
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from."""
+    """`run@step` whose checkpoint the job starts from; `run`: its newest."""
+    weights_only: bool = False
+    """Take the checkpoint's weights as the initial model and begin a new run with them, instead of
+    going on where the other one was."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)

@@ -13,12 +13,10 @@ import time
 
 import structlog
 
-from ...broker.feed import publish_dead
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
-from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
 from ..model_folder import (
     check_tokenizer,
@@ -31,7 +29,7 @@ from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine
 from .following import WeightFollower
-from .groups import GroupFailed, GroupRunner
+from .groups import GroupFailed, GroupRunner, append_given_up
 from .transformers_engine import TransformersEngine
 
 _PULL_TIMEOUT_S = 2.0
@@ -48,6 +46,7 @@ async def start_engine(config: JobConfig, version: int = 0) -> Engine:
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
         trust_remote_code=config.model.trust_remote_code,
+        lora=config.lora,
         version=version,
         max_waiting=4 * config.generator.max_episodes,
     )
@@ -55,15 +54,20 @@ async def start_engine(config: JobConfig, version: int = 0) -> Engine:
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
+    chat = load_chat(config)
+    chat.check_template(multi_turn=config.rollout.max_turns > 1)
+    return chat
+
+
+def load_chat(config: JobConfig) -> ChatTokenizer:
+    """Load the tokenizer, which must belong to the model."""
     model = config.model
     trust = model.trust_remote_code
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
     check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
-    chat = ChatTokenizer(
+    return ChatTokenizer(
         tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
     )
-    chat.check_template(multi_turn=config.rollout.max_turns > 1)
-    return chat
 
 
 async def run_generator(context: JobContext) -> None:
@@ -174,24 +178,9 @@ class Generator:
         task = lease.task
         attempt = f"{self._context.name}-{self._process}-{lease.num_delivered}"
         try:
-            group = await self._runner.run(task, attempt)
+            won = await self._log.append(await self._runner.run(task, attempt))
         except GroupFailed as failure:
-            group = failure.group
-            letter = DeadLetter(
-                task=task,
-                blame=failure.blame,
-                num_attempts=max(1, failure.num_attempts),
-                source=self._context.name,
-                time=time.time(),
-            )
-            await publish_dead(self._context.broker, self._context.scope, letter)
-            await self._context.event(
-                "task_given_up",
-                f"task {task.task}: {failure.blame.message}",
-                task=task.task,
-                boundary=failure.blame.boundary,
-            )
-        won = await self._log.append(group)
+            won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
         if not won:
             _log.info("group_was_there", task=task.task)

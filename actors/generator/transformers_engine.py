@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from ...schemas.errors import ConfigError, EngineError
+from ...schemas.lora import LoraConfig
+from ..lora import policy_tensors
 from .decoder import SlotDecoder, load_decoder
 from .engine import (
     Drawn,
@@ -62,7 +64,7 @@ class TransformersEngine:
         self._ended: EngineError | None = None
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
-        self._weights = ShadowWeights(decoder.model)
+        self._weights = ShadowWeights(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
             self._weights,
@@ -84,6 +86,7 @@ class TransformersEngine:
         dtype: str = "float32",
         device: str = "cpu",
         trust_remote_code: bool = False,
+        lora: LoraConfig | None = None,
         version: int = 0,
         max_waiting: int = 4096,
         parked_bytes: int = _PARKED_BYTES,
@@ -97,6 +100,7 @@ class TransformersEngine:
             max_slots=max_slots,
             max_tokens=max_context,
             trust_remote_code=trust_remote_code,
+            lora=lora,
         )
         return cls(decoder, version=version, max_waiting=max_waiting, parked_bytes=parked_bytes)
 

@@ -86,9 +86,7 @@ class Learner:
             config,
             self.total_steps,
         )
-        self.evaluations = Evaluations(
-            broker, scope, reporter.log_evaluation, num_val=config.env.num_val
-        )
+        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
         self._trainer = trainer
@@ -282,20 +280,20 @@ class Learner:
         self._dropped += dropped
 
     async def _publish(self) -> None:
-        """Snapshot the weights now; sending them goes on while the next batch is trained."""
-        await self.publisher.publish(
-            self.state.step, self._in_torch, keep=self.evaluations.open_versions
-        )
+        """Snapshot the weights now; sending them goes on while the next batch is trained.
+
+        No generator waits for those of an SFT job: only what is evaluated or saved is sent.
+        """
+        step = self.state.step
+        wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
+        if wanted or not self.config.sft.data:
+            await self.publisher.publish(step, self._in_torch, keep=self.evaluations.open_versions)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
-        training, step = self.config.training, self.state.step
-        last = step == self.total_steps
-        due = training.test_freq > 0 and step % training.test_freq == 0 and step > 0
-        first = step == 0 and training.validate_before_training
-        if not (last or due or first):
-            return
-        if await self.evaluations.request(step, always=last):
+        step, last = self.state.step, self.total_steps
+        due = self.evaluations.is_due(step, last)
+        if due and await self.evaluations.request(step, always=step == last):
             self.publisher.pin(step)
 
     async def _save(self) -> str | None:

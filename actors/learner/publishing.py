@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...broker.weights import TensorBytes
 from ..job_weights import open_weights
+from ..lora import has_adapter, policy_tensors
 from ..runtime import JobContext
 
 _KEEP_NEWEST = 2
@@ -23,6 +24,7 @@ class Publisher:
         config = context.config
         self._store = open_weights(context)
         self._model = model
+        self._kind: Literal["full", "lora"] = "lora" if has_adapter(model) else "full"
         self._dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
@@ -56,7 +58,7 @@ class Publisher:
 
     async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
         started = time.perf_counter()
-        await self._store.publish(version, tensors)
+        await self._store.publish(version, tensors, kind=self._kind)
         self.send_s = time.perf_counter() - started
         needed = self._pinned | keep
         versions = sorted(await self._store.versions())
@@ -66,10 +68,10 @@ class Publisher:
 
     @torch.no_grad()
     def _snapshot(self) -> dict[str, TensorBytes]:
-        """Copy every parameter and buffer that is saved, once for tied ones."""
+        """Copy what changes from version to version, once for tied tensors."""
         seen: dict[int, str] = {}
         tensors: dict[str, TensorBytes] = {}
-        for name, tensor in self._model.state_dict().items():
+        for name, tensor in policy_tensors(self._model).items():
             if tensor.data_ptr() in seen:
                 continue
             seen[tensor.data_ptr()] = name

@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ...schemas.subjects import JobScope
-from ..model_folder import load_causal_lm
+from ..lora import policy_tensors
 from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_optimizer, load_state
 from .model import load_model
@@ -72,7 +73,8 @@ async def replay(
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
     folder, state = starting_point(nothing, record.fork_dir)
-    model = load_model(config.model, config.learner, folder)
+    load = partial(load_model, config.model, config.learner, lora=config.lora, seed=config.seed)
+    model = load(folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
     if folder is not None:
@@ -84,7 +86,7 @@ async def replay(
         await asyncio.to_thread(trainer.step, batch, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(model, newest), newest)
+    return ReplayResult(len(todo), _differing(model, load(newest)), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -100,12 +102,14 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(model: torch.nn.Module, checkpoint: Path) -> list[str]:
-    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
+def _differing(model: torch.nn.Module, saved: torch.nn.Module) -> list[str]:
+    others = policy_tensors(saved)
     return [
         name
-        for name, tensor in model.state_dict().items()
-        if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
+        for name, tensor in policy_tensors(model).items()
+        if not torch.equal(
+            tensor.detach().cpu().view(torch.uint8), others[name].detach().view(torch.uint8)
+        )
     ]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError, StateError, StorageError
+from ...schemas.job import JobRecord
 
 _FORK = "fork"
 
@@ -35,16 +36,33 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     return folder
 
 
-def pin_checkpoint(checkpoint: Path, run_dir: Path) -> Path:
+def find_checkpoint(run: JobRecord, step: int | None) -> Path:
+    """Return the folder of a run's checkpoint, the newest without a step; NotFoundError."""
+    folder = Path(run.run_dir) / "checkpoints"
+    found = sorted(folder.glob("step_*"))
+    if step is not None:
+        found = [one for one in found if one.name == f"step_{step:06d}"]
+    if not found:
+        raise NotFoundError(
+            f"run {run.name!r} has no checkpoint{'' if step is None else f' of step {step}'} "
+            f"({folder})",
+            hint=f"see which there are: ls {folder}",
+        )
+    return found[-1]
+
+
+def pin_checkpoint(checkpoint: Path, run_dir: Path, *, weights_only: bool = False) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
-    The other run may remove its own meanwhile. Files are linked, or copied to another disk.
+    With `weights_only` the state of the other run's learner is left out. The other run may remove
+    its own meanwhile. Files are linked, or copied to another disk.
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
     pinned = run_dir / _FORK
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
-        shutil.copytree(checkpoint, pinned, copy_function=_link)
+        leave_out = shutil.ignore_patterns("learner") if weights_only else None
+        shutil.copytree(checkpoint, pinned, copy_function=_link, ignore=leave_out)
     except (shutil.Error, OSError) as error:
         shutil.rmtree(pinned, ignore_errors=True)
         if not checkpoint.is_dir():

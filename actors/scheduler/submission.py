@@ -15,7 +15,6 @@ from ...broker.jobs import JobStore, is_final
 from ...schemas.errors import (
     ConfigError,
     MessageError,
-    NotFoundError,
     QuotaError,
     StateError,
 )
@@ -29,7 +28,7 @@ from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
 from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
-from .run_folder import make_run_dir, pin_checkpoint
+from .run_folder import find_checkpoint, make_run_dir, pin_checkpoint
 from .vault import Vault
 
 
@@ -83,7 +82,7 @@ class Submission:
         return record or await self._create(user, job, request)
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
-        fork_of, fork_dir = await self._fork(user, request.fork_of)
+        fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
         blank = JobRecord(
             job=job,
@@ -96,6 +95,7 @@ class Submission:
             config=request.config,
             configured=False,
             fork_of=fork_of,
+            weights_only=request.weights_only,
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
@@ -135,7 +135,10 @@ class Submission:
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord) -> JobRecord:
-        """Return a record that can be placed, with its run folder made."""
+        """Return a record that can be placed, with its run folder made.
+
+        A checkpoint of which only the weights count becomes the model of the configuration.
+        """
         config = parse_config({**record.config, "name": record.name})
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
@@ -147,7 +150,13 @@ class Submission:
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
-            fork_dir = str(await asyncio.to_thread(pin_checkpoint, Path(fork_dir), run_dir))
+            pinned = await asyncio.to_thread(
+                pin_checkpoint, Path(fork_dir), run_dir, weights_only=record.weights_only
+            )
+            fork_dir = str(pinned)
+        if record.weights_only:
+            model = config.model.model_copy(update={"path": fork_dir, "tokenizer": None})
+            config, fork_dir = config.model_copy(update={"model": model}), ""
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
@@ -182,24 +191,26 @@ class Submission:
             )
         return name
 
-    async def _fork(self, user: str, source: str | None) -> tuple[str | None, str]:
+    async def _fork(
+        self, user: str, source: str | None, weights_only: bool
+    ) -> tuple[str | None, str]:
         """Return `run@step` with the run's name, and the folder of that checkpoint."""
         if source is None:
+            if weights_only:
+                raise ConfigError(
+                    "weights_only is for a job that starts from a checkpoint",
+                    hint="name it: fork_of=my-run@40",
+                )
             return None, ""
-        run, _, step = source.partition("@")
-        if not step.isdigit():
+        run, at, step = source.partition("@")
+        if at and not step.isdigit():
             raise ConfigError(
                 f"fork_of={source!r} does not name a checkpoint",
                 hint="write run@step, such as my-run@40",
             )
         origin = self._board.get(user, run)
-        folder = Path(origin.run_dir) / "checkpoints" / f"step_{int(step):06d}"
-        if not await asyncio.to_thread(folder.is_dir):
-            raise NotFoundError(
-                f"run {origin.name!r} has no checkpoint of step {int(step)} ({folder})",
-                hint=f"see which there are: ls {folder.parent}",
-            )
-        return f"{origin.name}@{int(step)}", str(folder)
+        folder = await asyncio.to_thread(find_checkpoint, origin, int(step) if at else None)
+        return f"{origin.name}@{int(folder.name.removeprefix('step_'))}", str(folder)
 
     def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
@@ -211,7 +222,7 @@ class Submission:
                 hint="name either a live run or one of its checkpoints",
             )
         record = self._board.get(user, request.follow)
-        if record.kind != "train" or is_final(record):
+        if record.kind not in ("train", "sft") or is_final(record):
             raise StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
                 "new versions",

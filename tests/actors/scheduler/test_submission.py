@@ -145,7 +145,7 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     assert (Path(fork.fork_dir) / "config.json").read_text() == "{}"
     assert Path(fork.fork_dir).is_relative_to(fork.run_dir)
     with pytest.raises(ConfigError, match="does not name a checkpoint"):
-        await stack.submit(fork_of="origin")
+        await stack.submit(fork_of="origin@last")
 
 
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
