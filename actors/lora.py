@@ -10,6 +10,7 @@ folders, and the tensors have the names that they have there. Names of tensors f
 # pyright: reportUnknownMemberType=false
 
 import contextlib
+import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,29 @@ def base_of(folder: str | Path) -> str:
             hint=f"set base_model_name_or_path in its {_CONFIG}",
         )
     return str(base)
+
+
+def config_of(folder: str | Path) -> LoraConfig:
+    """Return the configuration that makes an adapter like that of a folder."""
+    found = _settings(folder)
+    try:
+        return LoraConfig(
+            rank=found["r"],
+            alpha=found["lora_alpha"],
+            targets=found["target_modules"],
+            exclude=found.get("exclude_modules") or [],
+        )
+    except (KeyError, ValueError) as error:
+        raise ModelError(
+            f"{folder} holds no LoRA adapter that can be served: {error}",
+            hint="merge it into its model (`merge_and_unload`) and serve that",
+        ) from error
+
+
+def beside(model: "PreTrainedModel") -> "PreTrainedModel":
+    """Return another model with the same weights in memory, to be given an adapter of its own."""
+    shared = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
 
 
 def refuse_other_kind(checkpoint: str | Path, config: LoraConfig) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..schemas.errors import ModelError
 from ..schemas.lora import LoraConfig
-from .lora import add_adapter, base_of, is_adapter, merge
+from .lora import add_adapter, base_of, beside, is_adapter, merge
 
 if TYPE_CHECKING:
     import torch
@@ -121,6 +121,7 @@ def load_policy(
     lora: LoraConfig,
     *,
     adapter: str | Path | None = None,
+    base: "PreTrainedModel | None" = None,
     seed: int = 0,
     dtype: "torch.dtype",
     attn_implementation: str = "sdpa",
@@ -129,17 +130,21 @@ def load_policy(
     """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
 
     The adapter is that of the folder `adapter`, else of `path` if that is one, else a fresh one.
-    Raises ModelError.
+    With `base` that model's weights are used, and stay in memory once. Raises ModelError.
     """
-    beside = is_adapter(path) and lora.rank > 0
-    model = load_causal_lm(
-        base_of(path) if beside else path,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
+    begins_with = path if is_adapter(path) and lora.rank else None
+    model = (
+        beside(base)
+        if base is not None
+        else load_causal_lm(
+            base_of(path) if begins_with else path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
     )
     if lora.rank:
-        add_adapter(model, lora, seed=seed, folder=adapter or (path if beside else None))
+        add_adapter(model, lora, seed=seed, folder=adapter or begins_with)
     return model
 
 

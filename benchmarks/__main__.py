@@ -27,6 +27,7 @@ NAMES = (
     "environment",
     "engine",
     "weights",
+    "adapter",
     "overhead",
     "memory",
     "dashboard",

@@ -1,7 +1,7 @@
 """Serve a model: `InferenceSchedulerClient`, and its async twin."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from ..broker.kv import Bucket
@@ -49,6 +49,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         *,
+        adapters: Sequence[str] = (),
         config: Any = None,
         wait: bool = True,
     ) -> dict[str, Any]:
@@ -58,6 +59,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         record = await submit_inference(
             pool,
             model_path,
+            adapters,
             tokenizer_path=tokenizer_path,
             num_servers=num_gpus,
             max_model_len=max_model_len,
@@ -118,6 +120,7 @@ class InferenceSchedulerClient:
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         *,
+        adapters: Sequence[str] = (),
         config: Any = None,
         wait: bool = True,
     ) -> dict[str, Any]:
@@ -128,7 +131,8 @@ class InferenceSchedulerClient:
         checkpoint is served. `vllm_server_url` is the OpenAI-compatible base URL of the pool's
         gateway, or the job's `nats://` URL where no gateway is known; `run_inference` takes both.
         `num_gpus` servers share the requests. `max_model_len` bounds prompt and answer together.
-        `config` holds further keys of the job (`generator.max_episodes` …).
+        `adapters` are checkpoints of LoRA runs (`RUN@STEP`) that are served beside it on one base,
+        each under that name. `config` holds further keys of the job (`generator.max_episodes` …).
 
         Raises NotFoundError or ModelError for a model that is not there, PlacementError,
         JobFailedError with the server's reason, DeadlineError after `timeout`.
@@ -142,6 +146,7 @@ class InferenceSchedulerClient:
                 gpu_memory_utilization,
                 max_model_len,
                 trust_remote_code,
+                adapters=adapters,
                 config=config,
                 wait=wait,
             )
@@ -163,14 +168,20 @@ class InferenceSchedulerClient:
         return shared_loop().run(work)
 
 
-async def submit_inference(pool: Pool, model: str, **options: Any) -> JobRecord:
-    """Submit a job that serves `model`; the options are those of `serving.with_options`."""
+async def submit_inference(
+    pool: Pool, model: str, adapters: Sequence[str] = (), **options: Any
+) -> JobRecord:
+    """Submit a job that serves `model` and further adapters on its base.
+
+    The options are those of `serving.with_options`.
+    """
     source = await find_source(pool, model)
     return await pool.submit(
         with_options(source, broker_url=pool.broker.url, **options),
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
+        adapters=adapters,
         request_id=new_request_id(),
     )
 

@@ -107,10 +107,14 @@ def _lengths(context: int) -> dict[str, Any]:
 
 
 def _positions(folder: Path | None) -> int:
+    """Return how many positions a model has, or the base of an adapter."""
     try:
+        if folder is not None and (folder / "adapter_config.json").is_file():
+            adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            return _positions(_folder(str(adapter["base_model_name_or_path"])))
         text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
         return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         return DEFAULT_CONTEXT  # the server says what is wrong with the folder
 
 

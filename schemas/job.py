@@ -90,6 +90,9 @@ class JobRecord(Message):
     """Job id of the live run whose newest version an inference job serves."""
     serves: str = ""
     """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
+    adapters: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further LoRA adapters that an inference job serves on the same base: `run@step` to the folder
+    of its own copy."""
     stop: Literal["no", "drain", "now"] = "no"
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False
@@ -147,6 +150,8 @@ class SubmitRequest(Message):
     """JobSecrets in a sealed box to the scheduler's key; kept beside the record, never in it."""
     follow: str | None = None
     """Live run, by id or name, whose newest version an inference job serves."""
+    adapters: list[str] = Field(default_factory=list[str], max_length=64)
+    """Further checkpoints of LoRA runs (`run@step`) that an inference job serves on one base."""
 
 
 class JobRequest(Message):

@@ -48,8 +48,12 @@ def load_decoder(
     max_tokens: int,
     trust_remote_code: bool = False,
     lora: LoraConfig | None = None,
+    base: PreTrainedModel | None = None,
 ) -> "SlotDecoder":
-    """Load a model and prove that the slot cache computes it; ModelError for one it cannot."""
+    """Load a model and prove that the slot cache computes it; ModelError for one it cannot.
+
+    With `base` only an adapter is loaded, beside the weights of a model that is in memory.
+    """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
@@ -64,6 +68,7 @@ def load_decoder(
     model = load_policy(
         path,
         lora or LoraConfig(),
+        base=base,
         dtype=dtype,
         attn_implementation="eager",
         trust_remote_code=trust_remote_code,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -32,14 +33,22 @@ from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner, append_given_up
 from .transformers_engine import TransformersEngine
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
 _STATS_S = 1.0
 _log = structlog.get_logger()
 
 
-async def start_engine(config: JobConfig, version: int = 0) -> Engine:
-    """Start the engine that the configuration asks for; its weights are those of `version`."""
+async def start_engine(
+    config: JobConfig, version: int = 0, base: "PreTrainedModel | None" = None
+) -> Engine:
+    """Start the engine that the configuration asks for; its weights are those of `version`.
+
+    `base` is a model in memory whose weights the adapter of the configuration is put beside.
+    """
     return await TransformersEngine.start(
         config.model.path,
         max_slots=config.generator.max_requests,
@@ -47,6 +56,7 @@ async def start_engine(config: JobConfig, version: int = 0) -> Engine:
         dtype=config.generator.dtype,
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
+        base=base,
         version=version,
         max_waiting=4 * config.generator.max_episodes,
     )

@@ -25,7 +25,7 @@ class Publisher:
         self._store = open_weights(context)
         self._model = model
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(model) else "full"
-        self._dtype = getattr(torch, config.learner.publish_dtype)
+        self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self._published: list[int] = []
@@ -38,7 +38,7 @@ class Publisher:
         latest = await self._store.latest()
         if latest is not None and latest.version >= version:
             return
-        tensors = await in_torch(self._snapshot)
+        tensors = await in_torch(lambda: snapshot(self._model, self._dtype))
         self._pinned &= set(keep)
         self._sending = asyncio.create_task(
             self._send(version, tensors, set(keep)), name=f"weights {version}"
@@ -66,19 +66,20 @@ class Publisher:
             if old not in needed:
                 await self._store.remove(old)
 
-    @torch.no_grad()
-    def _snapshot(self) -> dict[str, TensorBytes]:
-        """Copy what changes from version to version, once for tied tensors."""
-        seen: dict[int, str] = {}
-        tensors: dict[str, TensorBytes] = {}
-        for name, tensor in policy_tensors(self._model).items():
-            if tensor.data_ptr() in seen:
-                continue
-            seen[tensor.data_ptr()] = name
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            raw: Any = copy.flatten().view(torch.uint8).numpy()
-            tensors[name] = TensorBytes(
-                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
-            )
-        return tensors
+
+@torch.no_grad()
+def snapshot(model: nn.Module, dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, once for tied tensors."""
+    seen: set[int] = set()
+    tensors: dict[str, TensorBytes] = {}
+    for name, tensor in policy_tensors(model).items():
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        copy = tensor.detach().to("cpu", kept, copy=True).contiguous()
+        raw: Any = copy.flatten().view(torch.uint8).numpy()
+        tensors[name] = TensorBytes(
+            str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+        )
+    return tensors

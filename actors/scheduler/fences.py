@@ -10,6 +10,7 @@ from typing import Any, cast
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.job import JobRecord
+from ..lora import base_of, is_adapter
 
 
 def refuse_code_of_others(config: JobConfig) -> None:
@@ -29,13 +30,22 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[JobRecord]) -> Non
     fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
     if not fenced:
         return
-    for key, value in _texts(config.model_dump(mode="json"), ""):
+    for key, value in (*_texts(config.model_dump(mode="json"), ""), *_bases(config.model.path)):
         path = Path(value).expanduser().resolve() if "/" in value else None
         if path is not None and not fenced.isdisjoint((path, *path.parents)):
             raise ConfigError(
                 f"{key}={value!r} is in a run folder of another user",
                 hint="ask its owner for a copy in a folder that is yours",
             )
+
+
+def _bases(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the models that an adapter is put on, which its folder names."""
+    seen: set[str] = set()
+    while is_adapter(path) and path not in seen:
+        seen.add(path)
+        path = base_of(path)
+        yield "the base of the adapter in model.path", path
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -19,14 +19,18 @@ KINDS = ("train", "sft", "eval", "infer")
 def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     """Return the actors of a job, none of them placed yet; the first carries the job.
 
-    Raises ConfigError for a configuration that is one of another kind of job.
+    Raises ConfigError for a configuration that does not make a job of this kind.
     """
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
-    _refuse_other_kind(config, kind)
+    if kind == "sft" and not config.sft.data:
+        raise ConfigError(
+            "an SFT job was submitted without data",
+            hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
+        )
     slots = generator_slots(config, kind)
     actors = [_actor("learner", "learner", config.learner.slots)]
     actors += [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
@@ -38,19 +42,6 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
 def generator_slots(config: JobConfig, kind: str) -> int:
     """Return the slots of one generator; that of an SFT job only reads data, which takes none."""
     return 0 if kind == "sft" else config.generator.slots
-
-
-def _refuse_other_kind(config: JobConfig, kind: str) -> None:
-    if kind == "sft" and not config.sft.data:
-        raise ConfigError(
-            "an SFT job was submitted without data",
-            hint="name its conversations in sft.data, or submit it with `tinkermq train`",
-        )
-    if kind != "sft" and config.sft.data:
-        raise ConfigError(
-            "a configuration with sft.data was submitted as a job that plays a game",
-            hint="submit it with `tinkermq sft`, or remove the section sft",
-        )
 
 
 def _servers(config: GeneratorConfig) -> list[ActorPlacement]:

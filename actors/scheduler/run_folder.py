@@ -10,6 +10,7 @@ from ...schemas.errors import NotFoundError, StateError, StorageError
 from ...schemas.job import JobRecord
 
 _FORK = "fork"
+_ADAPTERS = "adapters"
 
 
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:
@@ -22,7 +23,7 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.name != _FORK for path in folder.iterdir())
+        occupied = any(path.name not in (_FORK, _ADAPTERS) for path in folder.iterdir())
     except OSError as error:
         raise StorageError(
             f"cannot make the run folder {folder}: {error.strerror}",
@@ -51,14 +52,18 @@ def find_checkpoint(run: JobRecord, step: int | None) -> Path:
     return found[-1]
 
 
-def pin_checkpoint(checkpoint: Path, run_dir: Path, *, weights_only: bool = False) -> Path:
+def pin_checkpoint(
+    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, adapter: str = ""
+) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
-    With `weights_only` the state of the other run's learner is left out. The other run may remove
-    its own meanwhile. Files are linked, or copied to another disk.
+    With `weights_only` the state of the other run's learner is left out; `adapter` names it as one
+    of several. The other run may remove its own meanwhile. Files are linked, or copied to another
+    disk.
+
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
-    pinned = run_dir / _FORK
+    pinned = run_dir / _ADAPTERS / adapter if adapter else run_dir / _FORK
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
         leave_out = shutil.ignore_patterns("learner") if weights_only else None

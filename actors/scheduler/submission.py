@@ -84,6 +84,7 @@ class Submission:
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
+        adapters = await self._adapters(user, request)
         blank = JobRecord(
             job=job,
             name=self._free_name(user, job, request.config),
@@ -99,6 +100,7 @@ class Submission:
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
+            adapters=adapters,
             secrets=self._vault.names(user, request.sealed),
             created=time.time(),
         )
@@ -137,14 +139,16 @@ class Submission:
     async def _complete(self, record: JobRecord) -> JobRecord:
         """Return a record that can be placed, with its run folder made.
 
-        A checkpoint of which only the weights count becomes the model of the configuration.
+        A checkpoint of which only the weights count becomes the model of the configuration; a job
+        that trains on conversations is one of kind `sft`.
         """
         config = parse_config({**record.config, "name": record.name})
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
             others = [one for one in self._board.records() if one.user != record.user]
             await asyncio.to_thread(refuse_runs_of_others, config, others)
-        actors = actors_for(config, record.kind)
+        kind = "sft" if record.kind == "train" and config.sft.data else record.kind
+        actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
@@ -160,10 +164,19 @@ class Submission:
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
+            "kind": kind,
             "reason": "waits for a node",
             "actors": actors,
             "run_dir": str(run_dir),
             "fork_dir": fork_dir,
+            "adapters": {
+                name: str(
+                    await asyncio.to_thread(
+                        pin_checkpoint, Path(folder), run_dir, weights_only=True, adapter=name
+                    )
+                )
+                for name, folder in record.adapters.items()
+            },
         }
         return record.model_copy(update=fields)
 
@@ -211,6 +224,21 @@ class Submission:
         origin = self._board.get(user, run)
         folder = await asyncio.to_thread(find_checkpoint, origin, int(step) if at else None)
         return f"{origin.name}@{int(folder.name.removeprefix('step_'))}", str(folder)
+
+    async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
+        """Return the further adapters of an inference job: `run@step` and its checkpoint."""
+        if request.adapters and request.kind != "infer":
+            raise ConfigError(
+                "adapters are for inference jobs", hint="begin a training run with fork_of"
+            )
+        found = [await self._fork(user, source, False) for source in request.adapters]
+        for name, folder in found:
+            if not (Path(folder) / "adapter_config.json").is_file():
+                raise ConfigError(
+                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    hint=f"serve it by itself: `tinkermq serve {name}`",
+                )
+        return {name: folder for name, folder in found if name is not None}
 
     def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
