@@ -56,7 +56,8 @@ def sft_job(model: Path, chats: Path) -> dict[str, Any]:
 def lora_job() -> dict[str, Any]:
     env = "env={game: tests.games:AnyArm, num_val: 64}"
     more = (f"training.num_steps={LORA_STEPS}", "training.save_freq=10", "training.test_freq=0")
-    return example("lora", env, *more, "learner.lr=3e-3", "algorithm.kl_coef=0.001")
+    lora = ("lora.rank=8", "learner.lr=3e-3", "algorithm.kl_coef=0.001")
+    return example("bandit", env, *more, *lora)
 
 
 def chat(rng: random.Random) -> dict[str, Any]:
