@@ -56,6 +56,10 @@ class Evaluations:
             return training.validate_before_training
         return step == last or bool(training.test_freq and step % training.test_freq == 0)
 
+    async def request_due(self, step: int, last: int) -> bool:
+        """Ask for the evaluation of the version after `step`, if it is due; see `request`."""
+        return self.is_due(step, last) and await self.request(step, always=step == last)
+
     async def request(self, version: int, *, always: bool = False) -> bool:
         """Ask for an evaluation; False when it is there already or too many are waiting."""
         if not self._has_evaluator or version in self._known:

@@ -282,7 +282,7 @@ class Learner:
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.
 
-        No generator waits for those of an SFT job: only what is evaluated or saved is sent.
+        Nobody waits for those of an SFT job but evaluators and who follows the run.
         """
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
@@ -291,10 +291,8 @@ class Learner:
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
-        step, last = self.state.step, self.total_steps
-        due = self.evaluations.is_due(step, last)
-        if due and await self.evaluations.request(step, always=step == last):
-            self.publisher.pin(step)
+        if await self.evaluations.request_due(self.state.step, self.total_steps):
+            self.publisher.pin(self.state.step)
 
     async def _save(self) -> str | None:
         self._notice_arrivals()
