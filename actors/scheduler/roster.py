@@ -23,6 +23,12 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
     """
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
+        if not config.env.game:
+            raise ConfigError(
+                "the configuration names no game to evaluate a model with",
+                hint="set env.game, or evaluate the folder like another run: "
+                "`tinkermq eval FOLDER --like RUN`",
+            )
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
