@@ -303,7 +303,7 @@ def _run(
 ) -> int:
     log = configure_logging(role=role, **bound)
 
-    async def main() -> int:
+    async def main() -> int | None:
         loop = asyncio.get_running_loop()
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
@@ -311,15 +311,22 @@ def _run(
         for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
             os.environ.pop(secret, None)  # not for the processes that this one starts
         try:
-            return await body(broker, stopping) or EXIT_DONE
+            return await body(broker, stopping)
         finally:
             await broker.close()
 
+    return run_process(log, main)
+
+
+def run_process(
+    log: structlog.stdlib.BoundLogger, main: Callable[[], Coroutine[Any, Any, int | None]]
+) -> int:
+    """Run the loop of a process to its end; return the exit code, also of what `main` raises."""
     try:
         with asyncio.Runner(
             loop_factory=uvloop.new_event_loop, debug=bool(os.environ.get("TINKERMQ_DEBUG"))
         ) as runner:
-            return runner.run(main())
+            return runner.run(main()) or EXIT_DONE
     except Exception as raised:  # noqa: BLE001  the process edge: record, then tell the node
         return _report_failure(log, raised)
 

@@ -60,7 +60,7 @@ class JobStore:
         Raises ConflictError if the id is taken.
         """
         record = record.model_copy(update={"early": [_event(record, None, who)]})
-        key = _scope(record).key
+        key = record.scope.key
         self._wrote(Entry(key, record, await self._jobs.create(key, record)))
         return record
 
@@ -136,7 +136,7 @@ class JobStore:
         Nothing is written when `change` returns its argument. The state is changed by
         `transition` only.
         """
-        key = _scope(record).key
+        key = record.scope.key
         for _ in range(_MAX_TRIES):
             entry = await self._entry(key)
             changed = change(entry.value)
@@ -162,7 +162,7 @@ class JobStore:
 
     async def _tell(self, record: JobRecord, event: Event) -> None:
         try:
-            await publish_event(self._broker, _scope(record), event)
+            await publish_event(self._broker, record.scope, event)
         except NotFoundError as error:  # the job's streams were deleted: the record still counts
             _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
@@ -181,10 +181,6 @@ def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
 def is_final(record: JobRecord) -> bool:
     """Whether the job has ended."""
     return record.state in FINAL_STATES
-
-
-def _scope(record: JobRecord) -> JobScope:
-    return JobScope(record.user, record.job)
 
 
 def _check_move(record: JobRecord, state: JobState) -> None:

@@ -1,5 +1,10 @@
 """The newest numbers of a run, without reading its whole history."""
 
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.subjects import JobScope
 from .connection import Broker
@@ -23,3 +28,21 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
         values.update(metric.values)
         values["step"] = max(values.get("step", 0.0), float(metric.step))
     return values
+
+
+def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
+    """Return what every list of runs tells of one, from its record and its newest values."""
+    live = record.state not in FINAL_STATES
+    return {
+        "job": record.job,
+        "kind": record.kind,
+        "state": record.state,
+        "reason": record.reason,
+        "step": int(values.get("step", record.version)),
+        "reward": values.get("training_step_reward"),
+        "validation": values.get("val/mean_score"),
+        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
+        "age_s": (record.finished or time.time()) - record.created,
+        "restarts": sum(one.restarts for one in record.actors),
+        "attempt": record.attempt,
+    }

@@ -74,7 +74,7 @@ class _Follower:
     async def _read_feed(self) -> None:
         feed = follow(
             self._pool.broker,
-            self._pool.scope(self._record),
+            self._record.scope,
             ("metric", "event"),
             from_start=self._from_start,
         )

@@ -9,21 +9,22 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..schemas.codec import pack
 from ..schemas.config import EnvConfig
-from ..schemas.errors import ConfigError, DeadlineError, MessageError
+from ..schemas.errors import ConfigError, MessageError
 from .address import JobAddress, parse_server_url
 from .arguments import as_tree
+from .hosting import hosted
 from .loop_thread import LoopThread
 from .opentinker_keys import translate
 from .scheduler_client import open_broker
+from .single_error import single_errors
 
 if TYPE_CHECKING:
     from ..envs import AbstractGame
 
-READY_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 40.0
 
 
@@ -148,13 +149,9 @@ class GameEnvironment:
                 seed=int(self._tree.get("seed", 0)),
                 game_class=self.game_class,
             )
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(host.run(self._stopping), name="environment host")
-                waiting = group.create_task(host.ready.wait(), name="host ready")
-                await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-                if host.ready.is_set():
-                    ready.set_result(None)
-                waiting.cancel()
+            async with hosted(host):
+                ready.set_result(None)
+                await self._stopping.wait()
 
 
 class MathGameEnvironment(GameEnvironment):
@@ -194,24 +191,10 @@ def create_game_environment(
 def _first_of(ready: "Future[None]", hosting: "Future[None]") -> None:
     """Wait until the host serves; raise what it raised instead."""
     hosting.add_done_callback(lambda _: ready.done() or ready.set_result(None))
-    try:
-        ready.result(READY_DEADLINE_S)
-    except TimeoutError as error:
-        raise DeadlineError(
-            f"the game was not ready within {READY_DEADLINE_S:g} s",
-            hint="see what its constructor and its data do",
-        ) from error
+    ready.result()
     if hosting.done():
-        _raise_single(hosting)
-
-
-def _raise_single(hosting: "Future[None]") -> None:
-    """Raise the host's error without the groups around it."""
-    error = hosting.exception()
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    if error is not None:
-        raise error
+        with single_errors():
+            hosting.result()
 
 
 def _read_env(config: Any) -> dict[str, Any]:

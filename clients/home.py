@@ -150,13 +150,15 @@ def find_url(given: str | None = None) -> str:
     return state.url
 
 
-def find_gateway(given: str | None = None) -> str | None:
-    """Return the gateway's URL: the given one, `$TINKERMQ_GATEWAY_URL`, or the local stack's."""
+def find_openai(given: str | None = None) -> str | None:
+    """Return the OpenAI-compatible base URL of a gateway, or None where none is known.
+
+    It is the given one, that of `$TINKERMQ_GATEWAY_URL`, or the local stack's.
+    """
     url = given or os.environ.get(GATEWAY_VARIABLE)
-    if url:
-        return url
-    state = Home().running()
-    return state.gateway if state is not None else None
+    state = None if url else Home().running()
+    url = url or (state.gateway if state else None)
+    return f"{url.rstrip('/')}/v1" if url else None
 
 
 def _take(lock: IO[str]) -> bool:

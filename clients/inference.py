@@ -21,6 +21,7 @@ from ..schemas.errors import BrokerError, BusyError, ConfigError, DeadlineError,
 from ..schemas.infer import CancelInference, PlayPart, PlayRequest
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.subjects import JobScope
+from .hosting import hosted
 from .inference_tasks import Tasks, chosen_tasks, hosted_env
 from .loop_thread import shared_loop
 from .pool import Pool
@@ -32,7 +33,6 @@ from .single_error import single_errors
 if TYPE_CHECKING:
     from ..envs import AbstractGame
 
-HOST_READY_S = 60.0
 _LOST = (ConnectionLost, DeadlineError, NotFoundError, BrokerError)
 _MAX_LOST = 6
 _BUSY_S = 0.5
@@ -193,7 +193,7 @@ class _Inference:
         self._sampling = sampling
         self._success_reward = success_reward
         self._token_ids = token_ids
-        self._scope = pool.scope(record)
+        self._scope = record.scope
 
     def settings(self, env: EnvConfig | None, seed: int) -> dict[str, Any]:
         """Return what makes two inferences comparable."""
@@ -217,28 +217,12 @@ class _Inference:
         from ..envs.host import EnvironmentHost
 
         session = uuid.uuid4().hex[:12]
-        stopping = asyncio.Event()
         scope = self._scope.of_session(session)
         host = EnvironmentHost(
             self._pool.broker, scope, env, seed=seed, game_class=game_class, drain_s=0
         )
-        async with asyncio.TaskGroup() as group:
-            running = group.create_task(host.run(stopping), name="environment host")
-            ready = group.create_task(host.ready.wait(), name="host ready")
-            await asyncio.wait(
-                {running, ready}, timeout=HOST_READY_S, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not host.ready.is_set() and not running.done():
-                raise DeadlineError(
-                    f"the game was not ready within {HOST_READY_S:g} s",
-                    hint="see what its constructor and its data do",
-                )
-            try:
-                if host.ready.is_set():
-                    yield _Hosting(session, host.num_train)
-            finally:
-                ready.cancel()
-                stopping.set()
+        async with hosted(host):
+            yield _Hosting(session, host.num_train)
 
     async def choose(
         self,

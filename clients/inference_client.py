@@ -1,23 +1,19 @@
 """Serve a model: `InferenceSchedulerClient`, and its async twin."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from ..broker.kv import Bucket
+from ..broker.presence import presences
 from ..schemas.errors import ConfigError, DeadlineError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Presence
-from ..schemas.subjects import BUCKET_ACTORS
 from .arguments import as_tree
-from .home import find_gateway
-from .loop_thread import shared_loop
+from .home import find_openai
 from .opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .scheduler_client import AsyncSchedulerClient, failure
 from .serving import find_source, with_options
-
-T = TypeVar("T")
+from .sync_twin import SyncTwin
 
 START_S = 600.0
 """Longest wait for a model to be loaded."""
@@ -77,13 +73,12 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
 
     def described(self, record: JobRecord) -> dict[str, Any]:
         """Return a job as `submit_inference_job` does."""
-        gateway = find_gateway(self._gateway)
         summary = self._summary(record)
-        url = f"{gateway.rstrip('/')}/v1" if gateway else summary["server_url"]
+        url = find_openai(self._gateway) or summary["server_url"]
         return {**summary, "vllm_server_url": url, "model": record.serves or record.name}
 
 
-class InferenceSchedulerClient:
+class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
     """Serves models on a pool. Works inside a running event loop, too."""
 
     def __init__(
@@ -95,20 +90,11 @@ class InferenceSchedulerClient:
         gateway_url: str | None = None,
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a model to be served, in seconds."""
-        self.aio = AsyncInferenceSchedulerClient(
-            scheduler_url, api_key, timeout, poll_interval, gateway_url
+        super().__init__(
+            AsyncInferenceSchedulerClient(
+                scheduler_url, api_key, timeout, poll_interval, gateway_url
+            )
         )
-        """The async twin that does the work."""
-
-    def __enter__(self) -> "InferenceSchedulerClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection; what is served goes on."""
-        self._run(self.aio.close())
 
     def submit_inference_job(
         self,
@@ -164,9 +150,6 @@ class InferenceSchedulerClient:
         """Stop serving after the answers that are being generated."""
         return self._run(self.aio.complete_job(job_id))
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return shared_loop().run(work)
-
 
 async def submit_inference(
     pool: Pool, model: str, adapters: Sequence[str] = (), **options: Any
@@ -192,12 +175,12 @@ async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRe
     Raises JobFailedError, or DeadlineError that says what it waits for.
     """
     deadline = asyncio.get_running_loop().time() + timeout_s
-    actors = Bucket(pool.broker, BUCKET_ACTORS, Presence)
+    actors = presences(pool.broker)
     while True:
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
             raise failure(record)
-        server = await actors.get(f"{pool.scope(record).key}.server-0")
+        server = await actors.get(f"{record.scope.key}.server-0")
         if record.state == "RUNNING" and server and server.value.state == "working":
             return record
         if asyncio.get_running_loop().time() > deadline:

@@ -1,8 +1,4 @@
-"""A private event loop in a thread, for the clients that are not async.
-
-Each synchronous client runs its async twin here, so that it works inside a program that has a loop
-of its own (a notebook), and gives back futures where one does not want to wait.
-"""
+"""A private event loop in a thread, for the clients that are not async: see `sync_twin`."""
 
 import asyncio
 import threading

@@ -9,7 +9,7 @@ from ..broker.jobs import JobStore
 from ..broker.scheduler_calls import SchedulerCalls, new_request_id
 from ..schemas.errors import MessageError, NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.subjects import JobScope, token
+from ..schemas.subjects import token
 from .names import did_you_mean
 
 __all__ = ["Pool", "is_token", "new_request_id"]
@@ -41,10 +41,6 @@ class Pool(SchedulerCalls):
         """Return the jobs that have not ended, or all, newest first."""
         records = await self._jobs.list_jobs(self.broker.user)
         return [record for record in records if all or record.state not in FINAL_STATES]
-
-    def scope(self, record: JobRecord) -> JobScope:
-        """Return the names of a job."""
-        return JobScope(record.user, record.job)
 
 
 def is_token(name: str) -> bool:

@@ -37,8 +37,8 @@ from ..schemas.message import Message, summarize
 from ..schemas.rollout import Group, Trajectory, check_group
 from ..schemas.task import Task
 from .address import parse_server_url
-from .loop_thread import shared_loop
 from .scheduler_client import open_broker
+from .sync_twin import SyncTwin
 
 R = TypeVar("R", bound=Message)
 
@@ -205,7 +205,7 @@ class AsyncTrajectoryPublisher:
         return self._broker
 
 
-class TrajectoryPublisher:
+class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
     """Publishes finished trajectories, or tasks, of an agent of one's own into one job.
 
     Works inside a running event loop, too; async code takes `AsyncTrajectoryPublisher`.
@@ -215,18 +215,7 @@ class TrajectoryPublisher:
         self, server_url: str, *, source: str = "external", api_key: str | None = None
     ) -> None:
         """Name the job by its `server_url`, and the agent by `source`."""
-        self.aio = AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key)
-        """The async twin that does the work."""
-
-    def __enter__(self) -> "TrajectoryPublisher":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        shared_loop().run(self.aio.close())
+        super().__init__(AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key))
 
     def publish_group(
         self,
@@ -243,15 +232,13 @@ class TrajectoryPublisher:
 
         Raises MessageError that names the rule which the group breaks, DeadlineError.
         """
-        return shared_loop().run(
-            self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s)
-        )
+        return self._run(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
 
     def publish_group_future(
         self, trajectories: Sequence[Trajectory], **options: Any
     ) -> "Future[int]":
         """Append as `publish_group` does, without waiting; `.result()` waits."""
-        return shared_loop().start(self.aio.publish_group(trajectories, **options))
+        return self._start(self.aio.publish_group(trajectories, **options))
 
     def publish_tasks(
         self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
@@ -263,7 +250,7 @@ class TrajectoryPublisher:
 
         Raises MessageError for a malformed task, DeadlineError.
         """
-        return shared_loop().run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
+        return self._run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
 
 
 def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:

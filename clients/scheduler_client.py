@@ -2,25 +2,22 @@
 
 import asyncio
 import os
-from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 from ..broker.connection import Broker, connect
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
-from ..schemas.subjects import DEFAULT_USER, JobScope
+from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
-from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
 from .quiet import quiet_logs
 from .secrets import secrets_for
-
-T = TypeVar("T")
+from .sync_twin import SyncTwin
 
 CONNECT_DEADLINE_S = 10.0
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
@@ -134,7 +131,7 @@ class AsyncSchedulerClient:
         return record
 
     def _summary(self, record: JobRecord) -> dict[str, Any]:
-        address = JobAddress(self.scheduler_url, JobScope(record.user, record.job))
+        address = JobAddress(self.scheduler_url, record.scope)
         return {
             "job_id": record.job,
             "name": record.name,
@@ -149,7 +146,7 @@ class AsyncSchedulerClient:
         }
 
 
-class SchedulerClient:
+class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
     """The scheduler of a pool: submit jobs, ask after them, end them.
 
     `scheduler_url` is the broker's `nats://host:port`, which `tinkermq up` prints. Works inside a
@@ -164,23 +161,12 @@ class SchedulerClient:
         poll_interval: float = 2.0,
     ) -> None:
         """Name the pool; `timeout` bounds the wait for a job to start, in seconds."""
-        self.aio = AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval)
-        """The async twin that does the work."""
+        super().__init__(AsyncSchedulerClient(scheduler_url, api_key, timeout, poll_interval))
 
     @property
     def scheduler_url(self) -> str:
         """URL of the broker."""
         return self.aio.scheduler_url
-
-    def __enter__(self) -> "SchedulerClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._run(self.aio.close())
 
     def submit_job(
         self,
@@ -198,7 +184,8 @@ class SchedulerClient:
         `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
         One with `sft.data` learns from conversations. `from_run` names the run whose weights the
         job begins with: `RUN@STEP`, or `RUN` for its newest checkpoint.
-        `wandb_key` is for the trackers of this process and is not sent.
+        `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
+        without it a job that logs to wandb gets that of $WANDB_API_KEY.
 
         Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
         that can never fit, JobFailedError, DeadlineError after `timeout`.
@@ -209,7 +196,7 @@ class SchedulerClient:
 
     def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
         """Submit as `submit_job` does, without waiting; `.result()` waits."""
-        return shared_loop().start(self.aio.submit_job(config, **options))
+        return self._start(self.aio.submit_job(config, **options))
 
     def job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and server_url of a job, by id or run name."""
@@ -226,9 +213,6 @@ class SchedulerClient:
     def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
         return self._run(self.aio.complete_job(job_id))
-
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return shared_loop().run(work)
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:

@@ -19,12 +19,12 @@ from .address import parse_server_url
 from .arguments import as_tree
 from .follow import follow_run
 from .game_environment import GameEnvironment
-from .loop_thread import shared_loop
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool
 from .progress import REWARD
 from .scheduler_client import failure, is_complete, open_broker
+from .sync_twin import SyncTwin
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,
@@ -191,7 +191,7 @@ class AsyncServiceClient:
         return self._pool
 
 
-class ServiceClient:
+class ServiceClient(SyncTwin[AsyncServiceClient]):
     """The training of one job, from the user's side.
 
     Works inside a running event loop (a notebook), too; async code takes `AsyncServiceClient`.
@@ -211,25 +211,14 @@ class ServiceClient:
         `project_name` and `experiment_name`; the pool writes its own beside the run. `api_key`
         is that of the job's owner; without it $TINKERMQ_API_KEY counts.
         """
-        self.aio = AsyncServiceClient(
-            server_url, project_name, experiment_name, logger_backends, api_key
+        super().__init__(
+            AsyncServiceClient(server_url, project_name, experiment_name, logger_backends, api_key)
         )
-        """The async twin that does the work."""
 
     @property
     def server_url(self) -> str:
         """The job's URL."""
         return self.aio.server_url
-
-    def __enter__(self) -> "ServiceClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connection; the job goes on."""
-        shared_loop().run(self.aio.close())
 
     def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
         """Complete the job's configuration and start hosting `env`.
@@ -237,7 +226,7 @@ class ServiceClient:
         `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
         already keeps the configuration it has.
         """
-        shared_loop().run(self.aio.set_config(args, env))
+        self._run(self.aio.set_config(args, env))
 
     def fit(
         self,
@@ -261,7 +250,7 @@ class ServiceClient:
         Raises JobFailedError with the pool's reason when the job fails or is stopped, and
         GameError when the game in this process cannot go on.
         """
-        return shared_loop().run(
+        return self._run(
             self.aio.fit(
                 env,
                 num_epochs,
@@ -278,7 +267,7 @@ class ServiceClient:
         self, env: GameEnvironment | None = None, **options: Any
     ) -> "Future[dict[str, float]]":
         """Train as `fit` does, without waiting; `.result()` waits."""
-        return shared_loop().start(self.aio.fit(env, **options))
+        return self._start(self.aio.fit(env, **options))
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
         """Refuse: a reward belongs in the game.

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from ..schemas.config import RolloutConfig
 from ..schemas.errors import ConfigError, ModelError, NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
-from .names import did_you_mean
+from .names import checkpoints_of, did_you_mean, run_and_step
 from .opentinker_keys import merged
 from .paths import resolve_paths
 from .pool import Pool, is_token
@@ -34,9 +34,8 @@ async def find_source(pool: Pool, name: str) -> Source:
     folder = _folder(name)
     if folder is not None:
         return Source(_model_config(name, folder))
-    run, at, step = name.partition("@")
-    if is_token(run):
-        return await _run_source(pool, name, run, step if at else None)
+    if is_token(name.partition("@")[0]):
+        return await _run_source(pool, name)
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name and urlsplit(pool.broker.url).hostname in _LOCAL_HOSTS:
         raise ModelError(
@@ -51,7 +50,8 @@ def _folder(name: str) -> Path | None:
     return folder if folder.is_dir() else None
 
 
-async def _run_source(pool: Pool, name: str, run: str, step: str | None) -> Source:
+async def _run_source(pool: Pool, name: str) -> Source:
+    run, step = run_and_step(name)
     try:
         record = await pool.find(run)
     except NotFoundError as error:
@@ -67,8 +67,6 @@ async def _run_source(pool: Pool, name: str, run: str, step: str | None) -> Sour
         )
     config = {key: value for key, value in record.config.items() if key != "name"}
     if step is not None:
-        if not step.isdigit():
-            raise ConfigError(f"{name!r} names no step", hint="write RUN@STEP, such as my-run@40")
         return Source(config, fork_of=f"{record.job}@{step}")
     if record.state not in FINAL_STATES:
         return Source(config, follow=record.job)
@@ -77,9 +75,7 @@ async def _run_source(pool: Pool, name: str, run: str, step: str | None) -> Sour
 
 def _last_step(record: JobRecord) -> int:
     """Return the step of the last checkpoint, which the pool's folder or the record tells."""
-    folder = Path(record.run_dir) / "checkpoints"
-    steps = [int(one.name.removeprefix("step_")) for one in folder.glob("step_*")]
-    return max(steps, default=record.version)
+    return max(checkpoints_of(record), default=record.version)
 
 
 def _model_config(name: str, folder: Path | None) -> dict[str, Any]:

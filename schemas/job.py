@@ -7,6 +7,7 @@ from pydantic import Field
 from .message import Message
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
+from .subjects import JobScope
 
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
@@ -119,6 +120,11 @@ class JobRecord(Message):
     """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0
     """When what it holds last changed."""
+
+    @property
+    def scope(self) -> JobScope:
+        """The job's names on the broker."""
+        return JobScope(self.user, self.job)
 
 
 class RequestRecord(Message):

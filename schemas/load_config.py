@@ -14,6 +14,9 @@ from pydantic import BaseModel, ValidationError
 from .config import JobConfig
 from .errors import ConfigError
 
+MAX_VALUES = 100_000
+"""Values of a configuration, far more than any job has."""
+
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
     """Return the effective configuration of a YAML file and `section.key=value` overrides.
@@ -34,15 +37,41 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
             f"there is no configuration file {str(file)!r}",
             hint="give the path of a YAML file; examples/ has one for each game",
         )
-    try:
-        value = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} is not valid YAML: {error}") from error
+    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+
+
+def parse_yaml(text: str, what: str) -> dict[str, Any]:
+    """Return the YAML map that a text holds, none for an empty one; raises ConfigError."""
+    value = _load(text, what)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} holds a {type(value).__name__}, not a map of keys to values")
+        raise ConfigError(
+            f"{what} holds a {type(value).__name__}, not a map of keys to values",
+            hint="begin with `model:` and `env:`; examples/ has one for each game",
+        )
     return cast("dict[str, Any]", value)
+
+
+def _load(text: str, what: str) -> Any:
+    """Read YAML of a bounded size: a few lines of aliases stand for more than any memory holds."""
+    try:
+        value: Any = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{what} is not valid YAML: {error}") from error
+    left, num_values = [value], 0
+    while left:
+        one, num_values = left.pop(), num_values + 1
+        if num_values > MAX_VALUES:
+            raise ConfigError(
+                f"{what} holds more than {MAX_VALUES:,} values",
+                hint="what an alias stands for counts each time",
+            )
+        if isinstance(one, dict):
+            left += cast("dict[Any, Any]", one).values()
+        elif isinstance(one, list):
+            left += cast("list[Any]", one)
+    return value
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -59,12 +88,12 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
         place = cast("dict[str, Any]", inner)
-    place[last] = _scalar(text)
+    place[last] = _scalar(text, f"override {override!r}")
 
 
-def _scalar(text: str) -> Any:
+def _scalar(text: str, what: str) -> Any:
     """Read a value as YAML, taking 1e-5 as the number that people mean."""
-    value = yaml.safe_load(text) if text else ""
+    value = _load(text, what) if text else ""
     if isinstance(value, str):
         try:
             return float(value)

@@ -21,15 +21,13 @@ class Quota(Message):
     """Highest priority that the user's jobs may have."""
 
 
-class UserRecord(Quota):
-    """A user, in the KV bucket of users; the key itself is kept nowhere."""
+class UserInfo(Quota):
+    """What is told of a user."""
 
     user: str
     """Name; also the token of the user's subjects."""
     role: UserRole = "user"
     """An admin manages users and may look at and stop everybody's jobs."""
-    key_hash: str
-    """SHA-256 of the API key, hexadecimal."""
     created: float
     """Seconds since the epoch."""
     expires: float | None = None
@@ -38,19 +36,11 @@ class UserRecord(Quota):
     """When the user was shut out for good."""
 
 
-class UserInfo(Quota):
-    """What is told of a user: the record without the hash."""
+class UserRecord(UserInfo):
+    """A user, in the KV bucket of users; the key itself is kept nowhere."""
 
-    user: str
-    """Name."""
-    role: UserRole
-    """What the user may do."""
-    created: float
-    """Seconds since the epoch."""
-    expires: float | None = None
-    """When the key ends; null: never."""
-    revoked: float | None = None
-    """When the user was shut out."""
+    key_hash: str
+    """SHA-256 of the API key, hexadecimal."""
 
 
 class Invitation(Message):

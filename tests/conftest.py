@@ -12,11 +12,27 @@ from tinkermq.broker.streams import create_job_streams, create_shared, delete_jo
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
 
+from tests.stack_fixtures import model, shared_stack, stack
+
+__all__ = ["model", "shared_stack", "stack"]
+
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 _numbers = itertools.count(1)
-_LONGEST = ("test_learning", "test_quickstart", "test_kills", "test_bad_input", "test_house")
+_LONGEST = (
+    "test_quickstart",
+    "test_learning",
+    "test_house",
+    "test_secured",
+    "test_kills",
+    "test_inference",
+    "test_serving",
+    "test_cluster",
+    "test_membership",
+    "test_backup",
+    "test_bad_input",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

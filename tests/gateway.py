@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import urllib.error
@@ -16,6 +17,7 @@ from typing import Any
 
 from tinkermq.broker.process import die_with
 
+from tests.certificates import Certificate
 from tests.configs import REPOSITORY
 from tests.waiting import eventually
 
@@ -42,8 +44,16 @@ class Answer:
 class Gateway:
     """A gateway that runs; make one with `run_gateway`."""
 
-    def __init__(self, url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    def __init__(
+        self,
+        url: str,
+        process: "subprocess.Popen[bytes]",
+        log: Path,
+        trusted: Path | None = None,
+    ) -> None:
+        """`trusted`: the certificate, or its authority, of a gateway that serves HTTPS."""
         self.url = url
+        self._tls = ssl.create_default_context(cafile=trusted)
         self.process = process
         self.log = log
 
@@ -66,7 +76,8 @@ class Gateway:
     def _ask(self, method: str, path: str, body: bytes | None, headers: dict[str, str]) -> Answer:
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         request = urllib.request.Request(self.url + path, body, named, method=method)
-        opener = urllib.request.build_opener(_NoRedirect)
+        secure = urllib.request.HTTPSHandler(context=self._tls)
+        opener = urllib.request.build_opener(_NoRedirect, secure)
         try:
             with opener.open(request, timeout=60) as reply:
                 return Answer(reply.status, reply.read(), dict(reply.headers.items()))
@@ -107,11 +118,21 @@ def start(nats: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
 
 
 @contextlib.asynccontextmanager
-async def run_gateway(nats: str, folder: Path) -> AsyncIterator[Gateway]:
-    """Run a gateway until the block ends; it must end by itself at SIGTERM."""
-    port = free_port()
-    process = start(nats, folder, "--port", str(port))
-    gateway = Gateway(f"http://127.0.0.1:{port}", process, folder / "gateway.log")
+async def run_gateway(
+    nats: str, folder: Path, tls: Certificate | None = None
+) -> AsyncIterator[Gateway]:
+    """Run a gateway until the block ends, with `tls` one of HTTPS; it must end at SIGTERM."""
+    port, words, scheme = free_port(), list[str](), "http"
+    if tls is not None:
+        scheme = "https"
+        words = ["--certificate", str(tls.certificate), "--certificate-key", str(tls.key)]
+    process = start(nats, folder, "--port", str(port), *words)
+    gateway = Gateway(
+        f"{scheme}://127.0.0.1:{port}",
+        process,
+        folder / "gateway.log",
+        tls.certificate if tls else None,
+    )
     try:
         await eventually(gateway.alive, "the gateway to answer")
         yield gateway

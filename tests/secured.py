@@ -20,19 +20,21 @@ from tinkermq.broker.credentials import PoolSecrets
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.keys import JobIdentity, job_key
 from tinkermq.broker.login import CREDENTIALS_VARIABLE
-from tinkermq.broker.rpc import Service, call
+from tinkermq.broker.rpc import Service
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams, create_shared
+from tinkermq.broker.user_calls import ask_users
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import BrokerError
 from tinkermq.schemas.job import ActorPlacement, JobRecord, Role
-from tinkermq.schemas.message import Message
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope, rpc
+from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.user import AddUser, NewKey
 
-from tests.waiting import PATIENCE_S, eventually
+from tests.waiting import PATIENCE_S, eventually, until
 
+REFUSED = r"may not|refused"
+"""What every refusal says."""
 ROLES: dict[str, Role] = {
     "learner": "learner",
     "generator-0": "generator",
@@ -142,7 +144,7 @@ class SecuredPool:
         """Connect as a user, made on the way."""
         if name not in self.keys:
             admin = await self.connected(self.admin_key)
-            self.keys[name] = (await ask(admin, "add", AddUser(user=name), NewKey)).secret
+            self.keys[name] = (await ask_users(admin, "add", AddUser(user=name), NewKey)).secret
         return await self.connected(self.keys[name])
 
     async def connected(self, key: str) -> Broker:
@@ -173,16 +175,27 @@ class SecuredPool:
         return await self.connected(job_key(identity, self.secrets.job_secret()))
 
 
-async def ask(broker: Broker, method: str, request: Message, reply: Any) -> Any:
-    """Ask the desk of users."""
-    return await call(
-        broker,
-        rpc(broker.user, "users", method),
-        request,
-        reply,
-        timeout_s=20,
-        waiting_for="the auth service",
-    )
+async def refused_publish(broker: Broker, subject: str, payload: bytes = b"x") -> None:
+    """Publish, and see the broker refuse it."""
+    errors: list[BrokerError] = []
+    remove = broker.on_error(errors.append)
+    await broker.nc.publish(subject, payload, reply=broker.nc.new_inbox())
+    await broker.nc.flush()
+    await until(lambda: bool(errors), f"{subject} to be denied")
+    remove()
+    assert "may not publish" in errors[0].message
+
+
+async def refused_listen(broker: Broker, subject: str) -> None:
+    """Subscribe, and see the broker refuse it."""
+    errors: list[BrokerError] = []
+    remove = broker.on_error(errors.append)
+    listening = await broker.listen(subject, lambda _: None)
+    await broker.nc.flush()
+    await until(lambda: bool(errors), f"{subject} to be denied")
+    remove()
+    assert "may not subscribe" in errors[0].message
+    await listening.stop()
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run the whole stack; their conftest files import them."""
+"""Fixtures of the tests that run the whole stack; tests/conftest.py imports them."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,15 +27,15 @@ def warm_model(game: str) -> Path:
     return WARM_MODELS / game
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def module_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    """One stack for the tests of a module."""
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def shared_stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """One stack for all tests of this process: its fork server imports torch once."""
     async with Stack(tmp_path_factory.mktemp("stack")) as stack:
         yield stack
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def stack(module_stack: Stack) -> AsyncIterator[Stack]:
-    """Lend the module's stack to a test; its jobs end with it."""
-    yield module_stack
-    await module_stack.stop_all()
+@pytest_asyncio.fixture(loop_scope="session")
+async def stack(shared_stack: Stack) -> AsyncIterator[Stack]:
+    """Lend the shared stack to a test; its jobs end with it."""
+    yield shared_stack
+    await shared_stack.stop_all()

@@ -20,7 +20,7 @@ from ...broker.permissions import (
 )
 from ...broker.users import UserStore
 from ...schemas.errors import AuthError, TinkermqError
-from ...schemas.user import UserRecord
+from ...schemas.user import Invitation, UserRecord
 
 
 class Admission(NamedTuple):
@@ -79,10 +79,9 @@ class Gate:
     async def _invited(self, code: str) -> Admission:
         number = id_of_invitation(code)
         invitation = await self._users.invitation(number) if number else None
-        if invitation is None or not is_same(invitation.code_hash, key_hash(code)):
+        if invitation is None:
             raise AuthError("no invitation")
-        if invitation.uses_left < 1 or invitation.expires < time.time():
-            raise AuthError("an invitation that is used up")
+        check_invitation(invitation, code)
         return Admission("invited", invited_permissions(), invitation.expires)
 
 
@@ -94,3 +93,11 @@ def check_record(record: UserRecord | None, key: str) -> None:
         raise AuthError("a revoked user")
     if record.expires is not None and record.expires < time.time():
         raise AuthError("a key that has expired")
+
+
+def check_invitation(invitation: Invitation, code: str) -> None:
+    """Raise AuthError unless `code` is that of the invitation, and somebody may still use it."""
+    if not is_same(invitation.code_hash, key_hash(code)):
+        raise AuthError("no invitation", hint="ask an admin for one")
+    if invitation.uses_left < 1 or invitation.expires < time.time():
+        raise AuthError("an invitation that is used up", hint="ask an admin for another")

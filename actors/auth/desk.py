@@ -8,7 +8,7 @@ from typing import TypeVar
 from nats.aio.client import Client
 
 from ...broker.credentials import expiry
-from ...broker.keys import id_of_invitation, is_same, key_hash, new_api_key, new_invitation
+from ...broker.keys import id_of_invitation, key_hash, new_api_key, new_invitation
 from ...broker.rpc import Handler, RequestContext, Service
 from ...broker.users import UserStore
 from ...schemas.errors import AuthError, ConflictError, NotFoundError, StateError, TinkermqError
@@ -31,6 +31,7 @@ from ...schemas.user import (
     UserReply,
 )
 from .audit import Audit
+from .callout import check_invitation
 from .kicks import kick
 
 R = TypeVar("R")
@@ -156,9 +157,7 @@ class UserDesk:
             raise _taken(name)
 
         def use(invitation: Invitation) -> Invitation:
-            known = is_same(invitation.code_hash, key_hash(request.code))
-            if not known or invitation.uses_left < 1 or invitation.expires < time.time():
-                raise AuthError("this invitation is used up", hint="ask an admin for another")
+            check_invitation(invitation, request.code)
             return invitation.model_copy(update={"uses_left": invitation.uses_left - 1})
 
         invitation = await self._users.change_invitation(number, use)

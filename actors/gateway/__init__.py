@@ -3,6 +3,6 @@
 It has no rights of its own: `sessions` holds one connection to the broker per logged-in user, made
 with that user's key, so that NATS decides over HTTP, too. `scheduler` asks for changes; `records`,
 `curves`, `history`, `rollouts`, `episodes`, `logs` and `checkpoints` read; `pages`, `users` and
-`api` answer, `openai` in OpenAI's protocol; `live` streams what is new; `app` puts them together,
-`server` is the process around it.
+`api` answer, `openai` in OpenAI's protocol; `rest` lists the operations of `api`; `live` streams
+what is new; `app` puts them together, `server` is the process around it.
 """

@@ -1,16 +1,10 @@
 """Start a gateway: `python -m tinkermq.actors.gateway --nats URL --host 127.0.0.1 --port 8780`."""
 
-import asyncio
 import sys
 from collections.abc import Sequence
 
-import uvloop
-
-from ...schemas.errors import TinkermqError
 from ..logging import configure_logging
-from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_FAILED, root_cause, service_parser
-
-_TRANSIENT = frozenset({"broker", "deadline", "internal"})
+from ..runtime import EXIT_FAILED, run_process, service_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,17 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         log.error("actor_failed", message=str(error), hint="pip install 'tinkermq[gateway]'")
         return EXIT_FAILED
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(run(Options(**vars(arguments))))
-    except Exception as raised:
-        error = root_cause(raised)
-        if not isinstance(error, TinkermqError):
-            log.error("actor_crashed", exc_info=raised)
-            return EXIT_CRASHED
-        log.error("actor_failed", code=error.code, message=error.message, hint=error.hint)
-        return EXIT_CRASHED if error.code in _TRANSIENT else EXIT_FAILED
-    return EXIT_DONE
+    return run_process(log, lambda: run(Options(**vars(arguments))))
 
 
 if __name__ == "__main__":

@@ -1,46 +1,24 @@
-"""The REST interface: everything that the pages show and do, as JSON below `/api/v1`."""
+"""What the REST interface answers: everything that the pages show and do, as JSON."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from ...schemas.errors import MessageError
 from ...schemas.job import JobRecord
-from ...schemas.load_config import parse_config
-from . import checkpoints, logs, rollouts, users
+from . import checkpoints, logs, rollouts
 from .episodes import show_episode, show_tokens
-from .live import job_stream
-from .operations import BODIES, SubmitBody, act, body_of, config_of, effective, submit
+from .operations import BODIES, SubmitBody, act, body_of, checked_config, effective, submit
 from .overview import actors_of, glance
 from .records import PAGE, Query, row, select
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import Visitor
 from .token_text import TokenTexts, token_texts
 from .web import Json, flag_in, gateway_of, json_of, number_in, scheduler_of, visitor_of
 
 MAX_LIMIT = 1000
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operation of the interface; `openapi` tells of it."""
-
-    method: str
-    path: str
-    handler: Handler
-    summary: str
-    query: tuple[tuple[str, str, str], ...] = ()
-    """Name, type and meaning of each parameter of the query."""
-    body: type[BaseModel] | None = None
-    reply: str = "application/json"
 
 
 async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
@@ -79,8 +57,8 @@ async def submit_job(request: Request) -> Response:
 async def check_config(request: Request) -> Response:
     """Check a configuration without submitting it; answers with the effective one."""
     await visitor_of(request)
-    config = config_of(body_of(SubmitBody, await json_of(request)))
-    return Json({"config": parse_config(config).model_dump(mode="json")})
+    _, full = await checked_config(body_of(SubmitBody, await json_of(request)))
+    return Json({"config": full})
 
 
 async def get_job(request: Request) -> Response:
@@ -109,7 +87,7 @@ async def get_metrics(request: Request) -> Response:
     """Answer with the curves of a job, down-sampled."""
     visitor, record = await job_of(request)
     histories = gateway_of(request).histories
-    return Json(await histories.points(visitor.broker, scope_of(record)))
+    return Json(await histories.points(visitor.broker, record.scope))
 
 
 async def get_events(request: Request) -> Response:
@@ -124,7 +102,7 @@ async def get_logs(request: Request) -> Response:
     """Answer with the last lines that a job's actors wrote."""
     visitor, record = await job_of(request)
     lines = await logs.tail_of_log(
-        visitor.broker, scope_of(record), actor=actor_in(request), limit=_limit(request, 500)
+        visitor.broker, record.scope, actor=actor_in(request), limit=_limit(request, 500)
     )
     return Json({"lines": lines})
 
@@ -156,7 +134,7 @@ async def page_of_rollouts(
     """Return the page of the rollout log that a request names."""
     return await rollouts.read_page(
         visitor.broker,
-        scope_of(record),
+        record.scope,
         before=number_in(request, "before", least=1),
         step=number_in(request, "step", least=1),
         sort=request.query_params.get("sort", "log"),
@@ -173,11 +151,15 @@ async def get_episode(request: Request) -> Response:
 async def read_episode(visitor: Visitor, record: JobRecord, request: Request) -> dict[str, Any]:
     """Return the episode that a path names, with its tokens."""
     seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
-    group, step = await rollouts.read_group(visitor.broker, scope_of(record), seq)
+    group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
     algorithm: dict[str, Any] = record.config.get("algorithm") or {}
-    shown = show_episode(group, number, estimator=algorithm.get("advantage", "grpo"), step=step)
-    texts = await asyncio.to_thread(_texts_of, record)
-    return {"seq": seq, **shown, **show_tokens(group.trajectories[number], texts)}
+    estimator = algorithm.get("advantage", "grpo")
+
+    def show() -> dict[str, Any]:  # thousands of tokens, and images
+        shown = show_episode(group, number, estimator=estimator, step=step)
+        return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
+
+    return await asyncio.to_thread(show)
 
 
 def _texts_of(record: JobRecord) -> TokenTexts:
@@ -212,15 +194,15 @@ async def list_nodes(request: Request) -> Response:
 
 
 async def list_queue(request: Request) -> Response:
-    """Answer with the jobs that wait, and the reason of each, first come first."""
-    records = await (await scheduler_of(request)).list_jobs()
+    """Answer with the jobs that wait and the reason of each, an admin's with everybody's."""
+    records = await (await scheduler_of(request)).told_jobs(widest=True)
     return Json({"queue": [row(record, {}) for record in queue_of(records)]})
 
 
 def queue_of(records: list[JobRecord]) -> list[JobRecord]:
-    """Return the jobs that wait, in the order in which they are looked at."""
+    """Return the jobs that wait, by their place in the queue; those without one yet come last."""
     waiting = [record for record in records if record.state == "QUEUED"]
-    return sorted(waiting, key=lambda one: (-one.priority, one.created))
+    return sorted(waiting, key=lambda one: (one.place == 0, one.place))
 
 
 async def who_am_i(request: Request) -> Response:
@@ -234,100 +216,3 @@ def _record(record: JobRecord) -> dict[str, Any]:
 
 def _limit(request: Request, default: int) -> int:
     return min(number_in(request, "limit", default, least=1) or default, MAX_LIMIT)
-
-
-_LIMIT = ("limit", "integer", "at most so many")
-_JOBS = "/api/v1/jobs"
-_JOB = f"{_JOBS}/{{job}}"
-OPERATIONS: tuple[Operation, ...] = (
-    Operation("GET", "/api/v1/whoami", who_am_i, "The user whose key was sent"),
-    Operation(
-        "GET",
-        _JOBS,
-        list_jobs,
-        "Jobs, newest first",
-        (
-            ("state", "string", "a state, or one of active, queued, completed, failed, cancelled"),
-            ("search", "string", "words that name, id, game, model or reason must contain"),
-            ("offset", "integer", "leave out so many"),
-            _LIMIT,
-        ),
-    ),
-    Operation("POST", _JOBS, submit_job, "Submit a job", body=SubmitBody),
-    Operation("POST", "/api/v1/check", check_config, "Check a configuration", body=SubmitBody),
-    Operation("GET", _JOB, get_job, "One job with its newest figures"),
-    *(
-        Operation("POST", f"{_JOB}/{name}", act_on_job, text, body=BODIES[name])
-        for name, text in (
-            ("stop", "Stop a job, with a checkpoint unless `now`"),
-            ("pause", "Let a running job stand still"),
-            ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
-            ("scale", "Change the number of generators or environment hosts"),
-            ("priority", "Change a job's place in the queue"),
-        )
-    ),
-    Operation("GET", f"{_JOB}/config", get_config, "Configuration, as given and effective"),
-    Operation("GET", f"{_JOB}/metrics", get_metrics, "Curves, at most 1,000 points each"),
-    Operation("GET", f"{_JOB}/events", get_events, "Last events, newest first", (_LIMIT,)),
-    Operation(
-        "GET",
-        f"{_JOB}/logs",
-        get_logs,
-        "Last lines of the actors",
-        (("actor", "string", "only this actor's"), _LIMIT),
-    ),
-    Operation("GET", f"{_JOB}/actors", get_actors, "Actors, and what each waits for"),
-    Operation(
-        "GET",
-        f"{_JOB}/stream",
-        job_stream,
-        "What is new, as server-sent events",
-        (("of", "string", "feed or log"), ("from", "integer", "first sequence; none: from now")),
-        reply="text/event-stream",
-    ),
-    Operation(
-        "GET",
-        f"{_JOB}/rollouts",
-        get_rollouts,
-        "Groups of the rollout log",
-        (
-            ("before", "integer", "entries before this sequence"),
-            ("step", "integer", "only those that this step trained"),
-            ("sort", "string", "log or reward"),
-            ("errors", "boolean", "only what failed"),
-        ),
-    ),
-    Operation(
-        "GET",
-        f"{_JOB}/rollouts/{{seq:int}}/{{episode:int}}",
-        get_episode,
-        "One episode: messages, rewards, tokens",
-    ),
-    Operation("GET", f"{_JOB}/checkpoints", get_checkpoints, "Checkpoints, newest first"),
-    Operation(
-        "GET",
-        f"{_JOB}/checkpoints/{{step:int}}",
-        get_checkpoint,
-        "A checkpoint as a tar archive",
-        reply="application/x-tar",
-    ),
-    Operation("GET", "/api/v1/nodes", list_nodes, "Nodes of the pool"),
-    Operation("GET", "/api/v1/queue", list_queue, "Jobs that wait, and why"),
-    Operation("GET", "/api/v1/users", users.list_users, "Users, for admins"),
-    *(
-        Operation("POST", f"/api/v1/users/{name}", users.change_user, text, body=body)
-        for name, text, body in (
-            ("add", "Make a user; the key is told once, for admins", users.AddBody),
-            ("rotate", "Replace a key, one's own or as an admin", users.RotateBody),
-            ("revoke", "Shut a user out for good, for admins", users.RevokeBody),
-            ("quota", "Change a user's share of the pool, for admins", users.QuotaBody),
-        )
-    ),
-    Operation("GET", "/api/v1/audit", users.read_audit, "What touched security", (_LIMIT,)),
-)
-"""Every operation, in the order in which the page lists them."""
-
-
-def routes() -> list[Route]:
-    """Return the routes of the interface."""
-    return [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]

@@ -23,7 +23,7 @@ from ...broker.presence import list_presences
 from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
-from . import api, openai, pages, users
+from . import openai, pages, rest, users
 from .counters import Counters, pool_text
 from .guard import Guard
 from .openapi import description
@@ -57,7 +57,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/healthz", healthz),
             Route("/metrics", metrics),
             Route("/api/openapi.json", openapi_document),
-            *api.routes(),
+            *rest.routes(),
             *openai.routes(_Brokers()),
             *users.routes(),
             *pages.routes(),
@@ -140,11 +140,17 @@ async def _pool_text(gateway: Gateway, visitor: Visitor) -> bytes:
 
 def _wants_json(request: Request) -> bool:
     path = request.url.path
-    return path.startswith(("/api/v1", "/v1/")) or path in ("/metrics", "/healthz")
+    return path.startswith("/api/v1") or path in ("/metrics", "/healthz")
 
 
 async def _our_error(request: Request, error: TinkermqError) -> Response:
-    status = status_of(error)
+    return _told(request, error, status_of(error))
+
+
+def _told(request: Request, error: TinkermqError, status: int) -> Response:
+    """Answer with an error as who asks reads it."""
+    if request.url.path.startswith("/v1/"):
+        return Json(openai.envelope(error, status), status_code=status)
     if _wants_json(request):
         return Json(error_fields(error), status_code=status)
     if isinstance(error, LogInError) and request.method == "GET":
@@ -158,9 +164,7 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
         f"there is no page {request.url.path}" if error.status_code == 404 else error.detail,
         hint="" if error.status_code != 404 else "begin at /jobs",
     )
-    if _wants_json(request):
-        return Json(error_fields(said), status_code=error.status_code)
-    return pages.error_page(request, said, error.status_code)
+    return _told(request, said, error.status_code)
 
 
 async def _late(request: Request, error: TimeoutError) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+from nats.errors import Error as NatsError
 from nats.js.errors import NotFoundError as StreamNotFound
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
@@ -24,7 +25,7 @@ from ...schemas.subjects import JobScope
 from .curves import live_values
 from .logs import shown_lines
 from .overview import glance
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import Visitor
 from .web import Gateway, gateway_of, number_in, to_json, visitor_of
 
@@ -88,7 +89,7 @@ class _Updates:
 
     async def _hand_on(self, of: str, from_seq: int | None) -> bool:
         """Return False if the streams are not there yet, True when there is nothing more."""
-        scope = scope_of(self._record)
+        scope = self._record.scope
         stream = scope.stream_feed if of == "feed" else scope.stream_log
         subjects = [scope.metric, scope.event] if of == "feed" else [scope.log("*")]
         broker = self._visitor.broker
@@ -108,7 +109,7 @@ class _Updates:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:
             return True
-        except Exception:  # noqa: BLE001  the connection is gone: the browser comes again
+        except (TinkermqError, NatsError):  # the connection is gone: the browser comes again
             await self._queue.put(None)
         return True
 

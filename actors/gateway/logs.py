@@ -14,7 +14,6 @@ from ...schemas.log_line import readable
 from ...schemas.message import Message
 from ...schemas.metric import Event, LogLines
 from ...schemas.subjects import JobScope
-from .scheduler import scope_of
 
 M = TypeVar("M", bound=Message)
 
@@ -40,7 +39,7 @@ async def tail_of_events(
     broker: Broker, record: JobRecord, *, limit: int = 200, quiet: bool = True
 ) -> list[Event]:
     """Return the last events of a job, newest first; without the bottleneck lines if `quiet`."""
-    scope = scope_of(record)
+    scope = record.scope
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = [event for message in messages if (event := _parse(message, Event)) is not None]
     events = [*record.early, *stored]

@@ -19,13 +19,13 @@ from ...broker.connection import Broker
 from ...broker.parts import ask_parts
 from ...schemas.errors import TinkermqError
 from ...schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from .guard import MAX_INFERENCE_BYTES
 from .openai_answer import Answer, event
 from .openai_body import BodyError, ChatBody, CompletionBody, parse_body
 from .serving_jobs import Serving, ServingJobs
 
 T = TypeVar("T")
 
-MAX_BODY_BYTES = 8 << 20
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
 _STATUS = {
@@ -150,7 +150,7 @@ def _envelope(message: str, status: int, param: str | None, code: str | None) ->
 def _ask(
     broker: Broker, serving: Serving, query: ChatRequest | CompletionRequest
 ) -> AsyncGenerator[InferPart, None]:
-    scope = serving.scope
+    scope = serving.record.scope
     verb = "chat" if isinstance(query, ChatRequest) else "complete"
     return ask_parts(
         broker,
@@ -204,8 +204,8 @@ async def _body(request: Request) -> bytes:
     raw = bytearray()
     async for chunk in request.stream():
         raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is over {MAX_BODY_BYTES:,} bytes")
+        if len(raw) > MAX_INFERENCE_BYTES:
+            raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
     return bytes(raw)
 
 

@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from .api import OPERATIONS, Operation
+from .rest import OPERATIONS, Operation
 
 _TYPED = re.compile(r"\{(\w+)(?::(\w+))?\}")
 _ERROR: dict[str, Any] = {

@@ -1,7 +1,8 @@
 """What can be done to jobs: the same for the forms of the pages and for the REST interface."""
 
+import asyncio
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -9,11 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError, MessageError
 from ...schemas.job import JobRecord, Priority
-from ...schemas.load_config import apply_override, parse_config
+from ...schemas.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.message import summarize
 from .scheduler import Scheduler
 
-ACTIONS = ("stop", "pause", "resume", "scale", "priority")
+B = TypeVar("B", bound=BaseModel)
+
+MAX_YAML = 200_000
+"""Characters of a configuration."""
 
 
 class Body(BaseModel):
@@ -25,9 +29,11 @@ class Body(BaseModel):
 class SubmitBody(Body):
     """A job to be submitted."""
 
-    config: dict[str, Any] | str
+    config: dict[str, Any] | Annotated[str, Field(max_length=MAX_YAML)]
     """The configuration, as an object or as YAML text."""
-    overrides: list[str] = Field(default_factory=list[str], max_length=500)
+    overrides: list[Annotated[str, Field(max_length=MAX_YAML)]] = Field(
+        default_factory=list[str], max_length=500
+    )
     """Keys that differ: `learner.lr=1e-5`."""
     kind: Literal["train", "infer", "eval", "sft"] = "train"
     """What the job does."""
@@ -49,7 +55,7 @@ class StopBody(Body):
 class ScaleBody(Body):
     """How many of which actors a job shall have."""
 
-    role: Literal["generator", "environment"]
+    role: Literal["generator", "environment", "server"]
     """Which actors."""
     count: int = Field(ge=0, le=1024)
     """How many there shall be."""
@@ -76,7 +82,7 @@ BODIES: dict[str, type[Body]] = {
 
 
 async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRecord:
-    """Do one of `ACTIONS` to a job; raises what the scheduler raises."""
+    """Do one of `BODIES` to a job; raises what the scheduler raises."""
     if isinstance(body, StopBody):
         return await scheduler.stop(job, now=body.now)
     if isinstance(body, ScaleBody):
@@ -88,8 +94,7 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
 
 async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     """Submit a job; raises ConfigError, and what the scheduler raises."""
-    config = config_of(body)
-    parse_config(config)
+    config, _ = await checked_config(body)
     return await scheduler.submit(
         config,
         kind=body.kind,
@@ -99,30 +104,21 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     )
 
 
-def config_of(body: SubmitBody) -> dict[str, Any]:
-    """Return the configuration that a submission asks for, overrides laid over it.
+async def checked_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the configuration that a submission asks for, as given and with its defaults.
 
-    Raises ConfigError for text that is no YAML map.
+    Raises ConfigError that names the key.
     """
-    config = from_yaml(body.config) if isinstance(body.config, str) else dict(body.config)
+    return await asyncio.to_thread(_read_config, body)  # reading YAML takes its time
+
+
+def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
+    given = body.config
+    config = parse_yaml(given, "the configuration") if isinstance(given, str) else dict(given)
     for override in body.overrides:
         if override.strip():
             apply_override(config, override.strip())
-    return config
-
-
-def from_yaml(text: str) -> dict[str, Any]:
-    """Read a YAML map; raises ConfigError."""
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"the configuration is not valid YAML: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(
-            f"the configuration holds a {type(value).__name__}, not a map of keys to values",
-            hint="begin with `model:` and `env:`; examples/ has one for each game",
-        )
-    return cast("dict[str, Any]", value)
+    return config, parse_config(config).model_dump(mode="json")
 
 
 def to_yaml(config: Mapping[str, Any]) -> str:
@@ -139,8 +135,13 @@ def effective(config: Mapping[str, Any]) -> dict[str, Any]:
     return parsed.model_dump(mode="json")
 
 
-def body_of(model: type[Body], fields: Mapping[str, Any]) -> Any:
+def body_of(model: type[B], fields: Mapping[str, Any]) -> B:
     """Validate the body of a request; raises MessageError that names the field."""
+    if unknown := set(fields) - set(model.model_fields):
+        raise MessageError(
+            f"the request is malformed: it has no field {min(unknown)!r}",
+            hint="see /api",
+        )
     try:
         return model.model_validate(fields)
     except ValidationError as error:

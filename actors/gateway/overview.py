@@ -10,7 +10,6 @@ from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.metric import Presence
 from .logs import bottleneck_of
 from .records import row
-from .scheduler import scope_of
 from .sessions import Visitor
 from .web import Gateway
 
@@ -49,7 +48,7 @@ def possible(record: JobRecord) -> dict[str, bool]:
 async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]:
     """Return the actors of a job: where each was placed, what it does, whom it waits for."""
     try:
-        entries = await list_presences(visitor.broker, scope_of(record).key)
+        entries = await list_presences(visitor.broker, record.scope.key)
     except TinkermqError:
         entries = []
     heard = {entry.value.actor: entry.value for entry in entries}

@@ -5,6 +5,7 @@ import contextlib
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from nats.js.errors import NotFoundError as StreamNotFound
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -14,7 +15,6 @@ from ...broker.presence import list_presences
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.job import JobRecord
-from ...schemas.load_config import parse_config
 from . import checkpoints, logs
 from .api import actor_in, job_of, page_of_rollouts, query_of, queue_of, read_episode
 from .curves import CHARTS
@@ -24,20 +24,19 @@ from .operations import (
     SubmitBody,
     act,
     body_of,
-    config_of,
+    checked_config,
     effective,
-    from_yaml,
     submit,
     to_yaml,
 )
 from .overview import glance
 from .records import GROUPS, row, select
 from .render import VERSION, render
-from .scheduler import Scheduler, scope_of
+from .scheduler import Scheduler
 from .sessions import COOKIE, SESSION_S, LogInError, Visitor
 from .web import form_of, gateway_of, number_in, scheduler_of, visitor_of
 
-_EVENTS = 12
+_EVENTS, _ALL_EVENTS = 12, 500
 
 
 async def home(_: Request) -> Response:
@@ -141,24 +140,21 @@ async def submit_form(request: Request) -> Response:
     }
     try:
         body = SubmitBody(
-            config=from_yaml(shown["config"]),
+            config=shown["config"],
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
             priority=int(shown["priority"] or 0),
             request_id=form.get("request_id") or None,
         )
         if form.get("do") == "check":
-            shown["checked"] = to_yaml(_checked(body))
+            _, full = await checked_config(body)
+            shown["checked"] = to_yaml(full)
             return render(request, "submit.html", shown)
         record = await submit(Scheduler(visitor), body)
     except (TinkermqError, ValueError) as error:
         shown["error"] = error if isinstance(error, TinkermqError) else MessageError(str(error))
         return render(request, "submit.html", shown, status=400)
     return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
-
-
-def _checked(body: SubmitBody) -> dict[str, Any]:
-    return parse_config(config_of(body)).model_dump(mode="json")
 
 
 async def act_form(request: Request) -> Response:
@@ -184,35 +180,33 @@ async def _last_seq(broker: Broker, stream: str) -> int:
     """Return where live updates begin: what is stored later is not on the page yet."""
     try:
         return int((await stream_info(broker, stream))["state"]["last_seq"])
-    except Exception:  # noqa: BLE001  the job's streams were removed: there is nothing to follow
+    except StreamNotFound:  # the job's streams were removed: there is nothing to follow
         return 0
 
 
 async def job(request: Request) -> Response:
     """Show a job's curves, its actors and its last events."""
-    visitor, record = await job_of(request)
-    scope = scope_of(record)
-    seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, record, limit=_EVENTS)
-    more = {"charts": CHARTS, "events": events, "seq": seq}
-    return await _job_page(request, visitor, record, "curves", more)
+    return await _page_with_events(request, "curves", _EVENTS, charts=CHARTS)
 
 
 async def job_events(request: Request) -> Response:
     """Show a job's events."""
+    return await _page_with_events(request, "events", _ALL_EVENTS)
+
+
+async def _page_with_events(request: Request, tab: str, limit: int, **more: Any) -> Response:
     visitor, record = await job_of(request)
-    scope = scope_of(record)
-    seq = await _last_seq(visitor.broker, scope.stream_feed)
-    events = await logs.tail_of_events(visitor.broker, record, limit=500)
-    return await _job_page(request, visitor, record, "events", {"events": events, "seq": seq})
+    seq = await _last_seq(visitor.broker, record.scope.stream_feed)
+    events = await logs.tail_of_events(visitor.broker, record, limit=limit)
+    return await _job_page(request, visitor, record, tab, {"events": events, "seq": seq, **more})
 
 
 async def job_logs(request: Request) -> Response:
     """Show the ends of the logs of a job's actors."""
     visitor, record = await job_of(request)
-    scope, actor = scope_of(record), actor_in(request)
-    seq = await _last_seq(visitor.broker, scope.stream_log)
-    lines = await logs.tail_of_log(visitor.broker, scope, actor=actor)
+    actor = actor_in(request)
+    seq = await _last_seq(visitor.broker, record.scope.stream_log)
+    lines = await logs.tail_of_log(visitor.broker, record.scope, actor=actor)
     more = {"lines": lines, "actor": actor, "seq": seq}
     return await _job_page(request, visitor, record, "logs", more)
 
@@ -253,7 +247,7 @@ async def pool(request: Request) -> Response:
     """Show nodes, slots, what runs where, and who waits for what; `?part=rows` only that."""
     visitor = await visitor_of(request)
     scheduler = Scheduler(visitor)
-    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.list_jobs())
+    nodes, records = await asyncio.gather(scheduler.nodes(), scheduler.told_jobs(widest=True))
     services = await _services(visitor.broker)
     shown = {
         "user": visitor.user,

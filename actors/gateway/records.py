@@ -10,10 +10,9 @@ from typing import Any, cast
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.connection import Broker
-from ...broker.recent import recent_values
+from ...broker.recent import recent_values, run_row
 from ...schemas.errors import TinkermqError
 from ...schemas.job import FINAL_STATES, JobRecord
-from .scheduler import scope_of
 
 PAGE = 50
 FIGURES_AGE_S = 2.0
@@ -121,7 +120,7 @@ class Figures:
         if record.started is None and record.state == "QUEUED":
             return {}
         try:
-            values = await recent_values(broker, scope_of(record))
+            values = await recent_values(broker, record.scope)
         except (StreamNotFound, TinkermqError, TimeoutError):
             values = {}
         age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
@@ -134,32 +133,21 @@ class Figures:
 def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
     """Return what the table and the REST interface tell of a job, beside its configuration."""
     training = _section(record, "training")
-    live = record.state not in FINAL_STATES
     return {
-        "job": record.job,
+        **run_row(record, values),
         "name": record.name,
         "user": record.user,
-        "kind": record.kind,
-        "state": record.state,
-        "reason": record.reason,
         "priority": record.priority,
         "game": game_of(record),
         "model": model_of(record),
-        "step": int(values.get("step", record.version)),
         "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
-        "reward": values.get("training_step_reward"),
-        "validation": values.get("val/mean_score"),
         "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
-        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
         "slots_wanted": sum(one.slots for one in record.actors),
-        "restarts": sum(one.restarts for one in record.actors),
-        "attempt": record.attempt,
         "fork_of": record.fork_of,
-        "stopping": record.stop != "no" and live,
+        "stopping": record.stop != "no" and record.state not in FINAL_STATES,
         "created": record.created,
         "started": record.started,
         "finished": record.finished,
-        "age_s": (record.finished or time.time()) - record.created,
     }
 
 

@@ -4,9 +4,9 @@ import time
 from typing import TypeVar
 
 from ...broker.scheduler_calls import SchedulerCalls
+from ...schemas.errors import AuthError
 from ...schemas.job import JobRecord
 from ...schemas.message import Message
-from ...schemas.subjects import JobScope
 from .sessions import Visitor
 
 R = TypeVar("R", bound=Message)
@@ -21,6 +21,19 @@ class Scheduler(SchedulerCalls):
         super().__init__(visitor.broker)
         self._visitor = visitor
 
+    async def get(self, job: str) -> JobRecord:
+        """Return a job of the visitor; raises NotFoundError, AuthError for that of another.
+
+        The scheduler tells admins of it, but this connection cannot read what the job has stored.
+        """
+        record = await super().get(job)
+        if record.user != self._visitor.user:
+            raise AuthError(
+                f"job {record.job} is {record.user}'s, and only its owner sees into it here",
+                hint=f"as an admin: TINKERMQ_AS={record.user} tinkermq logs {record.name}",
+            )
+        return record
+
     async def list_jobs(self) -> list[JobRecord]:
         """Return all jobs of the visitor, newest first; as of a second ago at the oldest."""
         kept = self._visitor.listed
@@ -34,8 +47,3 @@ class Scheduler(SchedulerCalls):
         if method not in ("get", "list", "nodes"):
             self._visitor.listed = None
         return await super()._ask(method, request, reply)
-
-
-def scope_of(record: JobRecord) -> JobScope:
-    """Return the names of a job."""
-    return JobScope(record.user, record.job)

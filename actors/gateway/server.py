@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -14,11 +15,12 @@ import structlog
 import uvicorn
 
 from ...broker.connection import connect
+from ...broker.faults import check_url
 from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.presence import PresenceBeat
 from ...broker.rpc import Service
 from ...broker.streams import create_shared, wait_for_shared
-from ...schemas.errors import ConfigError, StorageError
+from ...schemas.errors import BrokerError, ConfigError, StorageError
 from ...schemas.metric import Presence
 from ..systemd import told_to_systemd
 from .app import make_app
@@ -51,8 +53,11 @@ class Options:
 async def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises ConfigError for an address that must not be listened on, StorageError for one in use.
+    Raises ConfigError for an address that must not be listened on and for a certificate that
+    cannot be used, StorageError for an address in use.
     """
+    check_url(options.nats)
+    _check_certificate(options)
     with_keys = await _until_broker(options.nats)
     if not with_keys and options.host not in LOOPBACK:
         raise ConfigError(
@@ -120,10 +125,27 @@ async def _until_broker(url: str) -> bool:
     while True:
         try:
             return await asks_for_keys(url)
-        except Exception:
+        except BrokerError:
             if time.monotonic() > deadline:
                 raise
             await asyncio.sleep(_RETRY_S)
+
+
+def _check_certificate(options: Options) -> None:
+    certificate, key = options.certificate, options.certificate_key
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        raise ConfigError(
+            "--certificate and --certificate-key belong together", hint="give both, or neither"
+        )
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:
+        raise ConfigError(
+            f"the certificate {certificate} cannot be used: {error}",
+            hint="give the PEM files of a certificate and of its key, readable by this user",
+        ) from error
 
 
 @contextlib.contextmanager

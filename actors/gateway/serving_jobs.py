@@ -9,7 +9,6 @@ from ...broker.jobs import JobStore
 from ...broker.presence import presences
 from ...schemas.errors import NotFoundError
 from ...schemas.job import JobRecord
-from ...schemas.subjects import JobScope
 
 _FRESH_S = 2.0
 
@@ -22,11 +21,6 @@ class Serving:
     version: int | None
     adapter: str = ""
     """Which of its further adapters, as `run@step`; empty: what it serves first."""
-
-    @property
-    def scope(self) -> JobScope:
-        """The names of the job."""
-        return JobScope(self.record.user, self.record.job)
 
     @property
     def model(self) -> str:
@@ -94,8 +88,7 @@ async def _read(broker: Broker) -> list[Serving]:
 
 
 async def _serving(broker: Broker, record: JobRecord) -> Serving | None:
-    scope = JobScope(record.user, record.job)
-    entry = await presences(broker).get(f"{scope.key}.server-0")
+    entry = await presences(broker).get(f"{record.scope.key}.server-0")
     if entry is None or entry.value.state != "working":
         return None
     return Serving(record, entry.value.version)

@@ -67,6 +67,8 @@ def _load(file: str, _changed_ns: int) -> TokenTexts:
         return TokenTexts()
     try:
         return TokenTexts(Tokenizer.from_file(file))
-    except Exception as error:  # noqa: BLE001  tokenizers raises plain Exception for a bad file
+    except Exception as error:
+        if type(error) is not Exception:  # the kind that tokenizers raises for a bad file
+            raise
         _log.warning("tokenizer_unreadable", file=file, error=str(error))
         return TokenTexts()

@@ -1,17 +1,14 @@
 """The users of a pool with authentication: what admins see and change, and what users see of it."""
 
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...broker.rpc import call
-from ...schemas.errors import BrokerError, NotFoundError, StateError
-from ...schemas.job import Priority
+from ...broker.user_calls import ask_users
+from ...schemas.errors import NotFoundError, StateError
 from ...schemas.message import Empty, Message
-from ...schemas.subjects import rpc
 from ...schemas.user import (
     AddUser,
     AuditList,
@@ -24,94 +21,30 @@ from ...schemas.user import (
     UserList,
     UserReply,
 )
-from .operations import Body, body_of
+from .operations import body_of
 from .render import render
 from .sessions import Visitor
 from .web import Json, form_of, gateway_of, json_of, number_in, visitor_of
 
-R = TypeVar("R", bound=Message)
-
-_TIMEOUT_S = 20.0
 _AUDIT_SHOWN = 500
 
 
-class AddBody(Body):
-    """A new user."""
-
-    user: str
-    """Name: lower-case letters, digits and '_'."""
-    role: Literal["user", "admin"] = "user"
-    """An admin manages users, and sees and stops everybody's jobs."""
-    days: float = Field(default=365.0, ge=0)
-    """Life of the key in days; 0: for ever."""
-    max_slots: int | None = Field(default=None, ge=0)
-    """Slots that the user's jobs may hold at once; null: no bound."""
-
-
-class RotateBody(Body):
-    """A new key in the place of the old one."""
-
-    user: str
-    """Name."""
-    days: float = Field(default=365.0, ge=0)
-    """Life of the new key in days; 0: for ever."""
-
-
-class RevokeBody(Body):
-    """The end of a user's rights."""
-
-    user: str
-    """Name."""
-
-
-class QuotaBody(Body):
-    """A user's share of the pool; what is left out stays as it is."""
-
-    user: str
-    """Name."""
-    max_slots: int | None = Field(default=None, ge=-1)
-    """Slots that the user's jobs may hold at once; -1: no bound."""
-    weight: float | None = Field(default=None, gt=0)
-    """Share in relation to the others who wait."""
-    max_priority: Priority | None = None
-    """Highest priority of the user's jobs."""
-
-
-BODIES: dict[str, tuple[type[Body], type[Message], type[Message]]] = {
-    "add": (AddBody, AddUser, NewKey),
-    "rotate": (RotateBody, RotateKey, NewKey),
-    "revoke": (RevokeBody, NameUser, UserReply),
-    "quota": (QuotaBody, SetQuota, UserReply),
+REQUESTS: dict[str, tuple[type[Message], type[Message]]] = {
+    "add": (AddUser, NewKey),
+    "rotate": (RotateKey, NewKey),
+    "revoke": (NameUser, UserReply),
+    "quota": (SetQuota, UserReply),
 }
-"""What can be done, by name: the body of the request, what is asked, and what comes back."""
-
-
-async def ask(visitor: Visitor, method: str, request: Message, reply: type[R]) -> R:
-    """Ask the desk of users on behalf of a visitor; raises AuthError where only admins may."""
-    subject = rpc(visitor.user, "users", method)
-    try:
-        return await call(
-            visitor.broker,
-            subject,
-            request,
-            reply,
-            timeout_s=_TIMEOUT_S,
-            waiting_for="the auth service",
-        )
-    except NotFoundError as error:
-        if subject not in error.message:
-            raise
-        raise BrokerError("no auth service answers", hint="see `tinkermq doctor`") from error
+"""What can be done, by name: what is asked, which is the body of the request, and the answer."""
 
 
 async def change(visitor: Visitor, action: str, fields: dict[str, Any]) -> Message:
-    """Do one of `BODIES`; raises MessageError for a malformed request."""
-    if action not in BODIES:
-        known = ", ".join(BODIES)
+    """Do one of `REQUESTS`; raises MessageError for a malformed request."""
+    if action not in REQUESTS:
+        known = ", ".join(REQUESTS)
         raise NotFoundError(f"{action!r} cannot be done to a user", hint=f"there are {known}")
-    body, request, reply = BODIES[action]
-    asked = request(**body_of(body, fields).model_dump())
-    return await ask(visitor, action, asked, reply)
+    request, reply = REQUESTS[action]
+    return await ask_users(visitor.broker, action, body_of(request, fields), reply)
 
 
 def _check_keys(request: Request) -> None:
@@ -129,13 +62,13 @@ async def page(request: Request) -> Response:
 
 
 async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Response:
-    me = (await ask(visitor, "me", Empty(), UserReply)).user
+    me = (await ask_users(visitor.broker, "me", Empty(), UserReply)).user
     shown: dict[str, Any] = {"user": visitor.user, "me": me, "made": made}
     shown |= {"users": [], "audit": []}
     if me.role == "admin":
-        shown["users"] = (await ask(visitor, "list", Empty(), UserList)).users
+        shown["users"] = (await ask_users(visitor.broker, "list", Empty(), UserList)).users
         audit = AuditRequest(limit=_AUDIT_SHOWN)
-        records = (await ask(visitor, "audit", audit, AuditList)).records
+        records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
         shown["audit"] = [one for one in records if not _is_look(one)]
     return render(request, "users.html", shown)
 
@@ -160,22 +93,23 @@ async def form(request: Request) -> Response:
 async def list_users(request: Request) -> Response:
     """Answer with all users."""
     _check_keys(request)
-    return Json((await ask(await visitor_of(request), "list", Empty(), UserList)).model_dump())
+    visitor = await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "list", Empty(), UserList))
 
 
 async def change_user(request: Request) -> Response:
     """Do what the end of the path says; answers with the user, or the new key."""
     _check_keys(request)
     visitor, action = await visitor_of(request), request.url.path.rpartition("/")[2]
-    return Json((await change(visitor, action, await json_of(request))).model_dump())
+    return Json(await change(visitor, action, await json_of(request)))
 
 
 async def read_audit(request: Request) -> Response:
     """Answer with what was written down last."""
     _check_keys(request)
     limit = number_in(request, "limit", 200, least=1) or 200
-    asked = AuditRequest(limit=min(limit, 2000))
-    return Json((await ask(await visitor_of(request), "audit", asked, AuditList)).model_dump())
+    asked, visitor = AuditRequest(limit=min(limit, 2000)), await visitor_of(request)
+    return Json(await ask_users(visitor.broker, "audit", asked, AuditList))
 
 
 def routes() -> list[Route]:

@@ -28,7 +28,7 @@ from ..model_folder import (
 from ..runtime import JobContext, settle_memory
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
-from .engine import Engine
+from .engine import Engine, EngineStats
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner, append_given_up
 from .transformers_engine import TransformersEngine
@@ -59,6 +59,19 @@ async def start_engine(
         base=base,
         version=version,
         max_waiting=4 * config.generator.max_episodes,
+    )
+
+
+def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
+    """Put the engine's figures, and more, into the heartbeat."""
+    context.presence = context.presence.model_copy(update={"version": stats.version})
+    context.numbers.update(
+        tokens_per_s=stats.tokens_per_s,
+        busy_share=stats.busy_share,
+        running=stats.running,
+        waiting=stats.waiting,
+        last_pause_s=stats.last_pause_s,
+        **more,
     )
 
 
@@ -219,15 +232,11 @@ class Generator:
             await asyncio.sleep(_STATS_S)
             stats = self._engine.stats()
             now = time.perf_counter()
-            context.presence = context.presence.model_copy(update={"version": stats.version})
-            context.numbers.update(
-                tokens_per_s=stats.tokens_per_s,
-                busy_share=stats.busy_share,
-                running=stats.running,
-                waiting=stats.waiting,
+            tell_engine(
+                context,
+                stats,
                 groups_held=len(self._held),
                 groups_done=self._num_groups,
-                last_pause_s=stats.last_pause_s,
                 idle_share=min(1.0, (self._idle_s - idle_before) / (now - time_before)),
             )
             idle_before, time_before = self._idle_s, now

@@ -48,10 +48,10 @@ class Failures:
         """Take notice that the job is not idle, or not to blame for it."""
         self._heard = self._clock()
 
-    def check_idle(self) -> None:
-        """Raise GameError when nothing has come for too long."""
-        if self._clock() - self._heard >= self._idle_s:
-            raise deserted(self._idle_s)
+    def idle(self) -> GameError | None:
+        """Return the error of a job of which nothing was heard for too long, or None."""
+        late = self._clock() - self._heard >= self._idle_s
+        return deserted(self._idle_s) if late else None
 
     def note(self, blame: Blame | None) -> None:
         """Take notice of one finished task: why it failed, or None if it did not.

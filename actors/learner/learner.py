@@ -22,7 +22,7 @@ from ...broker.stored import get_all
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
-from ...schemas.errors import DeadlineError, GameError, MessageError, StorageError
+from ...schemas.errors import DeadlineError, MessageError, StorageError
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from .admission import num_admissible
@@ -187,19 +187,13 @@ class Learner:
                 return entries
             if decision.dropped:
                 continue
-            await self._give_up_if_idle()
+            if (error := self._failures.idle()) is not None:
+                await self._save()
+                raise error
             missing = training.batch_size - len(self.intake.candidates())
             with self.context.waiting(f"the generators: {max(missing, 0)} more groups"):
                 await self._look_again(self.intake.changed)
         return None
-
-    async def _give_up_if_idle(self) -> None:
-        """End with a checkpoint when nothing has come for too long; raises GameError."""
-        try:
-            self._failures.check_idle()
-        except GameError:
-            await self._save()
-            raise
 
     async def _look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""

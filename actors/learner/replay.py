@@ -26,7 +26,6 @@ from ...schemas.errors import NotFoundError, TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
-from ...schemas.subjects import JobScope
 from ..lora import policy_tensors
 from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_optimizer, load_state
@@ -62,7 +61,7 @@ async def replay(
     """
     config = parse_config(record.config)
     torch.set_num_threads(config.learner.threads)
-    scope = JobScope(record.user, record.job)
+    scope = record.scope
     checkpoints = CheckpointStore(Path(record.run_dir), keep_last=1, keep_every=0)
     newest = checkpoints.latest()
     if newest is None:

@@ -31,10 +31,9 @@ from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
 from .children import ActorStarter, StartChild
+from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
-from .job_keys import with_job_keys
 from .process import STOP_DEADLINE_S, ActorProcess
-from .secrets import with_secrets
 
 RECORD_S = 2.0
 _RECORD_PAUSE_S = 0.05

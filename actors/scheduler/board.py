@@ -11,7 +11,7 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.load_config import parse_config
-from ...schemas.subjects import BUCKET_JOBS, BUCKET_USERS, JobScope
+from ...schemas.subjects import BUCKET_JOBS, BUCKET_USERS
 from ...schemas.user import Quota, UserRecord
 from .queue import Shares
 from .roster import slots_of
@@ -146,7 +146,7 @@ class Board:
 
 def key_of(record: JobRecord) -> str:
     """Return the key of a job in the shared buckets."""
-    return JobScope(record.user, record.job).key
+    return record.scope.key
 
 
 def placed(actors: list[ActorPlacement]) -> list[ActorPlacement]:

@@ -21,7 +21,7 @@ from ...schemas.job import (
 from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
-from ...schemas.subjects import JobScope, rpc
+from ...schemas.subjects import rpc
 from .board import Board
 from .messenger import tell_learner
 from .pool import Pool
@@ -112,7 +112,7 @@ class Desk:
     async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
         """Keep secrets of a job until it has ended."""
         record = self._board.get(context.user, request.job)
-        names = await self._vault.keep(JobScope(record.user, record.job), request.sealed)
+        names = await self._vault.keep(record.scope, request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"secrets": names})

@@ -15,7 +15,6 @@ from ...schemas.control import ControlReply, ControlRequest
 from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.node import ActorStatus
-from ...schemas.subjects import JobScope
 from .roster import main_actor
 from .states import ACTIVE
 
@@ -72,7 +71,7 @@ async def tell_learner(
     """Send a control request to the learner of a job."""
     return await call(
         broker,
-        JobScope(record.user, record.job).control(main_actor(record.actors).name),
+        record.scope.control(main_actor(record.actors).name),
         ControlRequest(verb=verb, reason=f"{verb} of the job"),
         ControlReply,
         timeout_s=_CONTROL_TIMEOUT_S,

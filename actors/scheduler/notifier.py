@@ -20,7 +20,6 @@ from ...broker.recent import recent_values
 from ...schemas.errors import BrokerError, DeadlineError
 from ...schemas.job import JobRecord
 from ...schemas.secret import NOTIFY_URL
-from ...schemas.subjects import JobScope
 from .vault import Vault
 
 _SEND_S = 30.0
@@ -93,7 +92,7 @@ class Notifier:
 
     async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
         try:
-            values = await recent_values(self._broker, JobScope(record.user, record.job))
+            values = await recent_values(self._broker, record.scope)
         except (StreamNotFound, TimeoutError):
             return
         if plateau.take(values):
@@ -115,7 +114,7 @@ class Notifier:
                 _log.warning("notification_failed", job=record.job, error=error.message)
 
     async def _tell(self, record: JobRecord, text: str) -> None:
-        scope = JobScope(record.user, record.job)
+        scope = record.scope
         url = (await self._vault.values(scope)).get(NOTIFY_URL)
         if url is not None:
             title, body = f"{record.name} {text}", f"{record.name} ({record.state}): {text}"

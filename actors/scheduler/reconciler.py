@@ -192,7 +192,7 @@ class Reconciler:
         try:
             await create_job_streams(
                 self._broker,
-                _scope(record),
+                record.scope,
                 config.limits,
                 ack_wait_s=config.generator.ack_wait_s,
             )
@@ -302,7 +302,7 @@ class Reconciler:
         moved = await self._jobs.transition(record, step.state, step.reason, who, **changes)
         if is_final(moved):
             self._notifier.ended(moved)
-            await settle_job_streams(self._broker, _scope(moved))
+            await settle_job_streams(self._broker, moved.scope)
         return moved
 
     async def _read_versions(self) -> None:
@@ -379,7 +379,3 @@ def _unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStat
     """Return the actors that run on a node without being wanted there (any more)."""
     names = {(actor.user, actor.job, actor.name) for actor in wanted}
     return [status for status in node.actors if (status.user, status.job, status.name) not in names]
-
-
-def _scope(record: JobRecord) -> JobScope:
-    return JobScope(record.user, record.job)

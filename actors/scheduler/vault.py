@@ -102,5 +102,5 @@ class Vault:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")
         if actor.name != request.actor or actor.node is None:
             return OpenedSecrets(values={})
-        values = await self.values(JobScope(record.user, record.job))
+        values = await self.values(record.scope)
         return OpenedSecrets(values={k: v for k, v in values.items() if k != NOTIFY_URL})

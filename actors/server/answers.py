@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...broker.parts import Tell
@@ -156,7 +156,7 @@ class Answers:
                 self._engine.cancel(name)
 
         if sampling.seed is not None:
-            sampling = _seeded(sampling, sampling.seed + choice.number % copies)
+            sampling = replace(sampling, seed=sampling.seed + choice.number % copies)
         generation = await self._engine.generate(
             prompt, sampling, request_id=name, on_token=take if bit_by_bit else None
         )
@@ -227,14 +227,3 @@ class Answers:
 
 def _deltas(choices: Sequence[Choice]) -> list[Delta]:
     return [delta for choice in choices if (delta := choice.delta()) is not None]
-
-
-def _seeded(sampling: Sampling, seed: int) -> Sampling:
-    return Sampling(
-        sampling.max_new_tokens,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.top_k,
-        sampling.stop_token_ids,
-        seed,
-    )

@@ -31,7 +31,7 @@ from ...schemas.lora import LoraConfig
 from ...schemas.subjects import JobScope
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
-from ..generator.generator import make_chat, start_engine
+from ..generator.generator import make_chat, start_engine, tell_engine
 from ..lora import base_of, config_of, is_adapter
 from ..model_folder import load_causal_lm
 from ..runtime import JobContext, settle_memory
@@ -218,14 +218,5 @@ class Server:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         while True:
-            stats = self._engine.stats()
-            context.presence = context.presence.model_copy(update={"version": stats.version})
-            context.numbers.update(
-                tokens_per_s=stats.tokens_per_s,
-                busy_share=stats.busy_share,
-                running=stats.running,
-                waiting=stats.waiting,
-                requests=self._parts.num_running,
-                last_pause_s=stats.last_pause_s,
-            )
+            tell_engine(context, self._engine.stats(), requests=self._parts.num_running)
             await asyncio.sleep(_STATS_S)

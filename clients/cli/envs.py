@@ -115,7 +115,7 @@ def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
         record = await pool.find(run)
         config = EnvConfig.model_validate(record.config["env"])
         host = EnvironmentHost(
-            pool.broker, pool.scope(record), config, name=name, seed=record.config.get("seed", 0)
+            pool.broker, record.scope, config, name=name, seed=record.config.get("seed", 0)
         )
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ...broker.kv import Bucket
+from ...broker.presence import presences
 from ...envs.evaluation import Scored, summarize
 from ...envs.evaluation import compare as compare_versions
 from ...schemas.errors import (
@@ -22,10 +23,11 @@ from ...schemas.errors import (
 )
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
-from ...schemas.metric import EvalRecord, Event, Metric, Presence
-from ...schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS
+from ...schemas.metric import EvalRecord, Event, Metric
+from ...schemas.subjects import BUCKET_EVALS
 from ..follow import follow_run
 from ..home import URL_VARIABLE, find_url
+from ..names import checkpoints_of, run_and_step
 from ..opentinker_keys import merged
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
@@ -140,9 +142,9 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
     if given is not None:
         record = await pool.find(_needed(settings.like))
         return await _evaluate_folder(pool, target, record, given, settings, common)
-    run, _, step = target.partition("@")
+    run, step = run_and_step(target)
     record = await pool.find(run)
-    if not step and record.state not in FINAL_STATES:
+    if step is None and record.state not in FINAL_STATES:
         if settings.differ:
             raise ConfigError(
                 f"run {record.name} is live and is evaluated as it is configured",
@@ -150,8 +152,8 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
             )
         what, values = await _evaluate_live(pool, record)
         return Evaluated(what, values, [])
-    folder = _checkpoint(record, step)
-    what = f"{record.name}@{int(folder.name.removeprefix('step_'))}"
+    step, folder = _checkpoint(record, step)
+    what = f"{record.name}@{step}"
     return await _evaluate_folder(pool, what, record, folder, settings, common)
 
 
@@ -221,28 +223,24 @@ def _needed(like: str | None) -> str:
     return like
 
 
-def _checkpoint(record: JobRecord, step: str) -> Path:
-    """Return the folder of a run's checkpoint, of the last one if no step is given."""
-    folder = Path(record.run_dir) / "checkpoints"
-    found = sorted(folder.glob("step_*"))
-    if step:
-        if not step.isdigit():
-            raise ConfigError(f"{step!r} is no step", hint="write RUN@STEP, such as my-run@40")
-        found = [one for one in found if one.name == f"step_{int(step):06d}"]
-    if not found:
-        which = f"of step {step}" if step else "yet"
+def _checkpoint(record: JobRecord, step: int | None) -> tuple[int, Path]:
+    """Return step and folder of a run's checkpoint, of the last one if no step is given."""
+    found = checkpoints_of(record)
+    step = max(found, default=None) if step is None else step
+    if step not in found:
+        which = "yet" if step is None else f"of step {step}"
         raise NotFoundError(
-            f"run {record.name} has no checkpoint {which} in {folder}",
-            hint=f"see which there are: ls {folder}",
+            f"run {record.name} has no checkpoint {which} in {record.run_dir}",
+            hint=f"see which there are: ls {record.run_dir}/checkpoints",
         )
-    return found[-1]
+    return step, found[step]
 
 
 async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, float]]:
     """Ask a live run's evaluator for its newest version, and wait for the result."""
     version = await _newest_version(pool, record)
     bucket = Bucket(pool.broker, BUCKET_EVALS, EvalRecord)
-    key = f"{pool.scope(record).key}.{version}"
+    key = f"{record.scope.key}.{version}"
     try:
         await bucket.create(key, EvalRecord(version=version, step=version))
     except ConflictError:
@@ -263,8 +261,7 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
 
 
 async def _newest_version(pool: Pool, record: JobRecord) -> int:
-    actors = Bucket(pool.broker, BUCKET_ACTORS, Presence)
-    learner = await actors.get(f"{pool.scope(record).key}.learner")
+    learner = await presences(pool.broker).get(f"{record.scope.key}.learner")
     if learner is None or learner.value.version is None:
         raise NotFoundError(
             f"run {record.name} has no learner that is heard of yet",

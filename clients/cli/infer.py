@@ -1,5 +1,6 @@
 """`tinkermq serve` and `tinkermq infer`: put a model behind a URL, or play a game with it."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from ...schemas.errors import ConfigError, NotFoundError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
 from ..address import JobAddress
-from ..home import find_gateway, find_url
+from ..home import find_openai, find_url
 from ..inference import InferenceReport, run_inference_async
 from ..inference_client import START_S, submit_inference, until_served
 from ..pool import Pool, is_token
@@ -84,15 +85,14 @@ def serve(
 
     url = find_url(common.nats_url)
     record = with_pool(url, work)
-    base = find_gateway(gateway)
     told = {
         "job": record.job,
         "name": record.name,
         "state": record.state,
         "model": record.serves or record.name,
         "adapters": list(record.adapters),
-        "url": f"{base.rstrip('/')}/v1" if base else None,
-        "server_url": _job_url(url, record),
+        "url": find_openai(gateway),
+        "server_url": JobAddress(url, record.scope).server_url,
     }
     if common.json:
         print_json(told)
@@ -200,9 +200,8 @@ def infer(
         apply_override(kwargs, argument)
     progress = _Progress(as_json=common.json)
 
-    async def work(pool: Pool) -> InferenceReport:
-        del pool  # the inference has a connection of its own
-        return await run_inference_async(
+    report = asyncio.run(
+        run_inference_async(
             served.job if served else None,
             [str(path) for path in data] if data else None,
             load_game(chosen) if chosen else None,
@@ -228,8 +227,7 @@ def infer(
             on_job=progress.announce,
             on_start=progress.start,
         )
-
-    report = with_pool(url, work)
+    )
     if common.json:
         print_json_line({"summary": report.summary})
     else:
@@ -342,12 +340,6 @@ def _task(word: str) -> int:
     value: Any = json.loads(word)
     number: Any = cast("dict[str, Any]", value)["task"] if isinstance(value, dict) else value
     return int(number)
-
-
-def _job_url(url: str, record: JobRecord) -> str:
-    from ...schemas.subjects import JobScope
-
-    return JobAddress(url, JobScope(record.user, record.job)).server_url
 
 
 def _print_commands(commands: dict[str, str]) -> None:

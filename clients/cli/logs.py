@@ -71,7 +71,7 @@ async def _lines(
     pool: Pool, record: JobRecord, *, follow_on: bool
 ) -> AsyncGenerator[LogLines, None]:
     """Yield the stored lines, and then new ones for ever if `follow_on`."""
-    scope = pool.scope(record)
+    scope = record.scope
     left = await _num_stored(pool, scope)
     while left is None and follow_on and record.state not in FINAL_STATES:
         await asyncio.sleep(_START_POLL_S)

@@ -91,7 +91,7 @@ def rollouts(
 
     async def work(pool: Pool) -> list[Episode]:
         record = await pool.find(run)
-        return await read_episodes(pool, pool.scope(record), step=step)
+        return await read_episodes(pool, record.scope, step=step)
 
     episodes = with_pool(common.nats_url, work)
     if errors:

@@ -1,7 +1,6 @@
 """`tinkermq ps`, `stop`, `resume`, `fork` and `scale`."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -9,14 +8,14 @@ from cyclopts import Parameter
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.presence import list_presences
-from ...broker.recent import recent_values
+from ...broker.recent import recent_values, run_row
 from ...schemas.errors import ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
 from ...schemas.metric import Presence
-from ..names import did_you_mean
+from ..names import did_you_mean, run_and_step
 from ..pool import Pool, new_request_id
-from ..progress import REWARD, VALIDATION, RunProgress
+from ..progress import RunProgress
 from ..secrets import secrets_for
 from .live import announce
 from .options import COMMON, Common
@@ -73,7 +72,7 @@ async def _list(pool: Pool, *, all: bool) -> list[dict[str, Any]]:
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     """Return what is known of a run, its figures from its newest metrics."""
-    scope = pool.scope(record)
+    scope = record.scope
     try:
         values = await recent_values(pool.broker, scope)
     except StreamNotFound:
@@ -83,20 +82,10 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     live = record.state not in FINAL_STATES
     return {
         "run": record.name,
-        "job": record.job,
-        "kind": record.kind,
-        "state": record.state,
-        "reason": record.reason,
-        "step": int(values.get("step", record.version)),
+        **run_row(record, values),
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
-        "reward": values.get(REWARD),
-        "validation": values.get(VALIDATION),
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
-        "slots": sum(one.slots for one in record.actors if one.node is not None) if live else 0,
-        "age_s": (record.finished or time.time()) - record.created,
-        "restarts": sum(actor.restarts for actor in record.actors),
-        "attempt": record.attempt,
         "waits_for": learner.waits_for if learner is not None else "",
         "run_dir": record.run_dir,
     }
@@ -201,8 +190,8 @@ def fork(
     overrides
         Configuration keys that differ: `learner.lr=1e-5`.
     """
-    run, separator, step = source.rpartition("@")
-    if not separator or not step.isdigit():
+    run, step = run_and_step(source)
+    if step is None:
         raise ConfigError(
             f"{source!r} does not name a checkpoint", hint="write RUN@STEP, such as my-run@40"
         )

@@ -1,18 +1,15 @@
 """`tinkermq user` and `tinkermq register`: the users of a pool with authentication."""
 
-import asyncio
 import os
 import sys
 import time
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from ...broker.connection import connect
 from ...broker.login import KEY_VARIABLE
-from ...broker.rpc import call
-from ...schemas.errors import AuthError, BrokerError, NotFoundError
+from ...broker.user_calls import ask_users
+from ...schemas.errors import AuthError
 from ...schemas.message import Empty, Message
-from ...schemas.subjects import rpc
 from ...schemas.user import (
     AddUser,
     AuditList,
@@ -27,16 +24,14 @@ from ...schemas.user import (
     UserList,
     UserReply,
 )
-from ..home import find_url
-from ..quiet import quiet_logs
+from ..pool import Pool
 from .options import COMMON, Common
 from .output import print_json, print_table, say
-from .session import CONNECT_DEADLINE_S
+from .session import with_pool
 
 R = TypeVar("R", bound=Message)
 
 CODE_VARIABLE = "TINKERMQ_INVITATION"
-_TIMEOUT_S = 20.0
 
 
 def add(
@@ -205,32 +200,10 @@ def register(user: str, /, *, common: Common = COMMON) -> int:
 def _ask(
     common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
 ) -> R:
-    quiet_logs()
-    url = find_url(common.nats_url)
+    async def work(pool: Pool) -> R:
+        return await ask_users(pool.broker, method, request, reply)
 
-    async def work() -> R:
-        async with await connect(
-            url, name="tinkermq", api_key=api_key, deadline_s=CONNECT_DEADLINE_S
-        ) as broker:
-            subject = rpc(broker.user, "users", method)
-            try:
-                return await call(
-                    broker,
-                    subject,
-                    request,
-                    reply,
-                    timeout_s=_TIMEOUT_S,
-                    waiting_for="the auth service",
-                )
-            except NotFoundError as error:
-                if subject not in error.message:
-                    raise
-                raise BrokerError(
-                    f"the pool at {broker.url} has no users",
-                    hint="`tinkermq init` makes the secrets of a pool with authentication",
-                ) from error
-
-    return asyncio.run(work())
+    return with_pool(common.nats_url, work, api_key=api_key)
 
 
 def _show_key(reply: NewKey, *, as_json: bool) -> int:

@@ -71,7 +71,6 @@ JUNK = [
 def test_every_payload_is_a_message_or_a_message_error(valid: Message) -> None:
     @settings(
         max_examples=60,
-        deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
@@ -138,7 +137,7 @@ async def test_a_bucket_goes_on_behind_junk(broker: Broker) -> None:
     assert [entry.key for entry in await bucket.items("u.junk")] == ["u.junk.good"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.text(max_size=80))
 def test_a_scope_takes_only_what_may_stand_in_a_subject(text: str) -> None:
     try:

@@ -250,7 +250,7 @@ async def test_malformed_entries_are_yielded_as_such_and_the_reader_goes_on(
     assert "the group of task 3 was appended as that of task 2" in str(tail.entries[2].error)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(payload=hostile_payloads(make_group(1)), tail=st.text(max_size=30))
 def test_whatever_an_entry_holds_it_is_read_as_a_group_or_an_error(
     payload: bytes, tail: str

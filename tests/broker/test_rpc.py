@@ -326,7 +326,6 @@ async def test_no_payload_ends_a_service(nats_server: NatsServer, valid: Message
 
         @settings(
             max_examples=40,
-            deadline=None,
             database=None,
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
         )

@@ -1,6 +1,5 @@
 """Encrypted connections: checked against an authority, and never without."""
 
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,30 +13,20 @@ from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import BrokerError
 from tinkermq.schemas.subjects import JobScope
 
+from tests.certificates import Certificate, self_signed
 from tests.secured import environment, secured
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for this machine, signed by itself, and its key."""
-    folder = tmp_path_factory.mktemp("tls")
-    certificate, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
-        ],
-        check=True,
-        capture_output=True,
-    )
-    return certificate, key
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    """A certificate for this machine."""
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 async def test_users_connect_encrypted_and_large_objects_are_read_so(
-    tmp_path: Path, certificate: tuple[Path, Path]
+    tmp_path: Path, certificate: Certificate
 ) -> None:
-    with environment(**{CA_VARIABLE: str(certificate[0])}):
+    with environment(**{CA_VARIABLE: str(certificate.certificate)}):
         async with secured(tmp_path, tls=certificate) as pool:
             assert pool.server.url.startswith("tls://")
             ada = await pool.user("ada")
@@ -51,12 +40,12 @@ async def test_users_connect_encrypted_and_large_objects_are_read_so(
 
 
 async def test_a_server_of_an_unknown_authority_is_refused(
-    tmp_path: Path, certificate: tuple[Path, Path]
+    tmp_path: Path, certificate: Certificate
 ) -> None:
     with NatsServer(tmp_path / "nats", tls=certificate) as server:
         with pytest.raises(BrokerError, match=r"(?i)certificate|no NATS server"):
             await connect(server.url, name="test", deadline_s=3)
-        with environment(**{CA_VARIABLE: str(certificate[0])}):
+        with environment(**{CA_VARIABLE: str(certificate.certificate)}):
             async with await connect(server.url, name="test") as broker:
                 await create_job_streams(broker, JobScope("local", "j"), LimitsConfig())
 

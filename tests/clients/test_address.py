@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.clients.address import parse_broker_url, parse_server_url
-from tinkermq.clients.home import Home, StackState, find_gateway
+from tinkermq.clients.home import Home, StackState, find_openai
 from tinkermq.schemas.errors import ConfigError
 
 
@@ -51,11 +51,11 @@ def test_the_gateway_of_the_local_stack_is_found(
     monkeypatch.setenv("TINKERMQ_HOME", str(tmp_path))
     monkeypatch.delenv("TINKERMQ_GATEWAY_URL", raising=False)
     home = Home()
-    assert find_gateway() is None
+    assert find_openai() is None
     with home.locked():
         state = StackState(url="nats://x", pid=1, home=str(tmp_path), started=0.0)
         home.write(state.model_copy(update={"gateway": "http://127.0.0.1:8780"}))
-        assert find_gateway() == "http://127.0.0.1:8780"
+        assert find_openai() == "http://127.0.0.1:8780/v1"
     monkeypatch.setenv("TINKERMQ_GATEWAY_URL", "http://there")
-    assert find_gateway() == "http://there"
-    assert find_gateway("http://given") == "http://given"
+    assert find_openai() == "http://there/v1"
+    assert find_openai("http://given/") == "http://given/v1"

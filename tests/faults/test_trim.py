@@ -21,7 +21,7 @@ from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 BACKUP = "rollout-backup"
 SAVED_STEP = 6

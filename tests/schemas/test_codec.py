@@ -5,7 +5,7 @@ import contextlib
 import msgpack
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from tinkermq.schemas.codec import ARRAY_DTYPES, ARRAY_EXT, MAX_MESSAGE_BYTES, pack, unpack
@@ -24,7 +24,6 @@ def test_plain_values_come_back_as_they_were(value: object) -> None:
 
 
 @given(st.sampled_from(sorted(ARRAY_DTYPES)), st.data())
-@settings(deadline=None)
 def test_arrays_come_back_with_dtype_shape_and_bytes(dtype: str, data: st.DataObject) -> None:
     shape = array_shapes(max_dims=3, max_side=4, min_side=0)
     array = data.draw(arrays(np.dtype(dtype), shape))

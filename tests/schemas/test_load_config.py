@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import all_keys, load_config
+from tinkermq.schemas.load_config import all_keys, load_config, parse_yaml
 
 LEAST = ["model.path=m", "env.game=bandit"]
 
@@ -60,6 +60,19 @@ def test_a_missing_file_and_a_broken_one_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("model: {path")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config(tmp_path / "broken.yaml")
+
+
+def test_aliases_that_stand_for_more_than_memory_holds_are_refused() -> None:
+    lines = [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)]
+    with pytest.raises(ConfigError, match="more than 100,000 values"):
+        parse_yaml("\n".join(["a0: &a0 1", *lines]), "it")
+    with pytest.raises(ConfigError, match="more than 100,000 values"):
+        parse_yaml("a: &a [*a]", "it")
+
+
+def test_an_override_that_is_not_yaml_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"override 'learner\.lr=\[1' is not valid YAML"):
+        load_config(None, [*LEAST, "learner.lr=[1"])
 
 
 def test_every_key_has_a_text() -> None:

@@ -17,7 +17,7 @@ from tests.jobs import Job
 from tests.proofs import assert_every_task_once
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
@@ -40,9 +40,9 @@ def with_template(model: Path, folder: Path, template: str) -> Path:
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def jobs(
-    module_stack: Stack, model: Path, tmp_path_factory: pytest.TempPathFactory
+    shared_stack: Stack, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[dict[str, Job]]:
     """Start a job for each mistake, and one without."""
     folder = tmp_path_factory.mktemp("mistakes")
@@ -78,8 +78,8 @@ async def jobs(
         ),
         "healthy": small_job(model),
     }
-    yield {name: await module_stack.submit(config) for name, config in configs.items()}
-    await module_stack.stop_all()
+    yield {name: await shared_stack.submit(config) for name, config in configs.items()}
+    await shared_stack.stop_all()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tests.configs import small_job
 from tests.stack import Stack
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 OPENTINKER = {
     "adv_estimator": "grpo",

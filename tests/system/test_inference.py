@@ -34,7 +34,7 @@ from tests.games import RaisesInStep, SlowBandit
 from tests.jobs import Job
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -18,7 +18,7 @@ from tests.stack_fixtures import warm_model
 pytestmark = [
     pytest.mark.learns,
     pytest.mark.timeout(900),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
 ]
 
 

@@ -12,7 +12,7 @@ from tests.jobs import Job
 from tests.proofs import assert_no_task_twice
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def members(job: Job, since: int) -> tuple[set[str], set[str]]:

@@ -17,7 +17,7 @@ from tests.jobs import Job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def episode(reward: float, last_token: int = 13) -> Any:

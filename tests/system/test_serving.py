@@ -23,7 +23,7 @@ from tests.jobs import Job
 from tests.stack import Stack
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def run(stack: Stack, *words: str) -> Outcome:
@@ -35,8 +35,8 @@ async def run(stack: Stack, *words: str) -> Outcome:
     return Outcome(done.returncode, done.stdout.decode(), done.stderr.decode())
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def trained(module_stack: Stack, model: Path) -> Job:
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def trained(shared_stack: Stack, model: Path) -> Job:
     """A run with checkpoints of steps 2 and 4, whose game the pool hosts."""
     config = small_job(
         model,
@@ -44,9 +44,9 @@ async def trained(module_stack: Stack, model: Path) -> Job:
         rollout={"max_turns": 3, "max_response_tokens": 64},
         training={"num_steps": 4, "save_freq": 2, "keep_last": 3},
     )
-    job = await module_stack.submit(config)
+    job = await shared_stack.submit(config)
     await job.until("COMPLETED")
-    module_stack.jobs.remove(job)
+    shared_stack.jobs.remove(job)
     return job
 
 

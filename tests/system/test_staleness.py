@@ -22,7 +22,7 @@ from tests.models import plain_logprobs
 from tests.proofs import assert_every_task_once
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STRAGGLERS = {
     "game": "tests.games:SlowBandit",
@@ -33,10 +33,10 @@ STRAGGLERS = {
 COIN = {"game": "tests.games:FirstLetter", "num_val": 0}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def runs(module_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def runs(shared_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]]:
     """Start all runs of this module."""
-    stack = module_stack
+    stack = shared_stack
 
     def straggling(max_staleness: int, policy: str) -> dict:
         training = {"num_steps": 16, "max_staleness": max_staleness, "staleness_policy": policy}

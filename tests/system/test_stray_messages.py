@@ -9,7 +9,7 @@ from tinkermq.schemas.subjects import JobScope
 from tests.configs import small_job
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 JUNK = [
     b"",

@@ -11,6 +11,7 @@ from tinkermq.broker.login import Login
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import get_all
+from tinkermq.broker.user_calls import ask_users
 from tinkermq.broker.users import UserStore
 from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
 from tinkermq.schemas.message import Empty
@@ -29,7 +30,7 @@ from tinkermq.schemas.user import (
     UserReply,
 )
 
-from tests.secured import SecuredPool, ask
+from tests.secured import SecuredPool
 from tests.strategies import make_group
 from tests.waiting import eventually, until
 
@@ -39,7 +40,7 @@ REFUSED = "refuses this user"
 
 async def audit(pool: SecuredPool) -> list[AuditRecord]:
     root = await pool.user("root")
-    return (await ask(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
+    return (await ask_users(root, "audit", AuditRequest(limit=1000), AuditList)).records[::-1]
 
 
 async def refused(pool: SecuredPool, key: str) -> None:
@@ -63,7 +64,7 @@ async def shut_out(broker: Broker, errors: list[BrokerError]) -> None:
 
 async def test_a_user_gets_in_with_the_own_key_and_learns_who_he_is(pool: SecuredPool) -> None:
     ada = await pool.user("ada")
-    told = (await ask(ada, "me", Empty(), UserReply)).user
+    told = (await ask_users(ada, "me", Empty(), UserReply)).user
     assert (told.user, told.role, told.revoked) == ("ada", "user", None)
     assert told.expires > time.time()
 
@@ -99,30 +100,30 @@ async def test_an_old_key_ends_with_its_replacement_and_closes_its_connections(
     bob = await pool.user("bob")
     old, errors = pool.keys["bob"], watched(bob)
     root = await pool.user("root")
-    fresh = (await ask(root, "rotate", RotateKey(user="bob"), NewKey)).secret
+    fresh = (await ask_users(root, "rotate", RotateKey(user="bob"), NewKey)).secret
     await shut_out(bob, errors)
     await refused(pool, old)
     again = await pool.connected(fresh)
     errors = watched(again)
-    own = (await ask(again, "rotate", RotateKey(user="bob", days=0), NewKey)).secret
+    own = (await ask_users(again, "rotate", RotateKey(user="bob", days=0), NewKey)).secret
     await shut_out(again, errors)
     await refused(pool, fresh)
-    told = (await ask(await pool.connected(own), "me", Empty(), UserReply)).user
+    told = (await ask_users(await pool.connected(own), "me", Empty(), UserReply)).user
     assert told.expires is None
 
 
 async def test_a_revoked_user_is_thrown_out_for_good(pool: SecuredPool) -> None:
     eve, root = await pool.user("eve"), await pool.user("root")
     errors = watched(eve)
-    await ask(root, "revoke", NameUser(user="eve"), UserReply)
+    await ask_users(root, "revoke", NameUser(user="eve"), UserReply)
     await shut_out(eve, errors)
     await refused(pool, pool.keys["eve"])
     with pytest.raises(StateError, match="was revoked"):
-        await ask(root, "rotate", RotateKey(user="eve"), NewKey)
+        await ask_users(root, "rotate", RotateKey(user="eve"), NewKey)
     with pytest.raises(ConflictError, match="there is a user 'eve' already"):
-        await ask(root, "add", AddUser(user="eve"), NewKey)
+        await ask_users(root, "add", AddUser(user="eve"), NewKey)
     with pytest.raises(StateError, match="cannot revoke himself"):
-        await ask(root, "revoke", NameUser(user="root"), UserReply)
+        await ask_users(root, "revoke", NameUser(user="root"), UserReply)
     done = {(one.who, one.what, one.target) for one in await audit(pool) if one.outcome == "done"}
     assert {("root", "users.add", "eve"), ("root", "users.revoke", "eve")} <= done
 
@@ -130,7 +131,7 @@ async def test_a_revoked_user_is_thrown_out_for_good(pool: SecuredPool) -> None:
 async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> None:
     root = await pool.user("root")
     request = AddUser(user="brief", days=4 / 86_400)
-    key = (await ask(root, "add", request, NewKey)).secret
+    key = (await ask_users(root, "add", request, NewKey)).secret
     broker = await pool.connected(key)
     await asyncio.wait_for(broker.closed.wait(), 60)
     await refused(pool, key)
@@ -139,12 +140,12 @@ async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> 
 async def test_the_quota_is_where_the_scheduler_reads_it(pool: SecuredPool) -> None:
     await pool.user("ada")
     root, scheduler = await pool.user("root"), await pool.service("scheduler")
-    await ask(root, "quota", SetQuota(user="ada", max_slots=3, weight=2), UserReply)
+    await ask_users(root, "quota", SetQuota(user="ada", max_slots=3, weight=2), UserReply)
     record = await UserStore(scheduler).get("ada")
     assert record is not None
     assert (record.max_slots, record.weight) == (3, 2.0)
-    await ask(root, "quota", SetQuota(user="ada", max_slots=-1), UserReply)
-    users = (await ask(root, "list", Empty(), UserList)).users
+    await ask_users(root, "quota", SetQuota(user="ada", max_slots=-1), UserReply)
+    users = (await ask_users(root, "list", Empty(), UserList)).users
     assert [one.max_slots for one in users if one.user == "ada"] == [None]
 
 
@@ -152,22 +153,22 @@ async def test_names_that_mean_something_else_are_refused(pool: SecuredPool) -> 
     root = await pool.user("root")
     for name in ("scheduler", "pool", "job", "a-b", "A", "a.b", "*", ">", "", "x" * 33):
         with pytest.raises(MessageError):
-            await ask(root, "add", AddUser(user=name), NewKey)
+            await ask_users(root, "add", AddUser(user=name), NewKey)
 
 
 async def test_who_has_an_invitation_may_register_and_nothing_else(pool: SecuredPool) -> None:
     root = await pool.user("root")
-    code = (await ask(root, "invite", Invite(uses=1, max_slots=2), NewKey)).secret
+    code = (await ask_users(root, "invite", Invite(uses=1, max_slots=2), NewKey)).secret
     guest = await pool.connected(code)
     with pytest.raises(BrokerError, match="may not publish"):
-        await ask(guest, "list", Empty(), UserList)
+        await ask_users(guest, "list", Empty(), UserList)
     with pytest.raises(ConflictError):
-        await ask(guest, "register", Register(code=code, user="root"), NewKey)
-    key = (await ask(guest, "register", Register(code=code, user="zoe"), NewKey)).secret
-    told = (await ask(await pool.connected(key), "me", Empty(), UserReply)).user
+        await ask_users(guest, "register", Register(code=code, user="root"), NewKey)
+    key = (await ask_users(guest, "register", Register(code=code, user="zoe"), NewKey)).secret
+    told = (await ask_users(await pool.connected(key), "me", Empty(), UserReply)).user
     assert (told.role, told.max_slots) == ("user", 2)
     with pytest.raises(AuthError, match="used up"):
-        await ask(guest, "register", Register(code=code, user="zoe2"), NewKey)
+        await ask_users(guest, "register", Register(code=code, user="zoe2"), NewKey)
     await refused(pool, code)
 
 
@@ -205,7 +206,7 @@ async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool)
     await reading
 
     async def back() -> bool:
-        return (await ask(ada, "me", Empty(), UserReply)).user.user == "ada"
+        return (await ask_users(ada, "me", Empty(), UserReply)).user.user == "ada"
 
     await eventually(back, "an answer")
 

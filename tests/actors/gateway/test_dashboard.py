@@ -12,7 +12,7 @@ from tests.configs import small_job
 from tests.gateway import Gateway
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 
 
 async def last_step(page: Page) -> int:

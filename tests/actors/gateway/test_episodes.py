@@ -137,3 +137,5 @@ def test_texts_come_from_the_models_tokenizer_characters_at_their_last_byte(tmp_
     assert "".join(texts.of(ids)) == "aé<b"
     assert len(texts.of(ids)) == len(ids)
     assert not token_texts(["/nonexistent"]).known
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert not token_texts([str(tmp_path)]).known

@@ -5,22 +5,27 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
+from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.broker.keys import new_api_key
 from tinkermq.broker.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared
+from tinkermq.broker.user_calls import ask_users
 from tinkermq.schemas.user import NameUser, UserReply
 
 from tests.browser import Browser, watched_page
-from tests.gateway import Gateway, run_gateway
-from tests.secured import SecuredPool, ask, environment, secured
-from tests.waiting import eventually
+from tests.certificates import self_signed
+from tests.gateway import Gateway, run_gateway, start
+from tests.secured import SecuredPool, environment, secured
+from tests.waiting import PATIENCE_S, eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class Guarded:
     gateway: Gateway
     pool: SecuredPool
 
+    @property
+    def credentials(self) -> str:
+        return str(self.pool.secrets.credentials("gateway"))
+
     def key(self, user: str) -> str:
         return self.pool.keys[user]
 
@@ -37,7 +46,7 @@ class Guarded:
         return bearer(self.key(user))
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
     """A gateway to a secured pool with a scheduler and no nodes."""
     folder = tmp_path_factory.mktemp("guarded")
@@ -85,6 +94,37 @@ async def test_each_key_shows_the_jobs_of_its_own_user(guarded: Guarded) -> None
             f"/api/v1/jobs/job-of-{other}/resume", {}, **bearer(key)
         )
         assert answer.status == 404
+
+
+async def test_an_admin_is_told_how_to_look_into_the_job_of_somebody_else(guarded: Guarded) -> None:
+    admin = bearer(guarded.pool.admin_key)
+    for part in ("", "/logs", "/rollouts", "/stream"):
+        answer = await guarded.gateway.get(f"/api/v1/jobs/job-of-alice{part}", **admin)
+        assert answer.status == 403
+        assert "TINKERMQ_AS=alice" in answer.json["error"]["hint"]
+    assert (await guarded.gateway.get("/jobs/job-of-alice", **admin)).status == 403
+
+
+async def test_an_admin_sees_who_waits_and_a_user_only_the_own_jobs(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    admin = bearer(guarded.pool.admin_key)
+    config = {
+        "model": {"path": "models/tiny"},
+        "env": {"game": "bandit", "hosts": 0, "num_val": 0},
+        "output_dir": str(tmp_path),
+    }
+    await guarded.pool.user("erin")
+    erin, bob = guarded.bearer("erin"), guarded.bearer("bob")
+    submitted = await guarded.gateway.post("/api/v1/jobs", {"config": config}, **erin)
+    job = submitted.json["job"]
+    try:
+        for who, seen in ((admin, True), (erin, True), (bob, False)):
+            queue = (await guarded.gateway.get("/api/v1/queue", **who)).json["queue"]
+            assert (job in {one["job"] for one in queue}) is seen
+        assert job in (await guarded.gateway.get("/pool", **admin)).text
+    finally:
+        await guarded.gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True}, **admin)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +194,40 @@ async def test_two_users_in_two_browsers_see_their_own(guarded: Guarded, browser
         assert await bob.inner_text(".who") == "bob"
 
 
+async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_nothing_else(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    with environment(**{CREDENTIALS_VARIABLE: guarded.credentials}):
+        async with run_gateway(guarded.pool.server.url, tmp_path, self_signed(tmp_path)) as gateway:
+            answer = await gateway.form("/login", f"key={guarded.key('alice')}".encode())
+            assert answer.status == 303
+            cookie = answer.headers["set-cookie"]
+            assert "Secure" in cookie
+            page = await gateway.get("/jobs", cookie=cookie.split(";")[0])
+            assert "run-job-of-alice" in page.text
+            stranger = Gateway(gateway.url, gateway.process, gateway.log)
+            with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
+                await stranger.get("/healthz")
+            plain = Gateway(gateway.url.replace("https", "http"), gateway.process, gateway.log)
+            with pytest.raises((OSError, HTTPException)):
+                await plain.get("/healthz")
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [(("--certificate",), "belong together"), (("--certificate", "--certificate-key"), "be used")],
+)
+async def test_a_certificate_that_cannot_be_used_is_refused(
+    tmp_path: Path, files: tuple[str, ...], told: str
+) -> None:
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    words = [word for name in files for word in (name, str(broken))]
+    process = start("nats://127.0.0.1:1", tmp_path, *words)
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == EXIT_FAILED
+    assert told in (tmp_path / "gateway.log").read_text()
+
+
 async def test_the_user_of_a_key_may_have_underscores() -> None:
     assert user_of(new_api_key("a_b_c")) == "a_b_c"
     for key in ("tmq_secret", "tmq_A_secret", "tmq_a.b_secret", "x_a_secret", "tmq_a_" + "s" * 300):
@@ -167,7 +241,7 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
     session = answer.headers["set-cookie"].split(";")[0]
     assert (await guarded.gateway.get("/jobs", cookie=session)).status == 200
     admin = await guarded.pool.connected(guarded.pool.admin_key)
-    await ask(admin, "revoke", NameUser(user="carol"), UserReply)
+    await ask_users(admin, "revoke", NameUser(user="carol"), UserReply)
 
     async def shut_out() -> bool:
         return (await guarded.gateway.get("/jobs", cookie=session)).status == 303
@@ -227,3 +301,6 @@ async def test_openai_s_endpoints_ask_for_a_key_in_their_own_words(guarded: Guar
     assert (await guarded.gateway.get("/v1/models")).status == 401
     answer = await guarded.gateway.get("/v1/models", **guarded.bearer("alice"))
     assert answer.json == {"object": "list", "data": []}
+    nowhere = await guarded.gateway.get("/v1/nope", **guarded.bearer("alice"))
+    assert nowhere.status == 404
+    assert nowhere.json["error"]["type"] == "not_found_error"

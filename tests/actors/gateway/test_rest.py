@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.api import OPERATIONS
+from tinkermq.actors.gateway.rest import OPERATIONS
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
@@ -26,7 +26,7 @@ from tests.groups import make_group
 from tests.stack import Stack
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 
@@ -114,12 +114,15 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         ("POST", "/api/v1/jobs", {}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": "a: [b"}, 400, "not valid YAML"),
         ("POST", "/api/v1/jobs", {"config": "- a"}, 400, "holds a list"),
+        ("POST", "/api/v1/jobs", {"config": {}, "overrides": ["a=[b"]}, 400, "not valid YAML"),
+        ("POST", "/api/v1/check", {"config": "x" * 200_001}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
         ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
         ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
         ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
         ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),
         ("POST", "/api/v1/jobs/nope/scale", {"role": "learner", "count": 1}, 400, "role"),
+        ("POST", "/api/v1/jobs/nope/scale", {"role": "server", "count": 1}, 404, "no job or run"),
         ("POST", "/api/v1/jobs/nope/explode", {}, 404, "no page"),
     ],
 )

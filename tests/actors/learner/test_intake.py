@@ -143,7 +143,7 @@ def test_bytes_that_are_no_group_are_refused() -> None:
     assert _taken(_good(), number=5).candidate.unusable == "malformed"  # another task's group
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 10_000), st.data())
 def test_what_is_not_refused_can_be_trained(seed: int, data: st.DataObject) -> None:
     group = random_group(np.random.default_rng(seed), size=2, turns=2, version=3)

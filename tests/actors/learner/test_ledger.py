@@ -254,7 +254,7 @@ jobs = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.integers(0, 2**32), jobs, st.integers(0, 12), st.floats(0, 0.6), st.floats(0, 0.4))
 def test_every_data_position_is_trained_once_or_given_up_whatever_is_killed(
     seed: int, job: Job, kills: int, dawdle: float, failing: float

@@ -1,0 +1,89 @@
+"""What the processes of jobs and the services of a pool may not do, tried with their credentials.
+
+Ada and Mallory are those of `conftest`.
+"""
+
+import pytest
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import read_events
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.streams import stream_info
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.broker.weights import WeightStore
+from tinkermq.schemas.errors import BrokerError
+from tinkermq.schemas.subjects import JobScope, rpc
+
+from tests.secured import REFUSED, SecuredPool, refused_listen, refused_publish
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_a_generator_cannot_publish_weights_nor_batches(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    generator = await pool.process(job, "generator-0")
+    bucket = job.bucket_weights
+    for subject in (
+        f"$KV.{bucket}.latest",
+        f"$O.{bucket}.C.x",
+        job.weights,
+        job.batch,
+        job.task(9),
+        job.metric,
+        job.log("learner"),
+        f"$KV.tmq-evals.{job.key}.1",
+        f"$KV.tmq-actors.{job.key}.learner",
+        f"$JS.API.STREAM.PURGE.{job.stream_rollout}",
+        f"$JS.API.STREAM.DELETE.{job.stream_rollout}",
+        f"$JS.API.DIRECT.GET.{job.stream_log}",
+        f"$JS.API.CONSUMER.CREATE.{job.stream_task}.generators.{job.task('*')}",
+        job.door("learner") + ".get.KV_tmq-evals",
+    ):
+        await refused_publish(generator, subject)
+    [lease] = await TaskQueue(generator, job).pull(1, 20)
+    await lease.done()
+
+
+async def test_an_environment_host_reads_neither_log_nor_rollouts(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    host = await pool.process(job, "environment-0")
+    assert (await JobStore(host).find_by_id("ada", job.job)) is not None
+    with pytest.raises(BrokerError, match=REFUSED):
+        await RolloutLog(host, job).get(1)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await read_events(host, job)
+    with pytest.raises(BrokerError, match=REFUSED):
+        await WeightStore(host, job).latest()
+    with pytest.raises(BrokerError, match=REFUSED):
+        await JobStore(host).list_jobs("ada")
+    for subject in (job.rollout(8), job.metric, job.task(8), job.control("learner")):
+        await refused_publish(host, subject)
+    for subject in (job.rollout("*"), job.metric, job.log("*"), f"{job.inbox('learner')}.>"):
+        await refused_listen(host, subject)
+
+
+async def test_the_processes_of_one_job_reach_no_other_job(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    other = JobScope("mallory", "01mine")
+    for actor in ("learner", "generator-0", "evaluator-0", "environment-0"):
+        process = await pool.process(other, actor)
+        for subject in (job.rollout(9), job.env_reset, f"$KV.tmq-actors.{job.key}.x"):
+            await refused_publish(process, subject)
+        await refused_publish(process, f"$JS.API.DIRECT.GET.{job.stream_rollout}", b"{}")
+        await refused_listen(process, job.rollout("*"))
+        with pytest.raises(BrokerError, match=REFUSED):
+            await JobStore(process).find_by_id("ada", job.job)
+
+
+async def test_a_service_has_its_own_rights_only(pool: SecuredPool, job: JobScope) -> None:
+    node, gateway = await pool.service("node"), await pool.service("gateway")
+    for subject in (job.rollout(9), "$KV.tmq-users.user.x", rpc("ada", "scheduler", "stop")):
+        await refused_publish(node, subject)
+        await refused_publish(gateway, subject)
+    await refused_publish(await pool.service("scheduler"), "$KV.tmq-users.user.ada")
+    await refused_listen(node, job.rollout("*"))
+    with pytest.raises(BrokerError, match="may not publish"):
+        await stream_info(node, "tmq-audit")

@@ -1,0 +1,150 @@
+"""What another user may not ask of the auth service: its door to what is stored, and its users.
+
+Ada and Mallory are those of `conftest`.
+"""
+
+import json
+
+import pytest
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.login import AS_VARIABLE
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.user_calls import ask_users
+from tinkermq.schemas.errors import AuthError, BrokerError
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.secret import OpenRequest
+from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
+from tinkermq.schemas.user import (
+    AddUser,
+    AuditList,
+    AuditRequest,
+    Invite,
+    JobKeyRequest,
+    NameUser,
+    NewKey,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserReply,
+)
+
+from tests.secured import SecuredPool, environment, refused_publish
+from tests.strategies import make_group
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) -> None:
+    door = rpc("mallory", "store", "get")
+    for stream, subject in (
+        ("KV_tmq-users", "$KV.tmq-users.user.mallory"),
+        ("KV_tmq-users", ">"),
+        ("tmq-audit", ">"),
+        (job.stream_rollout, ">"),
+        ("KV_tmq-jobs", ">"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.*.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.ada.>"),
+        ("KV_tmq-jobs", "$KV.tmq-jobs.mallory2.x"),
+        ("KV_tmq-actors", "$KV.tmq-actors.>"),
+        ("KV_tmq-requests", "$KV.tmq-requests.mallory.x"),
+        ("KV_tmq-nodes", ">"),
+        ("KV_tmq-secrets", ">"),
+        ("KV_tmq-secrets", "$KV.tmq-secrets.mallory.>"),
+    ):
+        payload = json.dumps({"seq": 1, "next_by_subj": subject, "batch": 9}).encode()
+        reply = await mallory.request(f"{door}.{stream}", payload)
+        assert (reply.headers or {}).get("Status") == "403", (stream, subject)
+    for request in ({"seq": 1}, {"last_by_subj": "$KV.tmq-jobs.ada.x"}, {"multi_last": [">"]}):
+        reply = await mallory.request(f"{door}.KV_tmq-jobs", json.dumps(request).encode())
+        assert (reply.headers or {}).get("Status") == "403", request
+    for payload in (b"", b"[]", b"{", b'"x"'):
+        reply = await mallory.request(f"{door}.KV_tmq-jobs", payload)
+        assert (reply.headers or {}).get("Status") == "403", payload
+    put = rpc("mallory", "store", "put")
+    for subject in (
+        job.rollout(9),
+        "tmq.v1.job.mallory.01mine.metric",
+        "tmq.v1.job.mallory.01mine.rollout.x",
+        "$KV.tmq-jobs.mallory.01mine",
+        "$KV.tmq-evals.ada.01adasjob.1",
+        "$JS.API.STREAM.DELETE.tmq-mallory-01mine-log",
+        AUDIT,
+    ):
+        reply = await mallory.request(f"{put}.{subject}", b"{}")
+        assert json.loads(reply.data)["error"]["code"] == 403, subject
+    for subject in (rpc("mallory", "store", "purge.x"), rpc("mallory", "store", "get")):
+        await mallory.publish(subject, b"")
+
+
+async def test_what_the_door_refuses_is_written_down(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    await mallory.request(rpc("mallory", "store", "get.tmq-audit"), b'{"seq":1}')
+    root = await pool.user("root")
+
+    async def told() -> bool:
+        records = (await ask_users(root, "audit", AuditRequest(limit=1000), AuditList)).records[
+            ::-1
+        ]
+        return any((one.who, one.what) == ("mallory", "store") for one in records)
+
+    await eventually(told, "the refusal to be written down")
+
+
+async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    """Whoever answers with more rights than the asker must not answer to any subject."""
+    scheduler = await pool.service("scheduler")
+    before = await RolloutLog(scheduler, job).last_seq()
+    own = JobScope("mallory", "01mine")
+    assert await RolloutLog(mallory, own).append(make_group(1))
+    victim = job.rollout(66)
+    get, put = rpc("mallory", "store", "get"), rpc("mallory", "store", "put")
+    for subject, payload in (
+        (f"{get}.{own.stream_rollout}", b'{"seq":1}'),
+        (f"{put}.{own.rollout(2)}", make_group(2).to_bytes()),
+        (rpc("mallory", "store", f"info.{own.stream_rollout}"), b""),
+        (rpc("mallory", "users", "me"), Empty().to_bytes()),
+    ):
+        await mallory.nc.publish(subject, payload, reply=victim)
+    await ask_users(mallory, "me", Empty(), UserReply)  # the service has taken those before
+    await mallory.request(f"{get}.{own.stream_rollout}", b'{"seq":1}')
+    assert await RolloutLog(scheduler, job).last_seq() == before
+
+
+async def test_users_cannot_manage_users(pool: SecuredPool, job: JobScope, mallory: Broker) -> None:
+    for method, request, reply in (
+        ("list", Empty(), UserList),
+        ("add", AddUser(user="eve", role="admin"), NewKey),
+        ("rotate", RotateKey(user="ada"), NewKey),
+        ("revoke", NameUser(user="ada"), UserReply),
+        ("quota", SetQuota(user="mallory", max_slots=-1), UserReply),
+        ("invite", Invite(), NewKey),
+        ("audit", AuditRequest(), AuditList),
+    ):
+        with pytest.raises(AuthError, match="may not do this"):
+            await ask_users(mallory, method, request, reply)
+    for subject in (rpc("root", "users", "list"), rpc("ada", "users", "me")):
+        await refused_publish(mallory, subject, Empty().to_bytes())
+    key = JobKeyRequest(user="mallory", job="01mine", actor="learner", attempt=1)
+    await refused_publish(mallory, rpc("node", "keys", "job"), key.to_bytes())
+    opening = OpenRequest(user="mallory", job="01mine", actor="learner", attempt=1)
+    for asker in (mallory, await pool.user("root")):
+        await refused_publish(asker, rpc("node", "secrets", "open"), opening.to_bytes())
+
+
+async def test_only_an_admin_may_act_for_another(pool: SecuredPool, job: JobScope) -> None:
+    await pool.user("mallory")
+    with environment(**{AS_VARIABLE: "ada"}):
+        mallory = await pool.connected(pool.keys["mallory"])
+    with pytest.raises(BrokerError, match="may not publish"):
+        await JobStore(mallory).find_by_id("ada", job.job)
+
+
+async def test_an_admin_cannot_ask_in_the_name_of_another_admin(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    await refused_publish(root, rpc("ada", "users", "rotate"), RotateKey(user="ada").to_bytes())
