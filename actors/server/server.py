@@ -98,6 +98,11 @@ def _load_base(record: JobRecord, config: JobConfig) -> "PreTrainedModel":
 
     path = config.model.path
     path = base_of(path) if is_adapter(path) else path
+    if record.follow is not None and not config.lora.rank:
+        raise ModelError(
+            f"{record.serves} trains all weights: they change under the adapters beside it",
+            hint=f"serve one of its checkpoints: {record.serves}@STEP",
+        )
     for name, folder in record.adapters.items():
         if Path(base_of(folder)).resolve() != Path(path).resolve():
             raise ModelError(

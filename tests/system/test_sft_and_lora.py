@@ -31,7 +31,7 @@ from tests.stack import Stack
 pytestmark = [
     pytest.mark.learns,
     pytest.mark.timeout(600),
-    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.asyncio(loop_scope="session"),
 ]
 
 
