@@ -12,7 +12,7 @@ folders, and the tensors have the names that they have there. Names of tensors f
 import contextlib
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -153,7 +153,8 @@ def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[N
 
 def set_dropout(model: "nn.Module", *, on: bool) -> None:
     """Switch the dropout of adapters, whatever the mode of the model."""
-    for name, module in model.named_modules():
+    modules: Iterable[tuple[str, nn.Module]] = cast(Any, model).named_modules()
+    for name, module in modules:
         if ".lora_dropout." in name:
             module.train(on)
 
@@ -181,7 +182,7 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":
     """Pair the tensors of the model's adapter with those of a folder; ModelError if they differ."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  # PathLike of anything
 
     file = Path(folder) / _WEIGHTS
     try:
