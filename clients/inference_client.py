@@ -9,6 +9,7 @@ from ..schemas.errors import ConfigError, DeadlineError
 from ..schemas.job import FINAL_STATES, JobRecord
 from .arguments import as_tree
 from .home import find_openai
+from .names import checkpoint_named
 from .opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .scheduler_client import AsyncSchedulerClient, failure
@@ -164,7 +165,7 @@ async def submit_inference(
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
-        adapters=adapters,
+        adapters=[checkpoint_named(adapter) for adapter in adapters],
         request_id=new_request_id(),
     )
 

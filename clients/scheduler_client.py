@@ -12,6 +12,7 @@ from ..schemas.secret import WANDB_KEY
 from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
+from .names import checkpoint_named
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
@@ -75,7 +76,7 @@ class AsyncSchedulerClient:
         record = await pool.submit(
             resolve_paths(tree, self.scheduler_url),
             configured=complete,
-            fork_of=from_run,
+            fork_of=from_run and checkpoint_named(from_run),
             weights_only=from_run is not None,
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),

@@ -5,10 +5,18 @@ GameError that carries the end of the game's own traceback.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..schemas.errors import DataError, GameError, NotFoundError
-from .game import AbstractGame, ChatMessage, StepResult, check_result, check_text, game_failure
+from ..schemas.errors import NotFoundError, TinkermqError
+from .game import (
+    AbstractGame,
+    ChatMessage,
+    StepResult,
+    check_result,
+    check_text,
+    check_tools,
+    game_failure,
+)
 from .prompt import open_game
 from .record import Record
 
@@ -27,6 +35,15 @@ class Opening:
     """Further arguments of the game's `reset`."""
 
 
+class GameFacts(NamedTuple):
+    """What is the same in all episodes of a game."""
+
+    name: str
+    """Its name."""
+    tools: list[dict[str, Any]]
+    """The tools that its policy may call."""
+
+
 class Episodes:
     """One game instance per running episode."""
 
@@ -36,11 +53,12 @@ class Episodes:
         self._name = game_class.__name__
         self._games: dict[str, AbstractGame] = {}
 
-    def probe(self) -> str:
-        """Make one instance to see that it can be made; return the game's name."""
+    def probe(self) -> GameFacts:
+        """Make one instance to see that it can be made; return what all episodes share."""
         game = self._make()
         try:
-            return check_text(game, "get_interaction_name", game.get_interaction_name())
+            name = check_text(game, "get_interaction_name", game.get_interaction_name())
+            return GameFacts(name, check_tools(game))
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, "get_interaction_name", error) from error
 
@@ -51,8 +69,6 @@ class Episodes:
             messages = open_game(
                 game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs
             )
-        except DataError:
-            raise
         except (Exception, SystemExit) as error:
             raise self._reset_failure(error, opening) from error
         self._games[opening.episode] = game
@@ -86,7 +102,7 @@ class Episodes:
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, f"__init__(**{self._kwargs!r})", error) from error
 
-    def _reset_failure(self, error: BaseException, opening: Opening) -> GameError:
+    def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)
         if isinstance(error, TypeError) and opening.record is None and "argument" in str(error):
             failure.hint = (

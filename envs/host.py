@@ -10,6 +10,7 @@ inside a client's process.
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,6 +38,7 @@ from .episodes import Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .held import Held
 from .host_data import HostData
+from .rewards import make_rewards
 from .runner import make_runner
 
 MAX_EPISODES = 4096
@@ -74,10 +76,14 @@ class EnvironmentHost:
         name: str = "",
         seed: int = 0,
         game_class: type[AbstractGame] | None = None,
+        reward_function: Callable[..., Any] | None = None,
+        judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
         drain_s: float = DRAIN_S,
     ) -> None:
-        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own.
+        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
+        `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
+        `config.reward.judge` names, where it is known.
 
         `seed` is the job's: it decides the validation rows, which must be alike on every host.
         """
@@ -92,10 +98,12 @@ class EnvironmentHost:
         self._max_episodes = max_episodes
         self._drain_s = drain_s
         self._runner = make_runner(config, game_class)
+        self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
         self._data: HostData
         self._game = config.game
+        self._tools: list[dict[str, Any]] = []
 
     @property
     def num_running(self) -> int:
@@ -117,8 +125,9 @@ class EnvironmentHost:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 try:
-                    self._game = await self._runner.start()
-                    await self._serve(stopping)
+                    self._game, self._tools = await self._runner.start()
+                    async with self._rewards or contextlib.nullcontext():
+                        await self._serve(stopping)
                 finally:
                     keeper.cancel()
                     await self._runner.stop()
@@ -183,6 +192,8 @@ class EnvironmentHost:
     def _free(self, episode: str) -> None:
         self._held.pop(episode, None)
         self._runner.drop(episode)
+        if self._rewards is not None:
+            self._rewards.forget(episode)
         self._changed.set()
 
     async def _describe(self, _: DescribeRequest) -> DescribeReply:
@@ -204,6 +215,7 @@ class EnvironmentHost:
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
+            tools=self._tools,
             data_source=self._data.source(request.split, request.sample),
             lease_s=self._config.lease_s,
         )
@@ -223,7 +235,10 @@ class EnvironmentHost:
         try:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs)
-            return await self._runner.reset(opening)
+            messages = await self._runner.reset(opening)
+            if self._rewards is not None:
+                self._rewards.begin(episode, record, messages)
+            return messages
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
@@ -243,7 +258,9 @@ class EnvironmentHost:
 
     async def _step(self, request: StepRequest) -> StepReply:
         """Play the actions; tell what is ready, and what went wrong."""
-        columns = zip(request.episodes, request.turns, request.actions, strict=True)
+        columns = zip(
+            request.episodes, request.turns, request.actions, request.is_final, strict=True
+        )
         answers = [self._play(*action) for action in columns]
         await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
         collected = StepAnswer()
@@ -252,7 +269,7 @@ class EnvironmentHost:
         return collected.reply()
 
     def _play(
-        self, episode: str, turn: int, action: str
+        self, episode: str, turn: int, action: str, final: bool
     ) -> "asyncio.Future[StepResult] | TinkermqError":
         held = self._held.get(episode)
         if held is None:
@@ -265,12 +282,22 @@ class EnvironmentHost:
             if not held.is_repeat(turn):
                 held.turn += 1
                 self.counts.steps += 1
-                held.answer = asyncio.ensure_future(self._runner.step(episode, action))
+                held.answer = asyncio.ensure_future(self._answer(episode, action, final))
                 held.answer.add_done_callback(partial(self._settle, held))
         except TinkermqError as error:
             return error
         assert held.answer is not None
         return held.answer
+
+    def _answer(self, episode: str, action: str, final: bool) -> Awaitable[StepResult]:
+        """Play an action, or only reward an episode; with what the game's host adds to it."""
+        if self._rewards is None and not final:
+            return self._runner.step(episode, action)
+        if self._rewards is None:
+            raise StateError("the episode is to be rewarded, but its rewards are the game's own")
+        if final:
+            return self._rewards.finish(episode)
+        return self._rewards.step(episode, action, self._runner.step(episode, action))
 
     def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""

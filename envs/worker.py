@@ -15,7 +15,7 @@ from typing import Any
 from ..broker.process import die_with
 from ..schemas.codec import pack
 from ..schemas.errors import TinkermqError
-from .episodes import Episodes
+from .episodes import Episodes, GameFacts
 from .registry import load_game
 
 LENGTH = struct.Struct("<I")
@@ -40,7 +40,7 @@ def main() -> None:
             _send(sock, _answer(number, outcome, error))
 
 
-def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, str]:
+def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, GameFacts]:
     sys.path[:] = path
     episodes = Episodes(load_game(game), kwargs)
     return episodes, episodes.probe()
@@ -55,7 +55,7 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
     if hasattr(outcome, "observation"):
-        outcome = [outcome.observation, outcome.reward, outcome.done, outcome.info]
+        outcome = [outcome.observation, outcome.reward, outcome.done, outcome.info, outcome.role]
     return pack([number, outcome, error])
 
 

@@ -15,6 +15,8 @@ JobState = Literal[
 HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 """States in which a job has actors on nodes."""
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+LAST_STEP = "last"
+"""Stands for a step in `run@step`: that of the run's newest checkpoint."""
 Role = Literal["learner", "generator", "evaluator", "environment", "server"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
@@ -89,6 +91,8 @@ class JobRecord(Message):
     """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
     follow: str | None = None
     """Job id of the live run whose newest version an inference job serves."""
+    judge: str | None = None
+    """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
     serves: str = ""
     """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
     adapters: dict[str, str] = Field(default_factory=dict[str, str])
@@ -110,8 +114,9 @@ class JobRecord(Message):
     """When it first ran."""
     finished: float | None = None
     """When it came to its last state."""
-    early: list[Event] = Field(default_factory=list[Event])
-    """Events of the time before the job's streams were made, which is when it first starts."""
+    untold: list[Event] = Field(default_factory=list[Event])
+    """Events of its moves that are not in its stream yet: all until that is made, when it first
+    starts; then the scheduler tells them at its next turn."""
     has_streams: bool = False
     """Whether its streams were made."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
@@ -146,7 +151,7 @@ class SubmitRequest(Message):
     configured: bool = True
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from; `run`: its newest."""
+    """`run@step` whose checkpoint the job starts from, or `run@last`."""
     weights_only: bool = False
     """Take the checkpoint's weights as the initial model and begin a new run with them, instead of
     going on where the other one was."""
@@ -157,7 +162,8 @@ class SubmitRequest(Message):
     follow: str | None = None
     """Live run, by id or name, whose newest version an inference job serves."""
     adapters: list[str] = Field(default_factory=list[str], max_length=64)
-    """Further checkpoints of LoRA runs (`run@step`) that an inference job serves on one base."""
+    """Further checkpoints of LoRA runs (`run@step`, `run@last`) that an inference job serves on one
+    base."""
 
 
 class JobRequest(Message):

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -12,6 +14,7 @@ from starlette.routing import Route
 
 from ...broker.connection import Broker
 from ...broker.presence import list_presences
+from ...broker.scheduler_calls import new_request_id
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.job import JobRecord
@@ -34,7 +37,7 @@ from .records import GROUPS, row, select
 from .render import VERSION, render
 from .scheduler import Scheduler
 from .sessions import COOKIE, SESSION_S, LogInError, Visitor
-from .web import form_of, gateway_of, number_in, scheduler_of, visitor_of
+from .web import form_of, gateway_of, number_in, visitor_of
 
 _EVENTS, _ALL_EVENTS = 12, 500
 
@@ -122,7 +125,7 @@ async def submit_page(request: Request) -> Response:
         at = number_in(request, "at")
         fork_of = "" if at is None else f"{record.job}@{at}"
     shown = {"config": text, "overrides": "", "fork_of": fork_of, "priority": "0"}
-    more = {"user": visitor.user, "error": None, "checked": None}
+    more = {"user": visitor.user, "error": None, "checked": None, "request_id": new_request_id()}
     return render(request, "submit.html", {**shown, **more})
 
 
@@ -135,6 +138,7 @@ async def submit_form(request: Request) -> Response:
         "overrides": form.get("overrides", ""),
         "fork_of": form.get("fork_of", ""),
         "priority": form.get("priority", "0"),
+        "request_id": form.get("request_id", ""),
         "error": None,
         "checked": None,
     }
@@ -144,7 +148,7 @@ async def submit_form(request: Request) -> Response:
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
             priority=int(shown["priority"] or 0),
-            request_id=form.get("request_id") or None,
+            request_id=_request_id(shown),
         )
         if form.get("do") == "check":
             _, full = await checked_config(body)
@@ -157,15 +161,23 @@ async def submit_form(request: Request) -> Response:
     return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
 
 
+def _request_id(form: dict[str, Any]) -> str | None:
+    """Return the id of a submission: a form sent twice is one job, a changed one another."""
+    if not form["request_id"]:
+        return None
+    names = ("request_id", "config", "overrides", "fork_of", "priority")
+    return hashlib.sha256(json.dumps([form[name] for name in names]).encode()).hexdigest()
+
+
 async def act_form(request: Request) -> Response:
-    """Do what a button of a job's page says, and show the page again."""
-    scheduler, form = await scheduler_of(request), await form_of(request)
+    """Do what a button says, and show the job's page; an admin who did it to another the pool's."""
+    visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in BODIES:
         raise MessageError(f"{action!r} cannot be done to a job")
-    fields = {key: value for key, value in form.items() if key != "back"}
-    record = await act(scheduler, job, action, body_of(BODIES[action], fields))
-    return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
+    record = await act(Scheduler(visitor), job, action, body_of(BODIES[action], form))
+    place = f"/jobs/{quote(record.job)}" if record.user == visitor.user else "/pool"
+    return RedirectResponse(place, status_code=303)
 
 
 async def _job_page(

@@ -18,7 +18,10 @@ from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ...schemas.job import JobRecord
+from ...schemas.lora import LoraConfig
 from ..job_weights import open_weights
+from ..lora import config_of, is_adapter
 from ..model_folder import (
     check_tokenizer,
     load_model_config,
@@ -73,6 +76,17 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
         last_pause_s=stats.last_pause_s,
         **more,
     )
+
+
+def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
+    """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
+    return config_of_folder(config, record.fork_dir) if record.fork_dir else config
+
+
+def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
+    """Return the configuration with a folder as its model; an adapter is put beside its base."""
+    lora = config_of(folder) if is_adapter(folder) else LoraConfig()
+    return config.with_model(folder).model_copy(update={"lora": lora})
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:

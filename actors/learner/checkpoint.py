@@ -1,14 +1,16 @@
 """Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
-state and `state.json`. A checkpoint is written to a hidden folder and renamed; `latest` is a link
-to the newest. Master weights are float32, and so are the saved ones.
+state, `state.json`, and the critic where there is one. A checkpoint is written to a hidden folder
+and renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved
+ones.
 """
 
 import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
+from ..checkpoint_folders import checkpoint_name
 from .report import Waste
 
 _STATE = "learner/state.json"
@@ -48,6 +51,10 @@ class LearnerState(BaseModel):
     """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
+    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
+    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
+    """(data position, task, version) of choices that are still to be issued again."""
     waste: Waste = Field(default_factory=Waste)
     """What was generated and trained so far."""
 
@@ -66,12 +73,15 @@ class CheckpointStore:
         tokenizer: Any,
         optimizer: torch.optim.Optimizer,
         state: LearnerState,
+        save_more: Callable[[Path], None] | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
 
+        `save_more` writes whatever else belongs to it into the folder.
+
         Raises StorageError with path and free space when it cannot be written.
         """
-        final = self.folder / _name(state.step)
+        final = self.folder / checkpoint_name(state.step)
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
@@ -79,6 +89,8 @@ class CheckpointStore:
             cast(Any, model).save_pretrained(temporary)
             tokenizer.save_pretrained(temporary)
             torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
+            if save_more is not None:
+                save_more(temporary)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
             self._put_in_place(temporary, final)
@@ -94,8 +106,8 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step`."""
-        final = self.folder / _name(step)
-        replaced = self.folder / (_REPLACED + _name(step))
+        final = self.folder / checkpoint_name(step)
+        replaced = self.folder / (_REPLACED + checkpoint_name(step))
         return final if final.exists() or not replaced.exists() else replaced
 
     def steps(self) -> list[int]:
@@ -132,17 +144,13 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for step in self.steps()[: -self._keep_last]:
             if not (self._keep_every and step % self._keep_every == 0):
-                gone = self.folder / f".{_name(step)}.{os.getpid()}"
+                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
                 self.path(step).rename(gone)  # a folder is whole as long as it has its name
                 shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def load_state(folder: Path) -> LearnerState:

@@ -22,14 +22,15 @@ from ...broker.stored import get_all
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
-from ...schemas.errors import DeadlineError, MessageError, StorageError
+from ...schemas.errors import MessageError, StorageError
+from ...schemas.rollout import Group
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
-from .data_order import DataOrder
+from .data_order import TaskOrder
 from .evaluations import Evaluations
 from .failures import Failures
 from .intake import Entry, Intake, batch_digest
@@ -57,7 +58,7 @@ class Learner:
         trainer: Trainer,
         tokenizer: Any,
         state: LearnerState,
-        order: DataOrder,
+        order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
         *,
@@ -89,6 +90,7 @@ class Learner:
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
+        self._order = order
         self._trainer = trainer
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
@@ -104,6 +106,7 @@ class Learner:
             self.ledger,
             self.intake,
             reporter,
+            order,
             self._in_torch,
         )
 
@@ -226,22 +229,23 @@ class Learner:
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
         report = await self._in_torch(lambda: self._trainer.step(assemble(groups), step))
-        self._trained(entries)
+        self._trained(entries, groups)
         self.intake.max_version = step
         await self._publish()
         await self._request_evaluation()
+        report.numbers.update(self._order.numbers())
         await self._reporter.report(
             step, groups, report, waited_s, time.perf_counter() - started, self.intake
         )
 
-    def _trained(self, entries: list[Entry]) -> None:
+    def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
         self.state.step += 1
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
-        for entry in entries:
-            if entry.group is not None:
-                self._reporter.waste.add(entry.group, trained=True)
+        self._order.learn(groups)
+        for group in groups:
+            self._reporter.waste.add(group, trained=True)
         self.intake.forget(entry.seq for entry in entries)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -268,6 +272,7 @@ class Learner:
                 self.ledger.drop(item.task, item.reason)
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=False)
+                self._order.pass_over(entry.group, item.reason)
             self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
         self.intake.forget(item.seq for item in dropped)
@@ -299,7 +304,8 @@ class Learner:
 
     async def _recover(self, records: list[tuple[int, BatchRecord]]) -> None:
         """Take notice of all that was issued, and train the recorded batches again."""
-        await self._wait_for_log(await self.intake_last())
+        with self.context.waiting("the rollout log to be read"):
+            await self.intake.catch_up(_RECOVERY_S)
         self._notice_arrivals()
         broker, scope = self.context.broker, self.context.scope
         for message in await get_all(broker, scope.stream_task, scope.task("*")):
@@ -322,7 +328,8 @@ class Learner:
 
     async def _largest_number(self, records: list[tuple[int, BatchRecord]]) -> int:
         """Bound the numbers that were given out before a crash: each log entry may be a credit."""
-        training, num_read = self.config.training, await self.intake_last() + 1 - self.state.log_seq
+        training = self.config.training
+        num_read = await self.intake.newest() + 1 - self.state.log_seq
         by_gate = num_admissible(
             self.intake.max_version,
             training.max_staleness,
@@ -330,27 +337,6 @@ class Learner:
             self.ledger.num_credits + max(num_read, 0),
         )
         return max([by_gate, *(number + 1 for _, record in records for number in record.tasks)])
-
-    async def intake_last(self) -> int:
-        """Return the newest sequence of the rollout log."""
-        return await RolloutLog(self.context.broker, self.context.scope).last_seq()
-
-    async def _wait_for_log(self, seq: int) -> None:
-        """Wait until the intake has read up to `seq`."""
-        deadline = time.monotonic() + _RECOVERY_S
-        log = RolloutLog(self.context.broker, self.context.scope)
-        if seq < await log.first_seq():
-            return
-        with self.context.waiting("the rollout log to be read"):
-            while self.intake.last_seq < seq:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"the rollout log was read up to {self.intake.last_seq} of {seq} within "
-                        f"{_RECOVERY_S:.0f} s"
-                    )
-                self.intake.changed.clear()
-                if self.intake.last_seq < seq:
-                    await self._look_again(self.intake.changed)
 
     async def _train_again(self, record: BatchRecord) -> None:
         """Train one recorded batch; its metrics were reported, unless the crash came first."""

@@ -28,7 +28,8 @@ from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ..lora import policy_tensors
 from ..runtime import service_parser
-from .checkpoint import CheckpointStore, load_optimizer, load_state
+from .checkpoint import CheckpointStore, load_state
+from .critic import saved_critic
 from .model import load_model
 from .start import starting_point
 from .step import Trainer
@@ -77,7 +78,7 @@ async def replay(
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
     if folder is not None:
-        load_optimizer(folder, trainer.optimizer)
+        trainer.restore(folder)
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     for item in todo:
@@ -85,7 +86,7 @@ async def replay(
         await asyncio.to_thread(trainer.step, batch, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(model, load(newest)), newest)
+    return ReplayResult(len(todo), _differing(trainer, load(newest), newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -101,15 +102,23 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(model: torch.nn.Module, saved: torch.nn.Module) -> list[str]:
-    others = policy_tensors(saved)
+def _differing(trainer: Trainer, policy: torch.nn.Module, checkpoint: Path) -> list[str]:
+    """Name the tensors of policy and critic that are not the checkpoint's to the bit.
+
+    `policy` is the checkpoint's, with its adapter where it has one.
+    """
+    saved, made = policy_tensors(policy), policy_tensors(trainer.model)
+    if trainer.critic is not None:
+        saved |= {f"critic.{name}": value for name, value in saved_critic(checkpoint).items()}
+        critic = trainer.critic.model.state_dict()
+        made |= {f"critic.{name}": value for name, value in critic.items()}
     return [
-        name
-        for name, tensor in policy_tensors(model).items()
-        if not torch.equal(
-            tensor.detach().cpu().view(torch.uint8), others[name].detach().view(torch.uint8)
-        )
+        name for name, tensor in made.items() if not torch.equal(_bits(tensor), _bits(saved[name]))
     ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().view(torch.uint8)
 
 
 async def _main(arguments: argparse.Namespace, console: Console) -> int:

@@ -10,6 +10,7 @@ from ...broker.rollouts import RolloutLog
 from ...schemas.errors import StorageError
 from ..runtime import JobContext
 from .checkpoint import CheckpointStore, LearnerState
+from .data_order import TaskOrder
 from .intake import Intake
 from .ledger import Ledger
 from .reporting import Reporter
@@ -33,6 +34,7 @@ class Saver:
         ledger: Ledger,
         intake: Intake,
         reporter: Reporter,
+        order: TaskOrder,
         in_torch: InTorch,
     ) -> None:
         self._context = context
@@ -43,6 +45,7 @@ class Saver:
         self._ledger = ledger
         self._intake = intake
         self._reporter = reporter
+        self._order = order
         self._in_torch = in_torch
         self._trim_bytes = context.config.limits.rollout_bytes // 2
 
@@ -64,12 +67,14 @@ class Saver:
         self._ledger.write_to(state)
         state.log_seq = self._intake.first_undecided()
         self._reporter.write_to(state)
+        self._order.write_to(state)
         write = functools.partial(
             self._checkpoints.save,
             self._trainer.model,
             self._tokenizer,
             self._trainer.optimizer,
             state,
+            None if self._trainer.critic is None else self._trainer.critic.save,
         )
         started = time.perf_counter()
         try:

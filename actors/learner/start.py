@@ -14,8 +14,9 @@ from ...schemas.config import JobConfig
 from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
-from .checkpoint import CheckpointStore, LearnerState, load_optimizer, load_state
-from .data_order import DataOrder, total_steps
+from .checkpoint import CheckpointStore, LearnerState, load_state
+from .curriculum import Curriculum, CurriculumConfig
+from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
 from .model import load_model
@@ -51,7 +52,7 @@ async def make_learner(context: JobContext) -> Learner:
     steps = total_steps(config.training, num_rows)
     trainer = await asyncio.to_thread(Trainer, model, config, total_steps=steps)
     if folder is not None:
-        await asyncio.to_thread(load_optimizer, folder, trainer.optimizer)
+        await asyncio.to_thread(trainer.restore, folder)
     tokenizer = load_tokenizer(
         str(folder or config.model.tokenizer or config.model.path),
         trust_remote_code=config.model.trust_remote_code,
@@ -71,11 +72,23 @@ async def make_learner(context: JobContext) -> Learner:
         trainer,
         tokenizer,
         state,
-        DataOrder(config.seed, num_rows),
+        task_order(config, num_rows, state),
         checkpoints,
         reporter,
         vocab_size=int(cast(Any, model.config).get_text_config().vocab_size),
     )
+
+
+def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> TaskOrder:
+    """Return the order of tasks that the configuration asks for, as far as it has come."""
+    training, order = config.training, DataOrder(config.seed, num_rows)
+    num_items = num_rows or training.curriculum_tasks
+    if training.curriculum == "none" or num_items is None:
+        return order
+    settings = CurriculumConfig(
+        num_items, training.curriculum_uniform, config.evaluation.success_reward
+    )
+    return Curriculum(order, settings, state)
 
 
 def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | None, LearnerState]:

@@ -1,6 +1,6 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...broker.connection import Broker
 from ...broker.jobs import is_final
@@ -29,6 +29,7 @@ class Board:
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
         """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        self._untold: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
         self._configs: dict[tuple[str, int], JobConfig] = {}
 
@@ -48,6 +49,7 @@ class Board:
         for key in await self._jobs.refresh():
             entry = self._jobs.entries.get(key)
             if entry is None:
+                self._untold.discard(key)
                 self._forget(key)
             else:
                 self.enter(entry)
@@ -57,6 +59,10 @@ class Board:
         """Enter a record that was just read or written, unless a newer one is known."""
         key, record = entry.key, self._jobs.put(entry).value
         self._names[record.user, record.name] = key
+        if record.untold and record.has_streams:
+            self._untold.add(key)
+        else:
+            self._untold.discard(key)
         if is_final(record):
             self._forget(key)
         else:
@@ -77,10 +83,8 @@ class Board:
         return None if entry is None else entry.value
 
     def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user`, for an admin anybody's by its id; raises NotFoundError."""
+        """Return a job of `user`; raises NotFoundError."""
         record = self.find(user, name)
-        if record is None and self.is_admin(user):
-            record = next((one for one in self.records() if one.job == name), None)
         if record is None:
             raise NotFoundError(
                 f"user {user!r} has no job or run {name!r}",
@@ -88,15 +92,36 @@ class Board:
             )
         return record
 
+    def steered(self, user: str, name: str) -> JobRecord:
+        """Return a job that `user` may steer: an own one, for an admin anybody's by its id.
+
+        Raises NotFoundError.
+        """
+        if self.is_admin(user):
+            found = next((one for one in self._every() if one.job == name), None)
+            if found is not None:
+                return found
+        return self.get(user, name)
+
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""
-        every = [entry.value for entry in self._jobs.entries.values()]
-        found = [one for one in every if user is None or one.user == user]
+        found = (one for one in self._every() if user is None or one.user == user)
         return sorted(found, key=lambda record: record.created, reverse=True)
+
+    def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
+        """Return run folder and owner of each job of somebody else."""
+        return [(one.run_dir, one.user) for one in self._every() if one.user != user]
+
+    def _every(self) -> Iterator[JobRecord]:
+        return (entry.value for entry in self._jobs.entries.values())
 
     def names(self, user: str) -> set[str]:
         """Return the names of the runs of a user."""
         return {name for owner, name in self._names if owner == user}
+
+    def untold(self) -> list[JobRecord]:
+        """Return the jobs, ended ones among them, with events that can be told."""
+        return [self._jobs.entries[key].value for key in self._untold]
 
     def unread(self) -> list[JobRecord]:
         """Return the live jobs whose configuration was not parsed yet."""

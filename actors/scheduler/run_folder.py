@@ -3,11 +3,13 @@
 import errno
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError, StateError, StorageError
-from ...schemas.job import JobRecord
+from ...schemas.job import LAST_STEP, JobRecord
+from ..checkpoint_folders import checkpoint_folders
 
 _FORK = "fork"
 _ADAPTERS = "adapters"
@@ -37,33 +39,33 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     return folder
 
 
-def find_checkpoint(run: JobRecord, step: int | None) -> Path:
-    """Return the folder of a run's checkpoint, the newest without a step; NotFoundError."""
-    folder = Path(run.run_dir) / "checkpoints"
-    found = sorted(folder.glob("step_*"))
-    if step is not None:
-        found = [one for one in found if one.name == f"step_{step:06d}"]
-    if not found:
+def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
+    """Return step and folder of a run's checkpoint: of a step, or of the `last` one.
+
+    Raises NotFoundError.
+    """
+    there = checkpoint_folders(origin.run_dir)
+    number = max(there, default=0) if step == LAST_STEP else int(step)
+    if number not in there:
+        which = "yet" if step == LAST_STEP else f"of step {number}"
         raise NotFoundError(
-            f"run {run.name!r} has no checkpoint{'' if step is None else f' of step {step}'} "
-            f"({folder})",
-            hint=f"see which there are: ls {folder}",
+            f"run {origin.name!r} has no checkpoint {which} ({origin.run_dir})",
+            hint=f"see which there are: ls {origin.run_dir}/checkpoints",
         )
-    return found[-1]
+    return number, there[number]
 
 
 def pin_checkpoint(
-    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, adapter: str = ""
+    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, place: str = _FORK
 ) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
-    With `weights_only` the state of the other run's learner is left out; `adapter` names it as one
-    of several. The other run may remove its own meanwhile. Files are linked, or copied to another
-    disk.
+    With `weights_only` the state of the other run's learner is left out. The other run may remove
+    its own meanwhile. Files are linked, or copied to another disk.
 
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
-    pinned = run_dir / _ADAPTERS / adapter if adapter else run_dir / _FORK
+    pinned = run_dir / place
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
         leave_out = shutil.ignore_patterns("learner") if weights_only else None
@@ -79,6 +81,16 @@ def pin_checkpoint(
             f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
         ) from error
     return pinned
+
+
+def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
+    return {
+        name: str(
+            pin_checkpoint(Path(each), run_dir, weights_only=True, place=f"{_ADAPTERS}/{name}")
+        )
+        for name, each in adapters.items()
+    }
 
 
 def _link(source: str, target: str) -> str:

@@ -19,16 +19,18 @@ from ...schemas.errors import (
     StateError,
 )
 from ...schemas.ids import new_id
-from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ...schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
+from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
+from ..lora import is_adapter
 from .board import Board
 from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
 from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
-from .run_folder import find_checkpoint, make_run_dir, pin_checkpoint
+from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
 from .vault import Vault
 
 
@@ -143,9 +145,11 @@ class Submission:
         that trains on conversations is one of kind `sft`.
         """
         config = parse_config({**record.config, "name": record.name})
+        if record.weights_only:
+            config = config.with_model(record.fork_dir)
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
-            others = [one for one in self._board.records() if one.user != record.user]
+            others = self._board.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others)
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
@@ -159,8 +163,7 @@ class Submission:
             )
             fork_dir = str(pinned)
         if record.weights_only:
-            model = config.model.model_copy(update={"path": fork_dir, "tokenizer": None})
-            config, fork_dir = config.model_copy(update={"model": model}), ""
+            config, fork_dir = config.with_model(fork_dir), ""
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
@@ -169,20 +172,27 @@ class Submission:
             "actors": actors,
             "run_dir": str(run_dir),
             "fork_dir": fork_dir,
-            "adapters": {
-                name: str(
-                    await asyncio.to_thread(
-                        pin_checkpoint, Path(folder), run_dir, weights_only=True, adapter=name
-                    )
-                )
-                for name, folder in record.adapters.items()
-            },
+            "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
+            "judge": self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
 
     @property
     def _has_users(self) -> bool:
         return self._broker.user != DEFAULT_USER
+
+    def _judge(self, user: str, reward: RewardConfig) -> str | None:
+        """Return the job that judges episodes through the broker; ConfigError if it cannot."""
+        if reward.judge is None or reward.url is not None:
+            return None
+        record = self._board.get(user, reward.judge)
+        if record.kind != "infer" or is_final(record):
+            raise ConfigError(
+                f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
+                f"{record.state}, it judges nothing",
+                hint="serve the judge first (`tinkermq serve …`) and name that job",
+            )
+        return record.job
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""
@@ -215,15 +225,15 @@ class Submission:
                     hint="name it: fork_of=my-run@40",
                 )
             return None, ""
-        run, at, step = source.partition("@")
-        if at and not step.isdigit():
+        run, _, step = source.partition("@")
+        if step != LAST_STEP and not step.isdecimal():
             raise ConfigError(
                 f"fork_of={source!r} does not name a checkpoint",
-                hint="write run@step, such as my-run@40",
+                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
             )
         origin = self._board.get(user, run)
-        folder = await asyncio.to_thread(find_checkpoint, origin, int(step) if at else None)
-        return f"{origin.name}@{int(folder.name.removeprefix('step_'))}", str(folder)
+        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
+        return f"{origin.name}@{number}", str(folder)
 
     async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
         """Return the further adapters of an inference job: `run@step` and its checkpoint."""
@@ -233,7 +243,7 @@ class Submission:
             )
         found = [await self._fork(user, source, False) for source in request.adapters]
         for name, folder in found:
-            if not (Path(folder) / "adapter_config.json").is_file():
+            if not is_adapter(folder):
                 raise ConfigError(
                     f"{name} is no LoRA checkpoint: it cannot be served beside another model",
                     hint=f"serve it by itself: `tinkermq serve {name}`",

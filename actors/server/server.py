@@ -27,11 +27,16 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
-from ...schemas.lora import LoraConfig
 from ...schemas.subjects import JobScope
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
-from ..generator.generator import make_chat, start_engine, tell_engine
+from ..generator.generator import (
+    config_of_checkpoint,
+    config_of_folder,
+    make_chat,
+    start_engine,
+    tell_engine,
+)
 from ..lora import base_of, config_of, is_adapter
 from ..model_folder import load_causal_lm
 from ..runtime import JobContext, settle_memory
@@ -50,7 +55,7 @@ _QUEUED_PER_ROW = 4
 async def run_server(context: JobContext) -> None:
     """Serve until told to stop."""
     await context.serve_control()
-    config = serving_config(context.record, context.config)
+    config = config_of_checkpoint(context.record, context.config)
     chat = await asyncio.to_thread(make_chat, config)
     engines = await start_engines(context.record, config)
     engine = engines[""]
@@ -88,7 +93,7 @@ async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engin
         config = config.model_copy(update={"lora": config_of(config.model.path)})
     engines = {"": await start_engine(config, served_step(record), base)}
     for name, folder in record.adapters.items():
-        own = _with_model(config, folder)
+        own = config_of_folder(config, folder)
         engines[name] = await start_engine(own, int(name.rpartition("@")[2]), base)
     return engines
 
@@ -116,20 +121,6 @@ def _load_base(record: JobRecord, config: JobConfig) -> "PreTrainedModel":
         trust_remote_code=config.model.trust_remote_code,
     )
     return model.requires_grad_(False)
-
-
-def _with_model(config: JobConfig, folder: str) -> JobConfig:
-    """Return the configuration with a folder as its model; an adapter is put beside its base."""
-    model = config.model.model_copy(update={"path": folder, "tokenizer": None})
-    lora = config_of(folder) if is_adapter(folder) else LoraConfig()
-    return config.model_copy(update={"model": model, "lora": lora})
-
-
-def serving_config(record: JobRecord, config: JobConfig) -> JobConfig:
-    """Return the configuration with the checkpoint that is served as its model."""
-    if not record.fork_dir:
-        return config
-    return _with_model(config, record.fork_dir)
 
 
 def served_step(record: JobRecord) -> int:

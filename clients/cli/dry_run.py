@@ -17,6 +17,7 @@ from ...schemas.errors import (
     TinkermqError,
 )
 from ..home import find_url
+from ..paths import is_local_pool
 from ..pool import Pool
 from .output import note, print_json, say, say_plain
 from .session import with_pool
@@ -30,7 +31,7 @@ def dry_run(
     """Check everything, print the effective configuration, and raise the first problem."""
     begins = f"that of run {from_run}: looked up when the job is submitted"
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("model", lambda: check_model(config) if from_run is None else begins),
+        ("model", lambda: check_model(config, nats_url) if from_run is None else begins),
         *([("data", lambda: check_chats(config))] if config.sft.data else []),
         *([("game", lambda: check_env(config))] if config.env.game else []),
         ("slots", lambda: check_slots(config, nats_url)),
@@ -61,14 +62,16 @@ def dry_run(
     return 0
 
 
-def check_model(config: JobConfig) -> str:
-    """Look at a local model folder without loading it; a hub name is only named.
+def check_model(config: JobConfig, nats_url: str | None) -> str:
+    """Look at a local model folder without loading it; one of the pool's or the hub's is named.
 
     Raises ModelError for a folder that is not a model.
     """
     path = config.model.path
     folder = Path(path).expanduser()
     if not folder.exists():
+        if _elsewhere(nats_url):
+            return f"{path} is not a folder here: the pool's own, or the hub's; not checked"
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return f"{path} is not a folder here: it will be fetched from the hub"
         raise ModelError(
@@ -90,6 +93,14 @@ def check_model(config: JobConfig) -> str:
         raise ModelError(f"{folder} has no weights", hint="save the model into this folder")
     kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "?")
     return f"{folder} ({kind})"
+
+
+def _elsewhere(nats_url: str | None) -> bool:
+    """Whether the job would run on another machine, whose folders are not seen here."""
+    try:
+        return not is_local_pool(find_url(nats_url))
+    except BrokerError:  # no stack is up
+        return False
 
 
 def check_env(config: JobConfig) -> str:

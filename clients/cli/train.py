@@ -16,6 +16,7 @@ from ...schemas.job import JobRecord
 from ...schemas.load_config import load_config
 from ..follow import follow_run
 from ..home import find_url
+from ..names import checkpoint_named
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
@@ -128,7 +129,7 @@ def _submit(
     async def work(pool: Pool) -> int:
         record = await pool.submit(
             values,
-            fork_of=from_run,
+            fork_of=from_run and checkpoint_named(from_run),
             weights_only=from_run is not None,
             request_id=request_id,
             priority=priority,

@@ -1,6 +1,7 @@
 """What an admin may do with the jobs of others, and how everybody else fares who tries."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ async def test_an_admin_is_told_of_all_jobs_and_stops_one_by_its_id(
         return now if now.state == "CANCELLED" else None
 
     ended = await eventually(cancelled, "the job to be cancelled")
-    assert [(event.kind, event.source) for event in ended.early] == [
+    assert [(event.kind, event.source) for event in ended.untold] == [
         ("job_queued", "user ada"),
         ("job_cancelled", "user root"),
     ]
@@ -148,6 +149,29 @@ async def test_a_job_cannot_name_the_files_of_anothers_run(
         await submitted(scheduled, "mallory", tmp_path, **changes)
 
 
+async def test_a_job_cannot_begin_with_the_weights_of_anothers_run(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    hers = await submitted(scheduled, "ada", tmp_path, name="chats")
+    checkpoint = Path(hers.run_dir) / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    own = await submitted(scheduled, "mallory", tmp_path, name="own")
+    adapter = Path(own.run_dir) / "checkpoints" / "step_000001"
+    adapter.mkdir(parents=True)
+    mallory = Pool(await scheduled.user("mallory"))
+    for run in (hers.job, hers.name):
+        with pytest.raises(NotFoundError, match="has no job or run"):
+            await mallory.submit(hers.config, fork_of=f"{run}@4", weights_only=True)
+        with pytest.raises(NotFoundError, match="has no job or run"):
+            await mallory.submit(hers.config, kind="infer", adapters=[f"{run}@4"])
+    with pytest.raises(ConfigError, match="does not name a checkpoint"):
+        await mallory.submit(hers.config, fork_of=str(checkpoint), weights_only=True)
+    settings = {"base_model_name_or_path": str(checkpoint)}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="is in a run folder of another user"):
+        await mallory.submit(own.config | {"name": None}, fork_of="own@1", weights_only=True)
+
+
 async def test_code_that_comes_with_a_model_is_for_admins(
     scheduled: SecuredPool, tmp_path: Path
 ) -> None:
@@ -155,3 +179,19 @@ async def test_code_that_comes_with_a_model_is_for_admins(
     with pytest.raises(ConfigError, match=r"model.trust_remote_code=true: on a pool with users"):
         await submitted(scheduled, "mallory", tmp_path, model=model)
     assert (await submitted(scheduled, "root", tmp_path, model=model)).state == "QUEUED"
+
+
+@pytest.mark.parametrize("path", ["~nobody-here/model", "a/\0/b", "x/" * 3000])
+async def test_a_path_that_cannot_be_one_is_not_the_files_of_another(
+    scheduled: SecuredPool, tmp_path: Path, path: str
+) -> None:
+    await submitted(scheduled, "ada", tmp_path)
+    job = await submitted(scheduled, "mallory", tmp_path, model={"path": path})
+    assert job.config["model"]["path"] == path
+
+
+async def test_an_admin_serves_the_own_runs_only(scheduled: SecuredPool, tmp_path: Path) -> None:
+    hers = await submitted(scheduled, "ada", tmp_path)
+    root = Pool(await scheduled.user("root"))
+    with pytest.raises(NotFoundError, match="has no job or run"):
+        await root.submit(hers.config, kind="infer", follow=hers.job)

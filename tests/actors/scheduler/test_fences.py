@@ -6,21 +6,25 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.scheduler.fences import refuse_runs_of_others
 from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.load_config import parse_config
 
 
 def test_an_adapter_may_not_stand_on_the_model_of_another_user(tmp_path: Path) -> None:
-    fields = {"name": "r", "user": "ben", "state": "RUNNING", "config": {}, "created": 0.0}
-    other = JobRecord.model_validate({**fields, "job": "j", "run_dir": str(tmp_path / "ben" / "r")})
-    adapter = tmp_path / "mine"
-    adapter.mkdir()
-    config = parse_config({"model": {"path": str(adapter)}, "env": {"game": "bandit"}})
-    for base, is_others in ((tmp_path / "base", False), (tmp_path / "ben" / "r" / "x", True)):
+    hers = tmp_path / "ben" / "r"
+    (hers / "x").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(hers / "x")
+    mine, between = tmp_path / "mine", tmp_path / "between"
+    config = parse_config({"model": {"path": str(mine)}, "env": {"game": "bandit"}})
+
+    def stand(adapter: Path, base: Path) -> None:
+        adapter.mkdir(exist_ok=True)
         settings = {"base_model_name_or_path": str(base)}
         (adapter / "adapter_config.json").write_text(json.dumps(settings))
-        if not is_others:
-            refuse_runs_of_others(config, [other])
-            continue
+
+    stand(mine, tmp_path / "base")
+    refuse_runs_of_others(config, [(str(hers), "ben")])
+    stand(mine, between)
+    for base in (hers / "x", tmp_path / "link", hers.parent / "other"):
+        stand(between, base)
         with pytest.raises(ConfigError, match=r"the base of the adapter in model\.path=.*another"):
-            refuse_runs_of_others(config, [other])
+            refuse_runs_of_others(config, [(str(hers), "ben")])
