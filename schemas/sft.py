@@ -10,7 +10,7 @@ from .section import Section
 _IMPLIED: dict[str, dict[str, Any]] = {
     "rollout": {"group_size": 1, "temperature": 1.0},
     "algorithm": {"loss": "sft", "correction": "none"},
-    "training": {"staleness_policy": "train", "tasks": "data"},
+    "training": {"staleness_policy": "train", "tasks": "data", "curriculum": "none"},
 }
 _READ = frozenset({"loss_agg", "loss_agg_length", "kl_coef", "kl_estimator", "entropy_coef"})
 """Keys of `algorithm` that an SFT job reads."""

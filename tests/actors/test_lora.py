@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from tinkermq.actors.generator.engine import Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState
 from tinkermq.actors.learner.model import load_model
+from tinkermq.actors.learner.publishing import snapshot
 from tinkermq.actors.learner.step import Trainer
 from tinkermq.actors.learner.training_batch import assemble
-from tinkermq.actors.lora import policy_tensors, refuse_other_kind
+from tinkermq.actors.lora import (
+    initial_adapter,
+    other_adapter,
+    policy_tensors,
+    refuse_other_kind,
+)
 from tinkermq.actors.model_folder import (
     load_causal_lm,
     load_model_config,
@@ -20,10 +27,11 @@ from tinkermq.actors.model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
+from tinkermq.broker.weights import TensorBytes
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ModelError
 from tinkermq.schemas.lora import LoraConfig
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.groups import random_group
 from tests.models import make_tiny_model, plain_logprobs
@@ -68,6 +76,10 @@ def logits(model: PreTrainedModel | torch.nn.Module) -> torch.Tensor:
         return model(IDS).logits
 
 
+def num_bytes(tensors: dict[str, TensorBytes]) -> int:
+    return sum(len(memoryview(tensor.data).cast("B")) for tensor in tensors.values())
+
+
 def test_only_the_adapter_is_trained_saved_and_loaded(base: Path, tmp_path: Path) -> None:
     config = job(base)
     learner = trainer(config)
@@ -85,6 +97,9 @@ def test_only_the_adapter_is_trained_saved_and_loaded(base: Path, tmp_path: Path
     assert not list(folder.glob("model*.safetensors"))
     peft = PeftModel.from_pretrained(plain, str(folder))  # as it is, by the library of the field
     assert torch.equal(logits(peft), trained)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(folder).eval()), trained)
+    asked = [{"role": "user", "content": "hi"}]
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(asked, tokenize=False)
     assert torch.equal(logits(trainer(config, folder).model), trained)
     merged = load_causal_lm(str(folder), dtype=torch.float32)  # all that takes a model takes it
     assert torch.allclose(logits(merged), trained, atol=1e-5)
@@ -104,6 +119,50 @@ def test_a_run_that_begins_with_an_adapter_goes_on_with_it_and_takes_the_kl_to_i
         assert train(learner, 1)["actor/kl_loss"] == 0.0  # still the policy that it began with
         assert train(learner, 2)["actor/kl_loss"] > 0.0
         assert set(policy_tensors(learner.model)) == set(policy_tensors(first.model))
+
+
+def test_what_is_sent_and_saved_of_a_version_is_its_adapter_to_the_bit(
+    base: Path, tmp_path: Path
+) -> None:
+    learner = trainer(job(base))
+    train(learner, 1)
+    sent = snapshot(learner.model, torch.float32)
+    stored = load_file(save(learner, tmp_path, base, 1) / "adapter_model.safetensors")
+    assert sent.keys() == stored.keys()
+    for name, tensor in stored.items():
+        assert (sent[name].dtype, tuple(sent[name].shape)) == ("float32", tuple(tensor.shape))
+        assert bytes(sent[name].data) == tensor.numpy().tobytes()
+    assert {name.rpartition("lora_")[2] for name in sent} == {"A.weight", "B.weight"}
+    whole = snapshot(load_causal_lm(str(base), dtype=torch.float32), torch.float32)
+    assert num_bytes(sent) < num_bytes(whole) / 3
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted_to_the_bit(
+    base: Path, tmp_path: Path
+) -> None:
+    config = job(base, lora={"rank": 4, "dropout": 0.1}, algorithm={"kl_coef": 0.1})
+    through = trainer(config)
+    train(through, 1, 2)
+    folder = save(through, tmp_path, base, 2)
+    resumed = trainer(config, folder)
+    resumed.restore(folder)
+    assert train(resumed, 3, 4) == train(through, 3, 4)
+    expected = policy_tensors(through.model)
+    for name, tensor in policy_tensors(resumed.model).items():
+        assert torch.equal(tensor, expected[name])
+
+
+def test_an_adapter_learns_beside_a_critic_which_trains_all_of_its_own(base: Path) -> None:
+    learner = trainer(job(base, algorithm={"advantage": "gae"}, critic={"lr": 1e-3}))
+    assert learner.critic is not None
+    plain = load_causal_lm(str(base), dtype=torch.float32)
+    train(learner, 1, 2)
+    assert not torch.equal(logits(learner.model), logits(plain))
+    with other_adapter(learner.model, initial_adapter(learner.model, str(base))):
+        assert torch.equal(logits(learner.model), logits(plain)), "its base is not the critic's"
+    judging = learner.critic.model.decoder.parameters()
+    begun = plain.get_decoder().parameters()
+    assert not any(torch.equal(one, was) for one, was in zip(judging, begun, strict=True))
 
 
 def test_dropout_works_in_updates_only(base: Path) -> None:
