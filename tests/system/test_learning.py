@@ -27,6 +27,7 @@ pytestmark = [
     [
         ("bandit", 0.4, 0.7),
         pytest.param("addition", 0.55, 0.8, marks=pytest.mark.long),
+        pytest.param("lora", 0.55, 0.8, marks=pytest.mark.long),
         pytest.param("guess", 0.75, 0.8, marks=pytest.mark.long),
         pytest.param("math", 0.5, 0.7, marks=pytest.mark.long),
         pytest.param("ppo", 0.5, 0.65, marks=pytest.mark.long),

@@ -1,7 +1,9 @@
 """Conversations are learnt, and a game goes on from there with an adapter: one chain of two runs.
 
-The first run learns from chats that mostly give up and else pull an arm. The second begins with its
-weights and trains a LoRA adapter until it always pulls one.
+The first run begins with a model that pulls arms at random, and learns from chats to give up most
+of the time. The second begins with its weights and trains a LoRA adapter until it always pulls one.
+An adapter leaves the output layer alone, so the base must be one that tells the answers apart: of a
+random model that has learnt forty steps of chats no hidden state would give an arm 60 %.
 """
 
 import json
@@ -27,15 +29,17 @@ from tests.games import AnyArm
 from tests.jobs import Job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
+from tests.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.learns,
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.asyncio(loop_scope="session"),
 ]
 
 
-STEPS, LORA_STEPS = 40, 60
+STEPS, LORA_STEPS = 40, 40
 
 
 def sft_job(model: Path, chats: Path) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def sft_job(model: Path, chats: Path) -> dict[str, Any]:
 def lora_job() -> dict[str, Any]:
     env = "env={game: tests.games:AnyArm, num_val: 64}"
     more = (f"training.num_steps={LORA_STEPS}", "training.save_freq=10", "training.test_freq=0")
-    lora = ("lora.rank=8", "lora.alpha=32", "learner.lr=1e-2", "algorithm.kl_coef=0.001")
+    lora = ("lora.rank=8", "lora.alpha=32", "learner.lr=2e-3", "algorithm.kl_coef=0.001")
     return example("bandit", env, *more, *lora)
 
 
@@ -70,12 +74,14 @@ def room(name: str) -> list[dict[str, Any]]:
 
 
 async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
-    stack: Stack, model: Path, tmp_path: Path
+    stack: Stack, tmp_path: Path
 ) -> None:
     rng = random.Random(0)
     rows: list[Mapping[str, Any]] = [chat(rng) for _ in range(512)]
     rows[7] = {"messages": room("a")}
-    chats = await stack.submit(sft_job(model, write_rows(tmp_path / "chats.jsonl", rows)))
+    chats = await stack.submit(
+        sft_job(warm_model("bandit"), write_rows(tmp_path / "chats.jsonl", rows))
+    )
     assert chats.record.kind == "sft"
     await chats.until_event("checkpoint_saved")
     await chats.kill("learner")
@@ -84,15 +90,15 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
     await assert_replay_is_identical(chats)
     metrics = await read_metrics(stack.broker, chats.scope)
     losses = {m.step: m.values["actor/pg_loss"] for m in metrics if "actor/pg_loss" in m.values}
-    assert losses[1] > 4.0  # of 264 tokens none is likelier
+    assert losses[1] > 2.0  # the model never gives up
     assert losses[STEPS] < 1.2  # what is drawn at random costs 0.66 on average
     assert {letter.task.sample for letter in await chats.dead()} == {7}, "nobody answers there"
 
     learnt = await chats.validations()
-    assert learnt[0]["val/mean_score"] == 0.0
-    rl = await stack.submit(lora_job(), fork_of="chats", weights_only=True)
+    assert learnt[0]["val/mean_score"] >= 0.9
+    rl = await stack.submit(lora_job(), fork_of="chats@last", weights_only=True)
     assert rl.record.fork_of == f"chats@{STEPS}"
-    await rl.until_step(25)
+    await rl.until_step(15)
     await rl.kill("learner")
     sent = await WeightStore(stack.broker, rl.scope).latest()
     assert sent is not None
