@@ -18,20 +18,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..schemas.errors import ModelError
-from ..schemas.lora import LoraConfig
+from ..schemas.lora import ADAPTER_CONFIG, LoraConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedModel
 
 _NAME = "default"
-_CONFIG = "adapter_config.json"
 _WEIGHTS = "adapter_model.safetensors"
 
 
 def is_adapter(path: str | Path) -> bool:
     """Whether a folder holds a PEFT adapter instead of a model."""
-    return os.path.isfile(os.path.join(path, _CONFIG))  # noqa: PTH113, PTH118  False for odd paths
+    return os.path.isfile(os.path.join(path, ADAPTER_CONFIG))  # noqa: PTH113, PTH118  False for odd paths
 
 
 def base_of(folder: str | Path) -> str:
@@ -40,7 +39,7 @@ def base_of(folder: str | Path) -> str:
     if not base:
         raise ModelError(
             f"{folder} does not say to which model its adapter belongs",
-            hint=f"set base_model_name_or_path in its {_CONFIG}",
+            hint=f"set base_model_name_or_path in its {ADAPTER_CONFIG}",
         )
     return str(base)
 
@@ -224,7 +223,7 @@ def _check_same(folder: str | Path, config: LoraConfig) -> None:
 
 
 def _settings(folder: str | Path) -> dict[str, Any]:
-    file = Path(folder) / _CONFIG
+    file = Path(folder) / ADAPTER_CONFIG
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

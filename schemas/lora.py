@@ -6,6 +6,9 @@ from pydantic import Field, model_validator
 
 from .section import Section
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file by which PEFT tells the folder of an adapter from that of a model."""
+
 
 class LoraConfig(Section):
     """Low-rank adapters: with a rank, they are all that is trained, sent and saved."""

@@ -31,8 +31,8 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) 
     folders = [(Path(folder), user) for folder, user in others if folder]
     fenced = {folder for folder, _ in folders}
     fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
-    named = (*_texts(config.model_dump(mode="json"), ""), *_bases(config.model.path))
-    for key, value in named:
+    texts = _texts(config.model_dump(mode="json"), "")
+    for key, value in (named for text in texts for named in _with_bases(*text)):
         if "/" not in value or "\0" in value:  # no path into another folder
             continue
         path = Path(os.path.realpath(os.path.expanduser(value)))  # noqa: PTH111  a strange ~name stays
@@ -43,13 +43,14 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) 
             )
 
 
-def _bases(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the models that an adapter is put on, which its folder names."""
+def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
+    """Yield a text and, where it is the folder of an adapter, the base of that, and so on."""
+    yield key, value
     seen: set[str] = set()
-    while is_adapter(path) and path not in seen:
-        seen.add(path)
-        path = base_of(path)
-        yield "the base of the adapter in model.path", path
+    while is_adapter(value) and value not in seen:
+        seen.add(value)
+        value = base_of(value)
+        yield f"the base of the adapter in {key}", value
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

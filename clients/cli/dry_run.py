@@ -16,6 +16,7 @@ from ...schemas.errors import (
     PlacementError,
     TinkermqError,
 )
+from ...schemas.lora import ADAPTER_CONFIG
 from ..home import find_url
 from ..paths import is_local_pool
 from ..pool import Pool
@@ -78,7 +79,7 @@ def check_model(config: JobConfig, nats_url: str | None) -> str:
             f"there is no model folder {path!r}",
             hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
         )
-    if (folder / "adapter_config.json").is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         return f"{folder} (an adapter, put on its base)"
     if not (folder / "config.json").is_file():
         raise ModelError(

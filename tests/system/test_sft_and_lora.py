@@ -124,6 +124,14 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
 
     await assert_served(stack, rl, tmp_path)
 
+    others = [
+        await stack.submit({**lora_job(), "seed": seed}, fork_of="chats@last", weights_only=True)
+        for seed in (1, 2)
+    ]
+    for other in others:
+        await other.until("COMPLETED")
+        assert (await other.validations())[LORA_STEPS]["val/mean_score"] >= 0.75
+
 
 async def assert_served(stack: Stack, rl: Job, tmp_path: Path) -> None:
     """Serve two of the run's adapters and its base with one server, and play with the last."""

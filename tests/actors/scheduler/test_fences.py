@@ -21,6 +21,8 @@ def test_an_adapter_may_not_stand_on_the_model_of_another_user(tmp_path: Path) -
         settings = {"base_model_name_or_path": str(base)}
         (adapter / "adapter_config.json").write_text(json.dumps(settings))
 
+    judged = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(mine)}}
+    critic = parse_config({"model": {"path": "m"}, "env": {"game": "bandit"}, **judged})
     stand(mine, tmp_path / "base")
     refuse_runs_of_others(config, [(str(hers), "ben")])
     stand(mine, between)
@@ -28,3 +30,5 @@ def test_an_adapter_may_not_stand_on_the_model_of_another_user(tmp_path: Path) -
         stand(between, base)
         with pytest.raises(ConfigError, match=r"the base of the adapter in model\.path=.*another"):
             refuse_runs_of_others(config, [(str(hers), "ben")])
+        with pytest.raises(ConfigError, match=r"the base of the adapter in critic\.path=.*another"):
+            refuse_runs_of_others(critic, [(str(hers), "ben")])
