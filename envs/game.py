@@ -186,11 +186,11 @@ def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
     """Return the game's tools if they are function schemas, else raise GameError."""
     tools: Any = game.get_tools()
     for tool in cast("list[Any]", tools) if isinstance(tools, list) else [tools]:
-        function: Any = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(
-            cast("dict[str, Any]", function).get("name"), str
-        ):
-            _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
+        match tool:
+            case {"function": {"name": str()}}:
+                continue
+            case _:
+                _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
     return cast("list[dict[str, Any]]", tools)
 
 

@@ -23,12 +23,13 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     "name",
     [
-        "adapter",
+        "adapters",
         pytest.param("against_trl", marks=needs("trl", "datasets")),
         "asynchrony",
         "dashboard",
         "engine",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
+        "lora",
         "memory",
         "overhead",
         "sandbox",

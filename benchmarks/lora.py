@@ -1,6 +1,6 @@
 """What is sent and swapped with a LoRA adapter, against all weights.
 
-    python -m benchmarks.adapter [--width 768] [--layers 8] [--rounds 5]
+    python -m benchmarks.lora [--width 768] [--layers 8] [--rounds 5]
 
 One model, once as a whole and once with adapters of some ranks on all its linear layers. A learner
 publishes versions through a real nats-server as training does, and an engine fetches and swaps
@@ -115,7 +115,7 @@ def main() -> None:
     if arguments.quick:
         arguments.width, arguments.layers, arguments.rounds = 64, 2, 1
     torch.set_num_threads(1)
-    report = Report("adapter", "A LoRA adapter against all weights", quick=arguments.quick)
+    report = Report("lora", "A LoRA adapter against all weights", quick=arguments.quick)
     found = uvloop.run(run(arguments))
     whole = found[0]
     report.table(
