@@ -90,12 +90,10 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
     await assert_replay_is_identical(chats)
     metrics = await read_metrics(stack.broker, chats.scope)
     losses = {m.step: m.values["actor/pg_loss"] for m in metrics if "actor/pg_loss" in m.values}
-    assert losses[1] > 2.0  # the model never gives up
+    assert losses[1] > 2.0  # the model that it begins with never gives up
     assert losses[STEPS] < 1.2  # what is drawn at random costs 0.66 on average
     assert {letter.task.sample for letter in await chats.dead()} == {7}, "nobody answers there"
 
-    learnt = await chats.validations()
-    assert learnt[0]["val/mean_score"] >= 0.9
     rl = await stack.submit(lora_job(), fork_of="chats@last", weights_only=True)
     assert rl.record.fork_of == f"chats@{STEPS}"
     await rl.until_step(15)
@@ -108,7 +106,8 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
     await assert_every_task_once(rl)
     await assert_replay_is_identical(rl)
     scores = {step: values["val/mean_score"] for step, values in (await rl.validations()).items()}
-    assert 0.15 <= scores[0] <= 0.6  # it begins with what was learnt from the chats …
+    assert await share_given_up(rl, version=0) >= 0.4  # it begins with what the chats taught …
+    assert scores[0] <= 0.6
     assert scores[LORA_STEPS] >= 0.75  # … and goes on from there
 
     checkpoint = CheckpointStore(rl.run_dir, keep_last=1, keep_every=0).path(LORA_STEPS)
@@ -131,6 +130,19 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
     for other in others:
         await other.until("COMPLETED")
         assert (await other.validations())[LORA_STEPS]["val/mean_score"] >= 0.75
+
+
+async def share_given_up(job: Job, version: int) -> float:
+    """Return the share of a version's episodes in which the model gave up."""
+    played = [
+        item
+        for entry in await job.entries()
+        if entry.group is not None
+        for item in entry.group.trajectories
+        if item.versions.max() == version
+    ]
+    said = [message["content"] for item in played for message in item.messages]
+    return said.count("?") / len(played)
 
 
 async def assert_served(stack: Stack, rl: Job, tmp_path: Path) -> None:
