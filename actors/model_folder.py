@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ..schemas.errors import ModelError
+from ..schemas.lora import LoraConfig
+from .lora import add_adapter, base_of, beside, is_adapter, merge
 
 if TYPE_CHECKING:
     import torch
@@ -14,7 +16,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_model_folder(path: str) -> None:
-    """Raise ModelError, naming the missing file, unless `path` can hold a model.
+    """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
 
     A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer.
     """
@@ -31,6 +33,8 @@ def check_model_folder(path: str) -> None:
             f"there is no model folder {path}",
             hint="make it with `save_pretrained`, or name a model of the hub as owner/name",
         )
+    if is_adapter(folder):
+        return
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{path} is no model folder: config.json is missing",
@@ -48,6 +52,8 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrai
     from transformers import AutoConfig
 
     check_model_folder(path)
+    if is_adapter(path):
+        return load_model_config(base_of(path), trust_remote_code=trust_remote_code)
     try:
         return cast(
             "PreTrainedConfig",
@@ -67,7 +73,7 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a causal language model in evaluation mode, on the CPU.
+    """Load a causal language model in evaluation mode, on the CPU; an adapter merged into its base.
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
@@ -76,6 +82,14 @@ def load_causal_lm(
 
     logging.disable_progress_bar()
     check_model_folder(path)
+    if is_adapter(path):
+        base = load_causal_lm(
+            base_of(path),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        return merge(base, path).eval()
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -100,6 +114,38 @@ def load_causal_lm(
             hint="copy all *.safetensors files of the model; they would be random otherwise",
         )
     return model.eval()
+
+
+def load_policy(
+    path: str,
+    lora: LoraConfig,
+    *,
+    adapter: str | Path | None = None,
+    base: "PreTrainedModel | None" = None,
+    seed: int = 0,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> "PreTrainedModel":
+    """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
+
+    The adapter is that of the folder `adapter`, else of `path` if that is one, else a fresh one.
+    With `base` that model's weights are used, and stay in memory once. Raises ModelError.
+    """
+    begins_with = path if is_adapter(path) and lora.rank else None
+    model = (
+        beside(base)
+        if base is not None
+        else load_causal_lm(
+            base_of(path) if begins_with else path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    if lora.rank:
+        add_adapter(model, lora, seed=seed, folder=adapter or begins_with)
+    return model
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
@@ -142,6 +188,8 @@ def load_stop_token_ids(path: str) -> tuple[int, ...]:
     """Return the tokens that end a generation, as the model's generation_config.json says."""
     from transformers import GenerationConfig
 
+    if is_adapter(path) and not (Path(path) / "generation_config.json").is_file():
+        return load_stop_token_ids(base_of(path))
     try:
         config: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
     except OSError:

@@ -29,6 +29,7 @@ NAMES = (
     "adapters",
     "engine",
     "weights",
+    "lora",
     "overhead",
     "memory",
     "dashboard",

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from ..schemas.errors import BrokerError, NotFoundError
@@ -63,7 +63,9 @@ class SchedulerCalls:
         kind: Literal["train", "infer", "eval", "sft"] = "train",
         configured: bool = True,
         fork_of: str | None = None,
+        weights_only: bool = False,
         follow: str | None = None,
+        adapters: Sequence[str] = (),
         request_id: str | None = None,
         priority: int = 0,
         secrets: Mapping[SecretName, str] | None = None,
@@ -78,7 +80,9 @@ class SchedulerCalls:
             config=dict(config),
             configured=configured,
             fork_of=fork_of,
+            weights_only=weights_only,
             follow=follow,
+            adapters=list(adapters),
             priority=priority,
             sealed=await self._sealed(secrets) if secrets else b"",
         )

@@ -1,6 +1,7 @@
 """Serve a model: `InferenceSchedulerClient`, and its async twin."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ..broker.presence import presences
@@ -8,6 +9,7 @@ from ..schemas.errors import ConfigError, DeadlineError
 from ..schemas.job import FINAL_STATES, JobRecord
 from .arguments import as_tree
 from .home import find_openai
+from .names import checkpoint_named
 from .opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .scheduler_client import AsyncSchedulerClient, failure
@@ -44,6 +46,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         *,
+        adapters: Sequence[str] = (),
         config: Any = None,
         wait: bool = True,
     ) -> dict[str, Any]:
@@ -53,6 +56,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
         record = await submit_inference(
             pool,
             model_path,
+            adapters,
             tokenizer_path=tokenizer_path,
             num_servers=num_gpus,
             max_model_len=max_model_len,
@@ -103,6 +107,7 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
         max_model_len: int | None = None,
         trust_remote_code: bool = False,
         *,
+        adapters: Sequence[str] = (),
         config: Any = None,
         wait: bool = True,
     ) -> dict[str, Any]:
@@ -113,7 +118,8 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
         checkpoint is served. `vllm_server_url` is the OpenAI-compatible base URL of the pool's
         gateway, or the job's `nats://` URL where no gateway is known; `run_inference` takes both.
         `num_gpus` servers share the requests. `max_model_len` bounds prompt and answer together.
-        `config` holds further keys of the job (`generator.max_episodes` …).
+        `adapters` are checkpoints of LoRA runs (`RUN@STEP`) that are served beside it on one base,
+        each under that name. `config` holds further keys of the job (`generator.max_episodes` …).
 
         Raises NotFoundError or ModelError for a model that is not there, PlacementError,
         JobFailedError with the server's reason, DeadlineError after `timeout`.
@@ -127,6 +133,7 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
                 gpu_memory_utilization,
                 max_model_len,
                 trust_remote_code,
+                adapters=adapters,
                 config=config,
                 wait=wait,
             )
@@ -145,14 +152,20 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
         return self._run(self.aio.complete_job(job_id))
 
 
-async def submit_inference(pool: Pool, model: str, **options: Any) -> JobRecord:
-    """Submit a job that serves `model`; the options are those of `serving.with_options`."""
+async def submit_inference(
+    pool: Pool, model: str, adapters: Sequence[str] = (), **options: Any
+) -> JobRecord:
+    """Submit a job that serves `model` and further adapters on its base.
+
+    The options are those of `serving.with_options`.
+    """
     source = await find_source(pool, model)
     return await pool.submit(
         with_options(source, broker_url=pool.broker.url, **options),
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,
+        adapters=[checkpoint_named(adapter) for adapter in adapters],
         request_id=new_request_id(),
     )
 

@@ -32,3 +32,9 @@ def run_and_step(name: str) -> tuple[str, str | None]:
             hint=f"write RUN@STEP, such as my-run@40, or RUN@{LAST_STEP}",
         )
     return run, step if at else None
+
+
+def checkpoint_named(name: str) -> str:
+    """Return `RUN@STEP` for a name that people type: `RUN` means its newest checkpoint."""
+    run, step = run_and_step(name)
+    return f"{run}@{step or LAST_STEP}"

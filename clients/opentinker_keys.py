@@ -41,6 +41,10 @@ def _advantage(value: Any) -> str:
     return _ADVANTAGES.get(str(value), str(value))
 
 
+def _targets(value: Any) -> str | list[str]:
+    return value if value == "all-linear" else _as_list(value)
+
+
 def _top_k(value: Any) -> int:
     return max(0, int(value))
 
@@ -68,7 +72,6 @@ def _no(refusal: str) -> Translation:
 
 _CONNECTION = "it is not part of a job: give it to SchedulerClient(scheduler_url, api_key=…)"
 _HOSTED = "games are reached through the broker: pass a GameEnvironment, or set env.game"
-_LORA = "all weights are trained: remove the lora section and set learner.lr"
 
 TABLE: dict[str, Translation] = {
     "tokenizer_path": _to("model.path"),
@@ -101,7 +104,12 @@ TABLE: dict[str, Translation] = {
     "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
     "multi_turn.weave_project": _no("use project_name and logger_backends"),
     "multi_turn.experiment_name": _no("use experiment_name"),
-    "lora": _no(_LORA),
+    "lora.lora_rank": _to("lora.rank"),
+    "lora.lora_alpha": _to("lora.alpha"),
+    "lora.target_modules": _to("lora.targets", _targets),
+    "lora.exclude_modules": _to("lora.exclude", _as_list),
+    "lora.lora_adapter_path": _to("model.path"),
+    "lora.lr": _to("learner.lr"),
     "algorithm": _no("every job runs the agent loop: remove it; adv_estimator chooses the rest"),
     "enable_agent_loop": _no("every job runs the agent loop: remove it"),
     "agent_num_workers": _no("use generator.max_episodes and env.workers"),

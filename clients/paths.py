@@ -19,9 +19,10 @@ def resolve_paths(config: dict[str, Any], broker_url: str) -> dict[str, Any]:
     for key in {"path", "tokenizer"} & model.keys():
         if model[key] is not None:
             model[key] = _existing(str(model[key]))
-    env: dict[str, Any] = resolved.get("env") or {}
-    for key in {"train_data", "val_data"} & env.keys():
-        env[key] = [_existing(str(path)) for path in env[key]]
+    for section, keys in (("env", {"train_data", "val_data"}), ("sft", {"data"})):
+        data: dict[str, Any] = resolved.get(section) or {}
+        for key in keys & data.keys():
+            data[key] = [_existing(str(path)) for path in data[key]]
     if is_local_pool(broker_url):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
     return resolved

@@ -10,6 +10,7 @@ from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, Metric, Presence
 
 REWARD = "training_step_reward"
+LOSS = "actor/pg_loss"
 VALIDATION = "val/mean_score"
 _RECENT_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
@@ -25,6 +26,7 @@ class RunProgress:
     step: int = 0
     total_steps: int | None = None
     rewards: dict[int, float] = field(default_factory=dict[int, float])
+    """By step; of a run that learns from conversations, the loss."""
     validation: dict[int, float] = field(default_factory=dict[int, float])
     values: dict[str, float] = field(default_factory=dict[str, float])
     bottleneck: str = ""
@@ -36,6 +38,11 @@ class RunProgress:
     def __post_init__(self) -> None:
         training: dict[str, Any] = self.record.config.get("training") or {}
         self.total_steps = training.get("num_steps")
+
+    @property
+    def measure(self) -> str:
+        """What `rewards` holds: reward or loss."""
+        return "loss" if self.record.kind == "sft" else "reward"
 
     @property
     def ended(self) -> bool:
@@ -86,7 +93,7 @@ class RunProgress:
         score = metric.values.get(VALIDATION)
         if score is not None and math.isfinite(score):
             self.validation[metric.step] = score
-        reward = metric.values.get(REWARD)
+        reward = metric.values.get(LOSS if self.measure == "loss" else REWARD)
         if reward is None:
             return False
         self.rewards[metric.step] = reward

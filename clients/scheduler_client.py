@@ -13,6 +13,7 @@ from ..schemas.secret import WANDB_KEY
 from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .arguments import as_tree
+from .names import checkpoint_named
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
 from .pool import Pool, new_request_id
@@ -60,6 +61,7 @@ class AsyncSchedulerClient:
         enable_agent_loop: bool = False,
         wandb_key: str | None = None,
         num_gpus: int | None = None,
+        from_run: str | None = None,
     ) -> dict[str, Any]:
         """Submit a training job; see `SchedulerClient.submit_job`."""
         del enable_agent_loop  # every job runs the agent loop
@@ -68,11 +70,15 @@ class AsyncSchedulerClient:
         tree = translate(as_tree(config))
         if num_gpus is not None:
             tree = merged(tree, translate({"num_gpus": num_gpus}))
+        if from_run is not None:
+            tree = merged(tree, {"model": {"path": from_run}})
         complete = is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
             resolve_paths(tree, self.scheduler_url),
             configured=complete,
+            fork_of=from_run and checkpoint_named(from_run),
+            weights_only=from_run is not None,
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),
         )
@@ -175,6 +181,7 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         enable_agent_loop: bool = False,
         wandb_key: str | None = None,
         num_gpus: int | None = None,
+        from_run: str | None = None,
     ) -> dict[str, Any]:
         """Submit a training job; return a dict with `job_id`, `status` and `server_url`.
 
@@ -182,13 +189,17 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
         once, and this returns when the job runs. One without a model or a game waits for
         `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
+        One with `sft.data` learns from conversations. `from_run` names the run whose weights the
+        job begins with: `RUN@STEP`, or `RUN` for its newest checkpoint.
         `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
         without it a job that logs to wandb gets that of $WANDB_API_KEY.
 
         Raises ConfigError for a key that is unknown or has no effect, PlacementError for a job
         that can never fit, JobFailedError, DeadlineError after `timeout`.
         """
-        return self._run(self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus))
+        return self._run(
+            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run)
+        )
 
     def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
         """Submit as `submit_job` does, without waiting; `.result()` waits."""
@@ -231,14 +242,17 @@ async def open_broker(url: str, api_key: str | None) -> Broker:
 
 
 def is_complete(tree: dict[str, Any]) -> bool:
-    """Whether a configuration names model and game, without which a job cannot start."""
-    for section, key in (("model", "path"), ("env", "game")):
-        inner: Any = tree.get(section) or {}
-        if not isinstance(inner, dict):
-            raise ConfigError(f"{section} is a section, got {inner!r}")
-        if not cast("dict[str, Any]", inner).get(key):
-            return False
-    return True
+    """Whether a configuration names model and game (or conversations): a job can start."""
+    return bool(_value(tree, "model", "path")) and any(
+        _value(tree, section, key) for section, key in (("env", "game"), ("sft", "data"))
+    )
+
+
+def _value(tree: dict[str, Any], section: str, key: str) -> Any:
+    inner: Any = tree.get(section) or {}
+    if not isinstance(inner, dict):
+        raise ConfigError(f"{section} is a section, got {inner!r}")
+    return cast("dict[str, Any]", inner).get(key)
 
 
 def failure(record: JobRecord) -> JobFailedError:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from ..schemas.config import RolloutConfig
 from ..schemas.errors import ConfigError, ModelError, NotFoundError
 from ..schemas.job import FINAL_STATES, LAST_STEP
+from ..schemas.lora import ADAPTER_CONFIG
 from .names import did_you_mean, run_and_step
 from .opentinker_keys import merged
 from .paths import is_local_pool, resolve_paths
@@ -94,10 +95,14 @@ def _lengths(context: int) -> dict[str, Any]:
 
 
 def _positions(folder: Path | None) -> int:
+    """Return how many positions a model has, or the base of an adapter."""
     try:
+        if folder is not None and (folder / ADAPTER_CONFIG).is_file():
+            adapter = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            return _positions(_folder(str(adapter["base_model_name_or_path"])))
         text = (folder / "config.json").read_text(encoding="utf-8") if folder else "{}"
         return int(json.loads(text).get("max_position_embeddings", DEFAULT_CONTEXT))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, KeyError):
         return DEFAULT_CONTEXT  # the server says what is wrong with the folder
 
 

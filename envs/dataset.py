@@ -13,7 +13,7 @@ import mmap
 import random
 import tempfile
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -45,13 +45,20 @@ class RowFile(Protocol):
 class Dataset:
     """The rows of one or more files, in the files' order or in that of a seed."""
 
-    def __init__(self, paths: Sequence[str | Path]) -> None:
-        """Open the files; DataError names the one that cannot be used, and why."""
+    def __init__(
+        self,
+        paths: Sequence[str | Path],
+        check: Callable[[Iterable[str], str], None] = check_columns,
+    ) -> None:
+        """Open the files; DataError names the one that cannot be used, and why.
+
+        `check` raises DataError for columns that are not the wanted ones.
+        """
         if not paths:
             raise DataError("a dataset has no files", hint="set env.train_data")
         self.paths = [Path(path).expanduser() for path in paths]
         with contextlib.ExitStack() as opened:
-            self._files = [_open_file(path, opened) for path in self.paths]
+            self._files = [_open_file(path, opened, check) for path in self.paths]
             self._closing = opened.pop_all()
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._order: list[int] | None = None
@@ -69,6 +76,10 @@ class Dataset:
 
     def record(self, number: int) -> Record:
         """Decode row `number`; DataError for one that does not exist or cannot be read."""
+        return parse_record(*self.row(number))
+
+    def row(self, number: int) -> tuple[Mapping[str, Any], str]:
+        """Return row `number` as it stands in its file, and where that is."""
         if not 0 <= number < len(self):
             raise DataError(
                 f"row {number} does not exist: {self._names()} has {len(self)} rows",
@@ -77,8 +88,7 @@ class Dataset:
         number = number if self._order is None else self._order[number]
         index = bisect.bisect_right(self._ends, number)
         local = number - (self._ends[index - 1] if index else 0)
-        where = f"row {local} of {self.paths[index]}"
-        return parse_record(self._files[index].row(local), where)
+        return self._files[index].row(local), f"row {local} of {self.paths[index]}"
 
     def close(self) -> None:
         """Give the files back."""
@@ -88,7 +98,9 @@ class Dataset:
         return ", ".join(str(path) for path in self.paths)
 
 
-def _open_file(path: Path, opened: contextlib.ExitStack) -> RowFile:
+def _open_file(
+    path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
+) -> RowFile:
     if not path.is_file():
         raise DataError(
             f"there is no dataset file {str(path)!r}",
@@ -105,6 +117,7 @@ def _open_file(path: Path, opened: contextlib.ExitStack) -> RowFile:
     opened.callback(file.close)
     if not len(file):
         raise DataError(f"{path} has no rows", hint="write at least one row into it")
+    check(file.row(0), f"row 0 of {path}")
     return file
 
 
@@ -137,8 +150,6 @@ class _JsonLines(_MappedRows):
     def __init__(self, path: Path) -> None:
         super().__init__(path, path)
         self._index_lines()
-        if self._ends:
-            check_columns(self.row(0), f"line 1 of {path}")
 
     def _index_lines(self) -> None:
         if self._map is None:

@@ -17,7 +17,6 @@ from typing import Any, cast
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ..schemas.errors import DataError, StorageError, TinkermqError, error_from_reply
-from .record import check_columns
 
 BATCH_ROWS = 1024
 """Rows that are in memory at the same time."""
@@ -28,7 +27,7 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
     """Write the rows of a parquet file to `rows`, and where each ends to `ends`.
 
     Works in a process of its own, unless pyarrow is loaded here anyway. Raises DataError for a
-    file that is no parquet or lacks a column, StorageError when the rows cannot be written.
+    file that is no parquet, StorageError when the rows cannot be written.
     """
     if "pyarrow" in sys.modules:
         _unpack(path, rows, ends)
@@ -54,7 +53,6 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
     parquet: Any = importlib.import_module("pyarrow.parquet")
     try:
         with parquet.ParquetFile(path) as packed:
-            check_columns(packed.schema_arrow.names, str(path))
             _write(packed, rows, ends)
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error

@@ -19,7 +19,7 @@ AdvantageName = Literal[
     "gigpo",
     "gae",
 ]
-LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce"]
+LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce", "sft"]
 CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
@@ -52,7 +52,7 @@ class AlgorithmConfig(Section):
     )
     """What a turn as a sample earns: its own reward, or that and the later ones discounted."""
     loss: LossName = "ppo"
-    """Policy loss."""
+    """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(
         default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "dppo")
     )

@@ -5,13 +5,15 @@ page. `when(...)` marks a key that only some choices read; setting it under anot
 error, because it would have no effect.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
 from .algorithm import AlgorithmConfig, CriticConfig
+from .lora import LoraConfig
 from .reward import RewardConfig
 from .section import Section, when
+from .sft import SftConfig, settle_sft
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio"]
 
@@ -262,13 +264,28 @@ class JobConfig(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     critic: CriticConfig = Field(default_factory=CriticConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
+    def with_model(self, path: str) -> "JobConfig":
+        """Return the same configuration for another model, with the tokenizer that lies there."""
+        model = self.model.model_copy(update={"path": path, "tokenizer": None})
+        return self.model_copy(update={"model": model})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sft_settles_the_rest(cls, values: Any) -> Any:
+        """Fill in what an SFT job implies, and refuse what would have no effect in one."""
+        return settle_sft(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
+
     @model_validator(mode="after")
     def _sections_fit(self) -> Self:
+        if self.algorithm.loss == "sft" and not self.sft.data:
+            raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "

@@ -40,6 +40,8 @@ class ChatRequest(Message):
 
     request: RequestId
     """Id made by the caller, by which it can be cancelled."""
+    adapter: str = ""
+    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first."""
     messages: list[dict[str, Any]] = Field(min_length=1)
     """Chat messages; the model's chat template renders them."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
@@ -59,6 +61,8 @@ class CompletionRequest(Message):
 
     request: RequestId
     """Id made by the caller, by which it can be cancelled."""
+    adapter: str = ""
+    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first."""
     prompts: list[str | list[int]] = Field(min_length=1, max_length=1024)
     """Texts, or token ids."""
     decoding: Decoding = Field(default_factory=Decoding)

@@ -85,6 +85,8 @@ class JobRecord(Message):
     """Folder of the run on the pool."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
+    weights_only: bool = False
+    """The checkpoint is the job's initial model: optimiser, steps and data order begin anew."""
     fork_dir: str = ""
     """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
     follow: str | None = None
@@ -93,6 +95,9 @@ class JobRecord(Message):
     """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
     serves: str = ""
     """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
+    adapters: dict[str, str] = Field(default_factory=dict[str, str])
+    """Further LoRA adapters that an inference job serves on the same base: `run@step` to the folder
+    of its own copy."""
     stop: Literal["no", "drain", "now"] = "no"
     """Whether a stop was asked for: drain writes a checkpoint first, now does not."""
     stop_complete: bool = False
@@ -147,12 +152,18 @@ class SubmitRequest(Message):
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from, or `run@last`."""
+    weights_only: bool = False
+    """Take the checkpoint's weights as the initial model and begin a new run with them, instead of
+    going on where the other one was."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)
     """JobSecrets in a sealed box to the scheduler's key; kept beside the record, never in it."""
     follow: str | None = None
     """Live run, by id or name, whose newest version an inference job serves."""
+    adapters: list[str] = Field(default_factory=list[str], max_length=64)
+    """Further checkpoints of LoRA runs (`run@step`, `run@last`) that an inference job serves on one
+    base."""
 
 
 class JobRequest(Message):

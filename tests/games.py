@@ -60,6 +60,14 @@ class FirstLetter(BanditGame):
         return StepResult("", float(bool(action) and ord(action[0]) < 128), done=True)
 
 
+class AnyArm(BanditGame):
+    """Pays for every arm, and nothing for giving up."""
+
+    def step(self, action: str) -> StepResult:
+        """Judge whether an arm was pulled."""
+        return StepResult("", float(action in set("0123456")), done=True)
+
+
 class RaisesInStep(BanditGame):
     """Fails at every step."""
 

@@ -135,14 +135,23 @@ class Stack:
     # -- requests ----------------------------------------------------------------------------
 
     async def submit(
-        self, config: Mapping[str, Any], *, fork_of: str | None = None, configured: bool = True
+        self,
+        config: Mapping[str, Any],
+        *,
+        fork_of: str | None = None,
+        weights_only: bool = False,
+        configured: bool = True,
     ) -> "Job":
         """Submit a configuration; runs go below the stack's folder."""
         tree = {"output_dir": str(self.folder / "runs"), **config}
         if configured:
             parse_config(tree)
         request = SubmitRequest(
-            request_id=uuid.uuid4().hex, config=tree, fork_of=fork_of, configured=configured
+            request_id=uuid.uuid4().hex,
+            config=tree,
+            fork_of=fork_of,
+            weights_only=weights_only,
+            configured=configured,
         )
         job = Job(self, (await self.ask("submit", request, JobReply)).record)
         self.jobs.append(job)

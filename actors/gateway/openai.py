@@ -92,7 +92,7 @@ class OpenAI:
     async def _answer(self, request: Request, body: ChatBody | CompletionBody) -> Response:
         broker = await self._sessions.broker(request)
         serving = await self._serving.find(broker, body.model)
-        query = body.request()
+        query = body.request().model_copy(update={"adapter": serving.adapter})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
         parts = _ask(broker, serving, query)

@@ -39,7 +39,11 @@ class SubmitBody(Body):
     kind: Literal["train", "infer", "eval", "sft"] = "train"
     """What the job does."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from."""
+    """`run@step` whose checkpoint the job starts from, or `run@last`."""
+    weights_only: bool = False
+    """Begin a new run with that checkpoint's weights instead of `model.path`."""
+    adapters: list[str] = Field(default_factory=list[str], max_length=64)
+    """LoRA checkpoints (`run@step`) that an inference job serves beside its model."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
     request_id: str | None = Field(default=None, min_length=1, max_length=64)
@@ -107,6 +111,8 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
         config,
         kind=body.kind,
         fork_of=body.fork_of,
+        weights_only=body.weights_only,
+        adapters=body.adapters,
         priority=body.priority,
         request_id=body.request_id,
     )

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore
@@ -19,11 +19,15 @@ class Serving:
 
     record: JobRecord
     version: int | None
+    adapter: str = ""
+    """Which of its further adapters, as `run@step`; empty: what it serves first."""
 
     @property
     def model(self) -> str:
         """The name of what is served: `run@step`, or the job's."""
         record = self.record
+        if self.adapter:
+            return self.adapter
         if record.follow is not None and self.version is not None:
             return f"{record.serves}@{self.version}"
         return record.serves or record.name
@@ -31,6 +35,8 @@ class Serving:
     def is_called(self, name: str) -> bool:
         """Whether a model's name means this job: job, run, or `run@step` of what is served."""
         record = self.record
+        if self.adapter:
+            return name == self.adapter
         return name in (record.name, record.job, self.model, record.serves)
 
 
@@ -73,7 +79,12 @@ async def _read(broker: Broker) -> list[Serving]:
         if record.kind == "infer" and record.state == "RUNNING"
     ]
     found = await asyncio.gather(*(_serving(broker, record) for record in records))
-    return [serving for serving in found if serving is not None]
+    return [
+        replace(serving, adapter=adapter)
+        for serving in found
+        if serving is not None
+        for adapter in ("", *serving.record.adapters)
+    ]
 
 
 async def _serving(broker: Broker, record: JobRecord) -> Serving | None:

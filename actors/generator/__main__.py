@@ -7,6 +7,11 @@ from ..runtime import JobContext, run_job_actor
 
 
 async def _main(context: JobContext) -> None:
+    if context.record.kind == "sft":
+        from .demonstrations import run_demonstrations
+
+        await run_demonstrations(context)
+        return
     from .generator import run_generator
 
     await run_generator(context)

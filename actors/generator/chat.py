@@ -10,12 +10,13 @@ rewrites earlier turns would show the policy another history than the one it was
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from jinja2 import TemplateError
 
-from ...schemas.errors import ModelError
+from ...schemas.errors import DataError, ModelError
 from .engine import IntVector
 
 if TYPE_CHECKING:
@@ -32,6 +33,18 @@ _REPLIES = ("a first reply", "<think>\nsome reasoning\n</think>\n\na second repl
 _SHOWN = 60
 _REMEMBERED = 1024
 """Encodings that are kept; then all are forgotten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A whole conversation as tokens, T in all, with K turns of the assistant."""
+
+    token_ids: IntVector
+    """int32[T]."""
+    mask: IntVector
+    """int32[T]: 1 where the assistant speaks, the end of its turn included."""
+    turn_ends: IntVector
+    """int32[K]: position of the last token of each of its turns."""
 
 
 class ChatTokenizer:
@@ -79,13 +92,8 @@ class ChatTokenizer:
 
         Raises ModelError for tools that the template leaves out.
         """
-        text = self._render(messages, prompt=True, tools=tools)
-        if tools and text == self._render(messages, prompt=True):
-            raise ModelError(
-                "the model's chat template has no place for tools: it would not see them",
-                hint="leave `tools` out, or use a model whose template takes them",
-            )
-        return self.encode(text)
+        self._refuse_unseen(tools, messages)
+        return self.encode(self._render(messages, prompt=True, tools=tools))
 
     def first_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -110,9 +118,47 @@ class ChatTokenizer:
         delta = self._remember(
             f"next {observation!r}", lambda: self.encode(self._closing + self._delta(observation))
         )
-        last = int(generated_ids[-1]) if len(generated_ids) else None
-        first = int(delta[0]) if len(delta) else None
-        return delta[1:] if last == first and first in self.stop_token_ids else delta
+        return delta[self._num_said(generated_ids[-1:], delta) :]
+
+    def conversation(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> Conversation:
+        """Tokenise a conversation that has been had, in the pieces that an episode has.
+
+        What stands between two turns of the assistant is what an episode would be shown there; a
+        turn is what the template makes of the message. Raises ModelError where the template does
+        more than append, DataError for a conversation in which the assistant says nothing.
+        """
+        self._refuse_unseen(tools, messages[:1])
+        ids: list[int] = []
+        mask: list[int] = []
+        ends: list[int] = []
+        known = ""
+        for place, message in enumerate(messages):
+            if message.get("role") != "assistant":
+                continue
+            prompt = self._render(messages[:place], prompt=True, tools=tools)
+            whole = self._render(messages[: place + 1], prompt=False, tools=tools)
+            self._must_extend(known, prompt, f"message {place}")
+            self._must_extend(prompt, whole, f"message {place}")
+            between = self.encode(prompt[len(known) :])
+            between = between[self._num_said(ids[-1:], between) :]
+            known = whole.removesuffix(self._closing)
+            said = [*self.encode(known[len(prompt) :]), self.stop_token_ids[0]]
+            ids += between + said
+            mask += [0] * len(between) + [1] * len(said)
+            ends.append(len(ids) - 1)
+        if not ends:
+            raise DataError(
+                "a conversation has no message of the assistant",
+                hint='its answers are what is learnt: {"role": "assistant", "content": …}',
+            )
+        return Conversation(*(np.array(each, np.int32) for each in (ids, mask, ends)))
+
+    def _num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
+        """Count the tokens at the beginning of `rest` that the policy has said: 1 or none."""
+        is_same = len(said) and len(rest) and int(said[-1]) == int(rest[0])
+        return int(bool(is_same) and int(rest[0]) in self.stop_token_ids)
 
     def decode(self, token_ids: Sequence[int] | IntVector) -> str:
         """Return the text of generated tokens without special tokens: the policy's action."""
@@ -150,6 +196,18 @@ class ChatTokenizer:
             appended = self._delta(messages[-1:])
             if later != now + appended:
                 raise _rewrites(f"observation {number}", appended, later[len(now) :])
+
+    def _refuse_unseen(
+        self, tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]
+    ) -> None:
+        if not tools:
+            return
+        with_tools = self._render(messages, prompt=True, tools=tools)
+        if with_tools == self._render(messages, prompt=True):
+            raise ModelError(
+                "the model's chat template has no place for tools: it would not see them",
+                hint="leave `tools` out, or use a model whose template takes them",
+            )
 
     def _check_tools(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]

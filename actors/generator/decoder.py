@@ -19,7 +19,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ...schemas.errors import ModelError
-from ..model_folder import load_causal_lm, load_model_config
+from ...schemas.lora import LoraConfig
+from ..model_folder import load_model_config, load_policy
 from .attention import ATTENTION
 from .engine import IntVector
 from .kv_cache import CacheShape, SlotCache
@@ -46,8 +47,13 @@ def load_decoder(
     max_slots: int,
     max_tokens: int,
     trust_remote_code: bool = False,
+    lora: LoraConfig | None = None,
+    base: PreTrainedModel | None = None,
 ) -> "SlotDecoder":
-    """Load a model and prove that the slot cache computes it; ModelError for one it cannot."""
+    """Load a model and prove that the slot cache computes it; ModelError for one it cannot.
+
+    With `base` only an adapter is loaded, beside the weights of a model that is in memory.
+    """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     _check_layers(path, config)
     text_config: Any = config.get_text_config()  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
@@ -59,8 +65,13 @@ def load_decoder(
             hint="lower rollout.max_prompt_tokens or rollout.max_response_tokens",
         )
     # Loaded with the reference attention, which `_check` compares with: it knows every variant.
-    model = load_causal_lm(
-        path, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+    model = load_policy(
+        path,
+        lora or LoraConfig(),
+        base=base,
+        dtype=dtype,
+        attn_implementation="eager",
+        trust_remote_code=trust_remote_code,
     )
     torch.nn.Module.to(model.requires_grad_(False), torch.device(device))
     return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens)

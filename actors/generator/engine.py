@@ -139,7 +139,8 @@ class Engine(Protocol):
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
     ) -> None:
-        """Make `tensors` (the names of `state_dict()`) the weights, between two decode steps.
+        """Make `tensors` (the names of `state_dict()`, or those of a PEFT folder for an engine
+        with an adapter) the weights, between two decode steps.
 
         Running requests go on: with the keys and values they have (`keep`), or with them computed
         anew (`recompute`). Raises EngineError listing names that are missing, unknown or of the

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import secrets
 import time
+from typing import TYPE_CHECKING
 
 import structlog
 
-from ...broker.feed import publish_dead
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.job import JobRecord
-from ...schemas.task import DeadLetter
+from ...schemas.lora import LoraConfig
 from ..job_weights import open_weights
+from ..lora import config_of, is_adapter
 from ..model_folder import (
     check_tokenizer,
     load_model_config,
@@ -32,8 +33,11 @@ from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine, EngineStats
 from .following import WeightFollower
-from .groups import GroupFailed, GroupRunner
+from .groups import GroupFailed, GroupRunner, append_given_up
 from .transformers_engine import TransformersEngine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
@@ -41,14 +45,21 @@ _STATS_S = 1.0
 _log = structlog.get_logger()
 
 
-async def start_engine(config: JobConfig, version: int = 0) -> Engine:
-    """Start the engine that the configuration asks for; its weights are those of `version`."""
+async def start_engine(
+    config: JobConfig, version: int = 0, base: "PreTrainedModel | None" = None
+) -> Engine:
+    """Start the engine that the configuration asks for; its weights are those of `version`.
+
+    `base` is a model in memory whose weights the adapter of the configuration is put beside.
+    """
     return await TransformersEngine.start(
         config.model.path,
         max_slots=config.generator.max_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
         trust_remote_code=config.model.trust_remote_code,
+        lora=config.lora,
+        base=base,
         version=version,
         max_waiting=4 * config.generator.max_episodes,
     )
@@ -69,23 +80,31 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
 
 def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
     """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
-    if not record.fork_dir:
-        return config
-    model = config.model.model_copy(update={"path": record.fork_dir, "tokenizer": None})
-    return config.model_copy(update={"model": model})
+    return config_of_folder(config, record.fork_dir) if record.fork_dir else config
+
+
+def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
+    """Return the configuration with a folder as its model; an adapter is put beside its base."""
+    lora = config_of(folder) if is_adapter(folder) else LoraConfig()
+    return config.with_model(folder).model_copy(update={"lora": lora})
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
+    chat = load_chat(config)
+    chat.check_template(multi_turn=config.rollout.max_turns > 1)
+    return chat
+
+
+def load_chat(config: JobConfig) -> ChatTokenizer:
+    """Load the tokenizer, which must belong to the model."""
     model = config.model
     trust = model.trust_remote_code
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
     check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
-    chat = ChatTokenizer(
+    return ChatTokenizer(
         tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
     )
-    chat.check_template(multi_turn=config.rollout.max_turns > 1)
-    return chat
 
 
 async def run_generator(context: JobContext) -> None:
@@ -196,24 +215,9 @@ class Generator:
         task = lease.task
         attempt = f"{self._context.name}-{self._process}-{lease.num_delivered}"
         try:
-            group = await self._runner.run(task, attempt)
+            won = await self._log.append(await self._runner.run(task, attempt))
         except GroupFailed as failure:
-            group = failure.group
-            letter = DeadLetter(
-                task=task,
-                blame=failure.blame,
-                num_attempts=max(1, failure.num_attempts),
-                source=self._context.name,
-                time=time.time(),
-            )
-            await publish_dead(self._context.broker, self._context.scope, letter)
-            await self._context.event(
-                "task_given_up",
-                f"task {task.task}: {failure.blame.message}",
-                task=task.task,
-                boundary=failure.blame.boundary,
-            )
-        won = await self._log.append(group)
+            won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
         if not won:
             _log.info("group_was_there", task=task.task)

@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 
 import structlog
 
+from ...broker.feed import publish_dead
+from ...broker.rollouts import RolloutLog
 from ...envs.remote import Start
 from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
-from ...schemas.task import Blame, Task
+from ...schemas.task import Blame, DeadLetter, Task
+from ..runtime import JobContext
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan
 
 _FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
@@ -129,3 +132,26 @@ class GroupRunner:
             tokens_wasted=cost.tokens,
         )
         return GroupFailed(group, first.blame, cost.attempts)
+
+
+async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
+    """Record a task that was given up: a dead letter, an event, and its group in the log.
+
+    Returns False if the log has a group for the task already.
+    """
+    task, blame = failure.group.task, failure.blame
+    letter = DeadLetter(
+        task=task,
+        blame=blame,
+        num_attempts=max(1, failure.num_attempts),
+        source=context.name,
+        time=time.time(),
+    )
+    await publish_dead(context.broker, context.scope, letter)
+    await context.event(
+        "task_given_up",
+        f"task {task.task}: {blame.message}",
+        task=task.task,
+        boundary=blame.boundary,
+    )
+    return await log.append(failure.group)

@@ -23,23 +23,24 @@ _NAMES_SHOWN = 8
 
 
 class ShadowWeights:
-    """The second set of a model's weights.
+    """The second set of the weights that change: all of a model, or those of its adapter.
 
     `prepare` may run in any thread while the model decodes; `swap` runs in the engine's thread.
     One update at a time.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """`weights` are the tensors themselves by name; a tied one has several names."""
         self._live: list[torch.Tensor] = []
         self._names: list[list[str]] = []
         self._spare: list[torch.Tensor] | None = None
         seen: dict[int, int] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor in weights.items():
             index = seen.setdefault(id(tensor), len(self._live))
             if index == len(self._live):
                 self._live.append(tensor)
                 self._names.append([])
-            self._names[index].append(name)  # a tied tensor has several names
+            self._names[index].append(name)
 
     @property
     def num_bytes(self) -> int:

@@ -14,8 +14,11 @@ from functools import partial
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from ...schemas.errors import ConfigError, EngineError
+from ...schemas.lora import LoraConfig
+from ..lora import policy_tensors
 from .decoder import SlotDecoder, load_decoder
 from .engine import (
     Drawn,
@@ -62,7 +65,7 @@ class TransformersEngine:
         self._ended: EngineError | None = None
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
-        self._weights = ShadowWeights(decoder.model)
+        self._weights = ShadowWeights(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
             self._weights,
@@ -84,11 +87,17 @@ class TransformersEngine:
         dtype: str = "float32",
         device: str = "cpu",
         trust_remote_code: bool = False,
+        lora: LoraConfig | None = None,
+        base: PreTrainedModel | None = None,
         version: int = 0,
         max_waiting: int = 4096,
         parked_bytes: int = _PARKED_BYTES,
     ) -> "TransformersEngine":
-        """Load the model in `path` and start; ModelError for one that cannot run here."""
+        """Load the model in `path` and start; ModelError for one that cannot run here.
+
+        With a rank in `lora` the model has an adapter, and `load_weights` changes that alone. With
+        `base` the model's other weights are those of one that is in memory.
+        """
         decoder = await asyncio.to_thread(
             load_decoder,
             path,
@@ -97,6 +106,8 @@ class TransformersEngine:
             max_slots=max_slots,
             max_tokens=max_context,
             trust_remote_code=trust_remote_code,
+            lora=lora,
+            base=base,
         )
         return cls(decoder, version=version, max_waiting=max_waiting, parked_bytes=parked_bytes)
 

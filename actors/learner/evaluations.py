@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ...broker.connection import Broker
 from ...broker.feed import publish_metric
 from ...broker.kv import Bucket, Entry
+from ...schemas.config import JobConfig
 from ...schemas.errors import ConflictError
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.subjects import BUCKET_EVALS, JobScope
@@ -24,14 +25,14 @@ class Evaluations:
         broker: Broker,
         scope: JobScope,
         tell: Callable[[int, dict[str, float]], None],
-        *,
-        num_val: int,
+        config: JobConfig,
     ) -> None:
         """`tell` is given the step and values of every result; without validation tasks the job
         has no evaluator, and nothing is ever asked for.
         """
         self._tell = tell
-        self._has_evaluator = num_val > 0
+        self._has_evaluator = config.env.num_val > 0
+        self._training = config.training
         self._broker = broker
         self._scope = scope
         self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
@@ -47,6 +48,17 @@ class Evaluations:
     def open_versions(self) -> set[int]:
         """Versions whose weights an evaluator still needs."""
         return set(self._waiting)
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether the version after `step` is to be evaluated; `last` is the job's last step."""
+        training = self._training
+        if step == 0:
+            return training.validate_before_training
+        return step == last or bool(training.test_freq and step % training.test_freq == 0)
+
+    async def request_due(self, step: int, last: int) -> bool:
+        """Ask for the evaluation of the version after `step`, if it is due; see `request`."""
+        return self.is_due(step, last) and await self.request(step, always=step == last)
 
     async def request(self, version: int, *, always: bool = False) -> bool:
         """Ask for an evaluation; False when it is there already or too many are waiting."""

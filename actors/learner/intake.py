@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import structlog
 
 from ...broker.rollouts import LogEntry, RolloutLog
-from ...schemas.errors import MessageError
+from ...schemas.errors import DeadlineError, MessageError
 from ...schemas.rollout import Group, check_group
 from ...schemas.task import Blame, Task
 from .batching import Candidate
@@ -77,6 +77,26 @@ class Intake:
         async with aclosing(self._log.read(from_seq)) as entries:
             async for entry in entries:
                 self._take(entry)
+
+    async def newest(self) -> int:
+        """Return the newest sequence of the log, read or not."""
+        return await self._log.last_seq()
+
+    async def catch_up(self, deadline_s: float) -> None:
+        """Wait until all that is in the log now has been read; raise DeadlineError otherwise."""
+        newest = await self.newest()
+        if newest < await self._log.first_seq():  # nothing is left of it
+            return
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.last_seq < newest:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the rollout log was read up to {self.last_seq} of {newest} within "
+                f"{deadline_s:.0f} s"
+            ) from None
 
     def candidates(self) -> list[Candidate]:
         """Return what may be trained or dropped."""

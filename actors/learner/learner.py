@@ -22,7 +22,7 @@ from ...broker.stored import get_all
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
-from ...schemas.errors import DeadlineError, MessageError, StorageError
+from ...schemas.errors import MessageError, StorageError
 from ...schemas.rollout import Group
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
@@ -87,9 +87,7 @@ class Learner:
             config,
             self.total_steps,
         )
-        self.evaluations = Evaluations(
-            broker, scope, reporter.log_evaluation, num_val=config.env.num_val
-        )
+        self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         self.publisher = Publisher(context, trainer.model)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
         self._order = order
@@ -281,18 +279,19 @@ class Learner:
         self._dropped += dropped
 
     async def _publish(self) -> None:
-        """Snapshot the weights now; sending them goes on while the next batch is trained."""
-        keep = self.evaluations.open_versions
-        await self.publisher.publish(self.state.step, self._in_torch, keep=keep)
+        """Snapshot the weights now; sending them goes on while the next batch is trained.
+
+        Nobody waits for those of an SFT job but evaluators and who follows the run.
+        """
+        step = self.state.step
+        wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
+        if wanted or not self.config.sft.data:
+            await self.publisher.publish(step, self._in_torch, keep=self.evaluations.open_versions)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
-        training, step = self.config.training, self.state.step
-        last = step == self.total_steps
-        due = training.test_freq > 0 and step % training.test_freq == 0 and step > 0
-        first = step == 0 and training.validate_before_training
-        if (last or due or first) and await self.evaluations.request(step, always=last):
-            self.publisher.pin(step)
+        if await self.evaluations.request_due(self.state.step, self.total_steps):
+            self.publisher.pin(self.state.step)
 
     async def _save(self) -> str | None:
         self._notice_arrivals()
@@ -305,7 +304,8 @@ class Learner:
 
     async def _recover(self, records: list[tuple[int, BatchRecord]]) -> None:
         """Take notice of all that was issued, and train the recorded batches again."""
-        await self._wait_for_log(await self.intake_last())
+        with self.context.waiting("the rollout log to be read"):
+            await self.intake.catch_up(_RECOVERY_S)
         self._notice_arrivals()
         broker, scope = self.context.broker, self.context.scope
         for message in await get_all(broker, scope.stream_task, scope.task("*")):
@@ -328,7 +328,8 @@ class Learner:
 
     async def _largest_number(self, records: list[tuple[int, BatchRecord]]) -> int:
         """Bound the numbers that were given out before a crash: each log entry may be a credit."""
-        training, num_read = self.config.training, await self.intake_last() + 1 - self.state.log_seq
+        training = self.config.training
+        num_read = await self.intake.newest() + 1 - self.state.log_seq
         by_gate = num_admissible(
             self.intake.max_version,
             training.max_staleness,
@@ -336,27 +337,6 @@ class Learner:
             self.ledger.num_credits + max(num_read, 0),
         )
         return max([by_gate, *(number + 1 for _, record in records for number in record.tasks)])
-
-    async def intake_last(self) -> int:
-        """Return the newest sequence of the rollout log."""
-        return await RolloutLog(self.context.broker, self.context.scope).last_seq()
-
-    async def _wait_for_log(self, seq: int) -> None:
-        """Wait until the intake has read up to `seq`."""
-        deadline = time.monotonic() + _RECOVERY_S
-        log = RolloutLog(self.context.broker, self.context.scope)
-        if seq < await log.first_seq():
-            return
-        with self.context.waiting("the rollout log to be read"):
-            while self.intake.last_seq < seq:
-                if time.monotonic() > deadline:
-                    raise DeadlineError(
-                        f"the rollout log was read up to {self.intake.last_seq} of {seq} within "
-                        f"{_RECOVERY_S:.0f} s"
-                    )
-                self.intake.changed.clear()
-                if self.intake.last_seq < seq:
-                    await self._look_again(self.intake.changed)
 
     async def _train_again(self, record: BatchRecord) -> None:
         """Train one recorded batch; its metrics were reported, unless the crash came first."""

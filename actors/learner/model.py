@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from ...schemas.config import LearnerConfig, ModelConfig
 from ...schemas.errors import ModelError
-from ..model_folder import load_causal_lm
+from ...schemas.lora import LoraConfig
+from ..lora import set_dropout
+from ..model_folder import load_causal_lm, load_policy
 from .kl import entropy_from_logits
 from .packing import Packed, TokenSequence, block_causal_mask, pack
 
@@ -40,21 +42,39 @@ class TokenScores:
 
 
 def load_model(
-    config: ModelConfig, learner: LearnerConfig, folder: str | Path | None = None
+    config: ModelConfig,
+    learner: LearnerConfig,
+    folder: str | Path | None = None,
+    *,
+    lora: LoraConfig | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
-    """Load a causal language model with float32 master weights.
+    """Load a causal language model with float32 master weights, from `folder` if one is given.
 
-    It stays in evaluation mode: dropout would make log-probs differ from the generators'. Raises
-    ModelError with the path and the reason when it cannot be loaded.
+    With a rank in `lora` it is the configured model with an adapter: that of the folder, or a fresh
+    one drawn from the seed. It stays in evaluation mode: dropout would make log-probs differ from
+    the generators'. Raises ModelError with the path and the reason when it cannot be loaded.
     """
     path = str(folder or config.path)
-    model = _load(config, path)
+    if lora is not None and lora.rank:
+        model = load_policy(
+            config.path,
+            lora,
+            adapter=folder,
+            seed=seed,
+            dtype=torch.float32,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        )
+    else:
+        model = _load(config, path)
     if learner.gradient_checkpointing:
         _refuse_dropout(model, path)
         cast(Any, model).gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
         model.train()  # transformers recomputes activations in training mode only
+        set_dropout(model, on=False)
     return model
 
 

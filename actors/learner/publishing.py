@@ -3,13 +3,14 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ...broker.weights import TensorBytes
 from ..job_weights import open_weights
+from ..lora import has_adapter, policy_tensors
 from ..runtime import JobContext
 
 _KEEP_NEWEST = 2
@@ -23,7 +24,8 @@ class Publisher:
         config = context.config
         self._store = open_weights(context)
         self._model = model
-        self._dtype = getattr(torch, config.learner.publish_dtype)
+        self._kind: Literal["full", "lora"] = "lora" if has_adapter(model) else "full"
+        self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
         self._published: list[int] = []
@@ -36,7 +38,7 @@ class Publisher:
         latest = await self._store.latest()
         if latest is not None and latest.version >= version:
             return
-        tensors = await in_torch(self._snapshot)
+        tensors = await in_torch(lambda: snapshot(self._model, self._dtype))
         self._pinned &= set(keep)
         self._sending = asyncio.create_task(
             self._send(version, tensors, set(keep)), name=f"weights {version}"
@@ -56,7 +58,7 @@ class Publisher:
 
     async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
         started = time.perf_counter()
-        await self._store.publish(version, tensors)
+        await self._store.publish(version, tensors, kind=self._kind)
         self.send_s = time.perf_counter() - started
         needed = self._pinned | keep
         versions = sorted(await self._store.versions())
@@ -64,19 +66,20 @@ class Publisher:
             if old not in needed:
                 await self._store.remove(old)
 
-    @torch.no_grad()
-    def _snapshot(self) -> dict[str, TensorBytes]:
-        """Copy every parameter and buffer that is saved, once for tied ones."""
-        seen: dict[int, str] = {}
-        tensors: dict[str, TensorBytes] = {}
-        for name, tensor in self._model.state_dict().items():
-            if tensor.data_ptr() in seen:
-                continue
-            seen[tensor.data_ptr()] = name
-            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-            raw: Any = copy.flatten().view(torch.uint8).numpy()
-            tensors[name] = TensorBytes(
-                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
-            )
-        return tensors
+
+@torch.no_grad()
+def snapshot(model: nn.Module, dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, once for tied tensors."""
+    seen: set[int] = set()
+    tensors: dict[str, TensorBytes] = {}
+    for name, tensor in policy_tensors(model).items():
+        if tensor.data_ptr() in seen:
+            continue
+        seen.add(tensor.data_ptr())
+        kept = dtype if tensor.is_floating_point() else tensor.dtype
+        copy = tensor.detach().to("cpu", kept, copy=True).contiguous()
+        raw: Any = copy.flatten().view(torch.uint8).numpy()
+        tensors[name] = TensorBytes(
+            str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+        )
+    return tensors

@@ -10,6 +10,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from ...schemas.errors import NotFoundError, TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
-from ..model_folder import load_causal_lm
+from ..lora import policy_tensors
 from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_state
 from .critic import saved_critic
@@ -72,7 +73,8 @@ async def replay(
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
     folder, state = starting_point(nothing, record.fork_dir)
-    model = load_model(config.model, config.learner, folder)
+    load = partial(load_model, config.model, config.learner, lora=config.lora, seed=config.seed)
+    model = load(folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
     if folder is not None:
@@ -84,7 +86,7 @@ async def replay(
         await asyncio.to_thread(trainer.step, batch, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(trainer, newest), newest)
+    return ReplayResult(len(todo), _differing(trainer, load(newest), newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -100,19 +102,23 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(trainer: Trainer, checkpoint: Path) -> list[str]:
-    """Name the tensors of policy and critic that are not the checkpoint's to the bit."""
-    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
-    made = dict(trainer.model.state_dict())
+def _differing(trainer: Trainer, policy: torch.nn.Module, checkpoint: Path) -> list[str]:
+    """Name the tensors of policy and critic that are not the checkpoint's to the bit.
+
+    `policy` is the checkpoint's, with its adapter where it has one.
+    """
+    saved, made = policy_tensors(policy), policy_tensors(trainer.model)
     if trainer.critic is not None:
         saved |= {f"critic.{name}": value for name, value in saved_critic(checkpoint).items()}
         critic = trainer.critic.model.state_dict()
         made |= {f"critic.{name}": value for name, value in critic.items()}
     return [
-        name
-        for name, tensor in made.items()
-        if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
+        name for name, tensor in made.items() if not torch.equal(_bits(tensor), _bits(saved[name]))
     ]
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().view(torch.uint8)
 
 
 async def _main(arguments: argparse.Namespace, console: Console) -> int:

@@ -48,6 +48,20 @@ def group_numbers(
     }
 
 
+def demonstration_numbers(groups: Sequence[Group]) -> dict[str, float]:
+    """Describe the conversations that a step of an SFT job trains."""
+    rows = [item for group in groups for item in group.sampled]
+    prompts = np.array([int(np.argmax(item.mask)) for item in rows])
+    lengths = np.array([len(item.mask) for item in rows])
+    return {
+        **_spread("response_length", lengths - prompts),
+        **_spread("prompt_length", prompts),
+        **_spread("num_turns", np.array([len(item.turn_ends) for item in rows])),
+        "rollout/generated_tokens": float(sum(item.num_generated for item in rows)),
+        "rollout/episodes": float(len(rows)),
+    }
+
+
 def _spread(name: str, values: NDArray[np.generic]) -> dict[str, float]:
     floats = values.astype(np.float64)
     return {

@@ -16,7 +16,7 @@ from ...schemas.rollout import Group
 from ..runtime import JobContext
 from .checkpoint import LearnerState
 from .intake import Intake
-from .report import Waste, bottleneck, group_numbers
+from .report import Waste, bottleneck, demonstration_numbers, group_numbers
 from .step import StepReport
 
 _LOOK_S = 2.0
@@ -62,13 +62,10 @@ class Reporter:
         intake: Intake,
     ) -> None:
         """Publish the numbers of a step, unless they were before a restart."""
-        config = self.context.config
-        numbers = group_numbers(groups, step - 1, config.rollout.max_response_tokens)
+        numbers = self._numbers(groups, step, report)
         step_s = waited_s + train_s
         tokens = numbers["rollout/generated_tokens"]
         self._shares.append((waited_s, train_s, _environment_share(groups)))
-        numbers.update(report.numbers)
-        numbers.update(self.waste.numbers())
         numbers.update(
             {
                 "training/global_step": float(step),
@@ -125,6 +122,15 @@ class Reporter:
         """Close the trackers."""
         for tracker in self.trackers:
             tracker.finish()
+
+    def _numbers(self, groups: Sequence[Group], step: int, report: StepReport) -> dict[str, float]:
+        """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
+        config = self.context.config
+        if config.sft.data:
+            actor = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
+            return {**demonstration_numbers(groups), **actor}
+        numbers = group_numbers(groups, step - 1, config.rollout.max_response_tokens)
+        return {**numbers, **report.numbers, **self.waste.numbers()}
 
     def _wait_share(self) -> float:
         waited = sum(item[0] for item in self._shares)

@@ -1,14 +1,17 @@
 """Putting a learner together: model, data order, state, checkpoints, trackers."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from ...broker.tracking import Tracker, make_trackers
+from ...envs.chat_data import ChatData
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_state
@@ -40,7 +43,11 @@ async def make_learner(context: JobContext) -> Learner:
         keep_every=config.training.keep_every,
     )
     folder, state = starting_point(checkpoints, context.record.fork_dir)
-    loading = asyncio.to_thread(load_model, config.model, config.learner, folder)
+    if folder is not None:
+        refuse_other_kind(folder, config.lora)
+    loading = asyncio.to_thread(
+        load_model, config.model, config.learner, folder, lora=config.lora, seed=config.seed
+    )
     num_rows, model = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
     trainer = await asyncio.to_thread(Trainer, model, config, total_steps=steps)
@@ -99,8 +106,13 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | 
 
 
 async def _num_rows(context: JobContext) -> int | None:
-    """Ask the environment hosts how many rows the data has; raises GameError if none comes."""
+    """Count the rows of the data: those of an SFT job here, others at the environment hosts.
+
+    Raises GameError if none of them comes.
+    """
     config = context.config
+    if config.sft.data:
+        return await asyncio.to_thread(_num_conversations, config.sft.data)
     if config.training.tasks == "external" and config.training.num_steps is not None:
         return None
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
@@ -109,6 +121,11 @@ async def _num_rows(context: JobContext) -> int | None:
             return (await environments.describe()).num_train
     except TimeoutError:
         raise deserted(config.limits.idle_s) from None
+
+
+def _num_conversations(paths: list[str]) -> int:
+    with contextlib.closing(ChatData(paths)) as data:
+        return len(data)
 
 
 def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config import JobConfig
+from ..lora import has_adapter, initial_adapter, other_adapter, set_dropout
 from .aggregation import Denominators
 from .checkpoint import load_optimizer
 from .corrections import mismatch_statistics
@@ -81,8 +82,9 @@ class Trainer:
         self.config = config
         self.total_steps = total_steps
         learner = config.learner
+        self._trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            self._trained,
             lr=learner.lr,
             betas=learner.betas,
             eps=learner.eps,
@@ -93,7 +95,11 @@ class Trainer:
         temperature = config.rollout.temperature
         self._scorer = Scorer(model, temperature=temperature, dtype=learner.dtype)
         self._reference: Scorer | None = None
-        if config.algorithm.kl_coef:
+        self._reference_adapter: list[Tensor] = []
+        if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
+            self._reference = self._scorer
+            self._reference_adapter = initial_adapter(model, config.model.path)
+        elif config.algorithm.kl_coef:
             reference = cast(nn.Module, load_reference(config.model)).to(self._scorer.device)
             self._reference = Scorer(reference, temperature=temperature, dtype=learner.dtype)
         self.critic: Critic | None = None
@@ -185,7 +191,10 @@ class Trainer:
         old_N = _score_all(everything, batch, self._scorer) if needs_old else None
         if self._reference is None:
             return old_N, None
-        return old_N, _score_all(everything, batch, self._reference)
+        if not self._reference_adapter:
+            return old_N, _score_all(everything, batch, self._reference)
+        with other_adapter(self.model, self._reference_adapter):
+            return old_N, _score_all(everything, batch, self._reference)
 
     def _values(self, batch: TrainingBatch) -> Tensor | None:
         """Ask the critic, where there is one, for the value before each token."""
@@ -210,12 +219,14 @@ class Trainer:
         batch, algorithm = inputs.batch, self.config.algorithm
         self.optimizer.zero_grad()
         keep_S = part_S & self._objective.has_gradient(batch, inputs.advantages_N)
+        set_dropout(self.model, on=True)
         for micro in self._pack(batch, keep_S):
             scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
             sums.add(result.sums, micro.index_N, result.old_N)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.learner.grad_clip)
+        set_dropout(self.model, on=False)
+        norm = nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip)
         sums.norms.append(float(norm))
         if math.isfinite(sums.norms[-1]):
             self._require_gradients()
@@ -223,7 +234,7 @@ class Trainer:
 
     def _require_gradients(self) -> None:
         """A batch without any gradient still counts as a step: momentum and decay go on."""
-        for parameter in self.model.parameters():
+        for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 

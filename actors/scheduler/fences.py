@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
+from ..lora import base_of, is_adapter
 
 
 def refuse_code_of_others(config: JobConfig) -> None:
@@ -30,7 +31,8 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) 
     folders = [(Path(folder), user) for folder, user in others if folder]
     fenced = {folder for folder, _ in folders}
     fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
-    for key, value in _texts(config.model_dump(mode="json"), ""):
+    texts = _texts(config.model_dump(mode="json"), "")
+    for key, value in (named for text in texts for named in _with_bases(*text)):
         if "/" not in value or "\0" in value:  # no path into another folder
             continue
         path = Path(os.path.realpath(os.path.expanduser(value)))  # noqa: PTH111  a strange ~name stays
@@ -39,6 +41,16 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) 
                 f"{key}={value!r} is in a run folder of another user",
                 hint="ask its owner for a copy in a folder that is yours",
             )
+
+
+def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
+    """Yield a text and, where it is the folder of an adapter, the base of that, and so on."""
+    yield key, value
+    seen: set[str] = set()
+    while is_adapter(value) and value not in seen:
+        seen.add(value)
+        value = base_of(value)
+        yield f"the base of the adapter in {key}", value
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:

@@ -12,25 +12,42 @@ from ...schemas.errors import ConfigError
 from ...schemas.job import ActorPlacement, JobRecord, Role
 from ...schemas.node import WantedActor
 
-KINDS = ("train", "eval", "infer")
+KINDS = ("train", "sft", "eval", "infer")
 """Kinds of jobs that this pool runs."""
 
 
 def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
-    """Return the actors of a job, none of them placed yet; the first carries the job."""
+    """Return the actors of a job, none of them placed yet; the first carries the job.
+
+    Raises ConfigError for a configuration that does not make a job of this kind.
+    """
     hosts = [_actor("environment", f"environment-{i}") for i in range(config.env.hosts)]
     if kind == "eval":
+        if not config.env.game:
+            raise ConfigError(
+                "the configuration names no game to evaluate a model with",
+                hint="set env.game, or evaluate the folder like another run: "
+                "`tinkermq eval FOLDER --like RUN`",
+            )
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
+    if kind == "sft" and not config.sft.data:
+        raise ConfigError(
+            "an SFT job was submitted without data",
+            hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
+        )
+    slots = generator_slots(config, kind)
     actors = [_actor("learner", "learner", config.learner.slots)]
-    actors += [
-        _actor("generator", f"generator-{i}", config.generator.slots)
-        for i in range(config.generator.count)
-    ]
+    actors += [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
     if config.env.num_val > 0:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
+
+
+def generator_slots(config: JobConfig, kind: str) -> int:
+    """Return the slots of one generator; that of an SFT job only reads data, which takes none."""
+    return 0 if kind == "sft" else config.generator.slots
 
 
 def _servers(config: GeneratorConfig) -> list[ActorPlacement]:

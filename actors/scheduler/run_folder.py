@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from ...schemas.config import JobConfig
@@ -11,6 +12,7 @@ from ...schemas.job import LAST_STEP, JobRecord
 from ..checkpoint_folders import checkpoint_folders
 
 _FORK = "fork"
+_ADAPTERS = "adapters"
 
 
 def make_run_dir(config: JobConfig, owner: str = "") -> Path:
@@ -23,7 +25,7 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
     folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        occupied = any(path.name != _FORK for path in folder.iterdir())
+        occupied = any(path.name not in (_FORK, _ADAPTERS) for path in folder.iterdir())
     except OSError as error:
         raise StorageError(
             f"cannot make the run folder {folder}: {error.strerror}",
@@ -53,16 +55,21 @@ def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
     return number, there[number]
 
 
-def pin_checkpoint(checkpoint: Path, run_dir: Path) -> Path:
+def pin_checkpoint(
+    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, place: str = _FORK
+) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
-    The other run may remove its own meanwhile. Files are linked, or copied to another disk.
+    With `weights_only` the state of the other run's learner is left out. The other run may remove
+    its own meanwhile. Files are linked, or copied to another disk.
+
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
-    pinned = run_dir / _FORK
+    pinned = run_dir / place
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
-        shutil.copytree(checkpoint, pinned, copy_function=_link)
+        leave_out = shutil.ignore_patterns("learner") if weights_only else None
+        shutil.copytree(checkpoint, pinned, copy_function=_link, ignore=leave_out)
     except (shutil.Error, OSError) as error:
         shutil.rmtree(pinned, ignore_errors=True)
         if not checkpoint.is_dir():
@@ -74,6 +81,16 @@ def pin_checkpoint(checkpoint: Path, run_dir: Path) -> Path:
             f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
         ) from error
     return pinned
+
+
+def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
+    return {
+        name: str(
+            pin_checkpoint(Path(each), run_dir, weights_only=True, place=f"{_ADAPTERS}/{name}")
+        )
+        for name, each in adapters.items()
+    }
 
 
 def _link(source: str, target: str) -> str:

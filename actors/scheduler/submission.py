@@ -24,12 +24,13 @@ from ...schemas.load_config import check_keys, parse_config
 from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
+from ..lora import is_adapter
 from .board import Board
 from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
 from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
-from .run_folder import find_checkpoint, make_run_dir, pin_checkpoint
+from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
 from .vault import Vault
 
 
@@ -83,8 +84,9 @@ class Submission:
         return record or await self._create(user, job, request)
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
-        fork_of, fork_dir = await self._fork(user, request.fork_of)
+        fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
+        adapters = await self._adapters(user, request)
         blank = JobRecord(
             job=job,
             name=self._free_name(user, job, request.config),
@@ -96,9 +98,11 @@ class Submission:
             config=request.config,
             configured=False,
             fork_of=fork_of,
+            weights_only=request.weights_only,
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
+            adapters=adapters,
             secrets=self._vault.names(user, request.sealed),
             created=time.time(),
         )
@@ -135,26 +139,40 @@ class Submission:
             return await self._jobs.update(record, lambda _: changed)
 
     async def _complete(self, record: JobRecord) -> JobRecord:
-        """Return a record that can be placed, with its run folder made."""
+        """Return a record that can be placed, with its run folder made.
+
+        A checkpoint of which only the weights count becomes the model of the configuration; a job
+        that trains on conversations is one of kind `sft`.
+        """
         config = parse_config({**record.config, "name": record.name})
+        if record.weights_only:
+            config = config.with_model(record.fork_dir)
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
             others = self._board.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others)
-        actors = actors_for(config, record.kind)
+        kind = "sft" if record.kind == "train" and config.sft.data else record.kind
+        actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
         check_quota(record.user, slots_of(actors), self._board.quota(record.user))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
-            fork_dir = str(await asyncio.to_thread(pin_checkpoint, Path(fork_dir), run_dir))
+            pinned = await asyncio.to_thread(
+                pin_checkpoint, Path(fork_dir), run_dir, weights_only=record.weights_only
+            )
+            fork_dir = str(pinned)
+        if record.weights_only:
+            config, fork_dir = config.with_model(fork_dir), ""
         fields = {
             "config": config.model_dump(mode="json", exclude_unset=True),
             "configured": True,
+            "kind": kind,
             "reason": "waits for a node",
             "actors": actors,
             "run_dir": str(run_dir),
             "fork_dir": fork_dir,
+            "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
             "judge": self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
@@ -196,9 +214,16 @@ class Submission:
             )
         return name
 
-    async def _fork(self, user: str, source: str | None) -> tuple[str | None, str]:
+    async def _fork(
+        self, user: str, source: str | None, weights_only: bool
+    ) -> tuple[str | None, str]:
         """Return `run@step` with the run's name, and the folder of that checkpoint."""
         if source is None:
+            if weights_only:
+                raise ConfigError(
+                    "weights_only is for a job that starts from a checkpoint",
+                    hint="name it: fork_of=my-run@40",
+                )
             return None, ""
         run, _, step = source.partition("@")
         if step != LAST_STEP and not step.isdecimal():
@@ -210,6 +235,21 @@ class Submission:
         number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
         return f"{origin.name}@{number}", str(folder)
 
+    async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
+        """Return the further adapters of an inference job: `run@step` and its checkpoint."""
+        if request.adapters and request.kind != "infer":
+            raise ConfigError(
+                "adapters are for inference jobs", hint="begin a training run with fork_of"
+            )
+        found = [await self._fork(user, source, False) for source in request.adapters]
+        for name, folder in found:
+            if not is_adapter(folder):
+                raise ConfigError(
+                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    hint=f"serve it by itself: `tinkermq serve {name}`",
+                )
+        return {name: folder for name, folder in found if name is not None}
+
     def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
         if request.follow is None:
@@ -220,7 +260,7 @@ class Submission:
                 hint="name either a live run or one of its checkpoints",
             )
         record = self._board.get(user, request.follow)
-        if record.kind != "train" or is_final(record):
+        if record.kind not in ("train", "sft") or is_final(record):
             raise StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
                 "new versions",

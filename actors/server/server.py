@@ -1,17 +1,23 @@
 """The inference server of a job: loads what the job serves, and answers until told to stop.
 
 It serves the model of the configuration, a run's checkpoint (the copy that the job keeps), or the
-newest version of a live run, which it follows as a generator does. Several servers of one job
-share its requests.
+newest version of a live run, which it follows as a generator does. LoRA checkpoints beside what is
+served first have an engine each, with an adapter of their own and one base for all. Several servers
+of one job share its requests.
 """
 
 import asyncio
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
-from ...broker.parts import PartsService
+from ...broker.parts import PartsService, Tell
 from ...broker.weights import WeightStore
-from ...schemas.errors import MessageError
+from ...schemas.config import JobConfig
+from ...schemas.errors import MessageError, ModelError, NotFoundError
 from ...schemas.infer import (
     CancelInference,
     ChatRequest,
@@ -26,13 +32,19 @@ from ..generator.engine import Engine
 from ..generator.following import WeightFollower
 from ..generator.generator import (
     config_of_checkpoint,
+    config_of_folder,
     make_chat,
     start_engine,
     tell_engine,
 )
+from ..lora import base_of, config_of, is_adapter
+from ..model_folder import load_causal_lm
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _STATS_S = 1.0
 _DRAIN_S = 20.0
@@ -45,19 +57,70 @@ async def run_server(context: JobContext) -> None:
     await context.serve_control()
     config = config_of_checkpoint(context.record, context.config)
     chat = await asyncio.to_thread(make_chat, config)
-    engine = await start_engine(config, served_step(context.record))
-    answers = Answers(
-        engine,
-        chat,
-        lambda: served_name(context.record, engine.version),
-        max_context=config.generator.max_context or config.rollout.max_tokens,
-        max_open=_QUEUED_PER_ROW * config.generator.max_requests,
-    )
+    engines = await start_engines(context.record, config)
+    engine = engines[""]
+    answers = {
+        adapter: Answers(
+            each,
+            chat,
+            partial(_name, context.record, adapter, each),
+            max_context=config.generator.max_context or config.rollout.max_tokens,
+            max_open=_QUEUED_PER_ROW * config.generator.max_requests,
+        )
+        for adapter, each in engines.items()
+    }
     server = Server(context, engine, answers, Player(context, config, engine, chat))
     try:
         await server.run()
     finally:
-        await engine.close()
+        for each in engines.values():
+            await each.close()
+
+
+def _name(record: JobRecord, adapter: str, engine: Engine) -> str:
+    return adapter or served_name(record, engine.version)
+
+
+async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engine]:
+    """Start an engine for what is served, named "", and one for each further adapter by its name.
+
+    They share the weights of one base. Raises ModelError for an adapter of another base.
+    """
+    if not record.adapters:
+        return {"": await start_engine(config, served_step(record))}
+    base = await asyncio.to_thread(_load_base, record, config)
+    if is_adapter(config.model.path):
+        config = config.model_copy(update={"lora": config_of(config.model.path)})
+    engines = {"": await start_engine(config, served_step(record), base)}
+    for name, folder in record.adapters.items():
+        own = config_of_folder(config, folder)
+        engines[name] = await start_engine(own, int(name.rpartition("@")[2]), base)
+    return engines
+
+
+def _load_base(record: JobRecord, config: JobConfig) -> "PreTrainedModel":
+    import torch
+
+    path = config.model.path
+    path = base_of(path) if is_adapter(path) else path
+    if record.follow is not None and not config.lora.rank:
+        raise ModelError(
+            f"{record.serves} trains all weights: they change under the adapters beside it",
+            hint=f"serve one of its checkpoints: {record.serves}@STEP",
+        )
+    for name, folder in record.adapters.items():
+        if Path(base_of(folder)).resolve() != Path(path).resolve():
+            raise ModelError(
+                f"adapter {name} belongs to {base_of(folder)}, what is served to {path}",
+                hint=f"serve it by itself: `tinkermq serve {name}`",
+            )
+    model = load_causal_lm(
+        path,
+        dtype=getattr(torch, config.generator.dtype),
+        attn_implementation="eager",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return model.requires_grad_(False)
 
 
 def served_step(record: JobRecord) -> int:
@@ -77,8 +140,9 @@ class Server:
     """One server of an inference job."""
 
     def __init__(
-        self, context: JobContext, engine: Engine, answers: Answers, player: Player
+        self, context: JobContext, engine: Engine, answers: Mapping[str, Answers], player: Player
     ) -> None:
+        """Serve with `engine` and `player`; `answers` are by adapter, "" for what is first."""
         self._context = context
         self._engine = engine
         self._answers = answers
@@ -105,11 +169,9 @@ class Server:
     async def _serve(self) -> None:
         context = self._context
         scope = context.scope
-        answers, add = self._answers, self._parts.endpoint
-        await add("chat", scope.infer("chat"), ChatRequest, InferPart, answers.chat)
-        await add(
-            "complete", scope.infer("complete"), CompletionRequest, InferPart, answers.complete
-        )
+        add = self._parts.endpoint
+        await add("chat", scope.infer("chat"), ChatRequest, InferPart, self._chat)
+        await add("complete", scope.infer("complete"), CompletionRequest, InferPart, self._complete)
         await add("play", scope.infer("play"), PlayRequest, PlayPart, self._play)
         await context.broker.listen(scope.infer("cancel"), self._cancel)
         settle_memory()
@@ -121,6 +183,20 @@ class Server:
         context = self._context
         store = WeightStore(context.broker, JobScope(context.scope.user, job))
         return WeightFollower(store, self._engine, context.config.generator.kv_on_swap)
+
+    async def _chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
+        return await self._of(request.adapter).chat(request, tell)
+
+    async def _complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
+        return await self._of(request.adapter).complete(request, tell)
+
+    def _of(self, adapter: str) -> Answers:
+        if adapter not in self._answers:
+            raise NotFoundError(
+                f"job {self._context.record.name} does not serve adapter {adapter!r}",
+                hint=f"it serves {', '.join(name for name in self._answers if name) or 'none'}",
+            )
+        return self._answers[adapter]
 
     async def _play(self, request: PlayRequest, tell: object) -> PlayPart:
         del tell  # an episode is told whole

@@ -26,6 +26,7 @@ _GROUPS: dict[str, list[_Command]] = {
     ],
     "Runs": [
         _Command("train", "train:train", "Submit a training job and watch it."),
+        _Command("sft", "train:sft", "Submit a job that learns from conversations."),
         _Command("ps", "runs:ps", "List runs."),
         _Command("watch", "train:watch", "Watch a run live."),
         _Command("attach", "train:watch", "Watch a run live: another name of `watch`."),

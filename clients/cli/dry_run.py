@@ -1,9 +1,11 @@
 """What `train --dry-run` checks without starting anything: model, game, data, slots."""
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+from ...envs.chat_data import ChatData
 from ...envs.check import check_game
 from ...schemas.config import JobConfig
 from ...schemas.errors import (
@@ -14,6 +16,7 @@ from ...schemas.errors import (
     PlacementError,
     TinkermqError,
 )
+from ...schemas.lora import ADAPTER_CONFIG
 from ..home import find_url
 from ..paths import is_local_pool
 from ..pool import Pool
@@ -23,11 +26,15 @@ from .session import with_pool
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
-def dry_run(config: JobConfig, nats_url: str | None, *, as_json: bool) -> int:
+def dry_run(
+    config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
+) -> int:
     """Check everything, print the effective configuration, and raise the first problem."""
+    begins = f"that of run {from_run}: looked up when the job is submitted"
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("model", lambda: check_model(config, nats_url)),
-        ("game", lambda: check_env(config)),
+        ("model", lambda: check_model(config, nats_url) if from_run is None else begins),
+        *([("data", lambda: check_chats(config))] if config.sft.data else []),
+        *([("game", lambda: check_env(config))] if config.env.game else []),
         ("slots", lambda: check_slots(config, nats_url)),
     ]
     effective = config.model_dump(mode="json")
@@ -72,6 +79,8 @@ def check_model(config: JobConfig, nats_url: str | None) -> str:
             f"there is no model folder {path!r}",
             hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
         )
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f"{folder} (an adapter, put on its base)"
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is not a model: it has no config.json",
@@ -107,9 +116,23 @@ def check_env(config: JobConfig) -> str:
     return f"{config.env.game}: {len(results)} checks passed"
 
 
+def check_chats(config: JobConfig) -> str:
+    """Read every conversation of an SFT job; DataError for the first that is none."""
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        for number in range(len(data)):
+            row = data.row(number)
+            if not any(message["role"] == "assistant" for message in row.messages):
+                raise DataError(
+                    f"the assistant says nothing in {row.where}",
+                    hint="its messages are what is learnt: leave the row out",
+                )
+        return f"{len(data)} conversations"
+
+
 def needed_slots(config: JobConfig) -> int:
     """Return the slots that the job's learner and generators take."""
-    return config.learner.slots + config.generator.count * config.generator.slots
+    generators = 0 if config.sft.data else config.generator.count * config.generator.slots
+    return config.learner.slots + generators
 
 
 def check_slots(config: JobConfig, nats_url: str | None) -> str:

@@ -31,6 +31,7 @@ def serve(
     model: str,
     /,
     *overrides: str,
+    adapter: list[str] | None = None,
     servers: int | None = None,
     max_model_len: int | None = None,
     tokenizer: str | None = None,
@@ -47,6 +48,9 @@ def serve(
         A Hugging Face folder or hub name, `RUN@STEP`, or a run: a live one is followed.
     overrides
         Configuration keys: `generator.max_requests=64`.
+    adapter
+        `RUN@STEP` of a LoRA run on the same base, to be served beside the model under that name;
+        may be given several times.
     servers
         Servers that share the requests; each holds one slot.
     max_model_len
@@ -68,6 +72,7 @@ def serve(
         record = await submit_inference(
             pool,
             model,
+            adapter or (),
             tokenizer_path=tokenizer,
             num_servers=servers,
             max_model_len=max_model_len,
@@ -85,6 +90,7 @@ def serve(
         "name": record.name,
         "state": record.state,
         "model": record.serves or record.name,
+        "adapters": list(record.adapters),
         "url": find_openai(gateway),
         "server_url": JobAddress(url, record.scope).server_url,
     }

@@ -143,7 +143,10 @@ def take(progress: RunProgress, update: Update) -> bool:
 def step_line(progress: RunProgress) -> str:
     """Return one line about the newest step."""
     total = f"/{progress.total_steps}" if progress.total_steps else ""
-    parts = [f"step {progress.step}{total}", f"reward {progress.rewards[progress.step]:.3f}"]
+    parts = [
+        f"step {progress.step}{total}",
+        f"{progress.measure} {progress.rewards[progress.step]:.3f}",
+    ]
     parts += [f"{name} {text}" for name, text in _figures(progress)]
     return "  ".join(parts)
 
@@ -189,7 +192,7 @@ def _curves(progress: RunProgress) -> list[Table]:
     newest = progress.rewards.get(progress.step)
     if newest is not None:
         line = sparkline(rewards).ljust(_SPARK_WIDTH)
-        row.add_row("reward    ", f"[cyan]{line}[/]", f"{newest:.3f}")
+        row.add_row(progress.measure.ljust(10), f"[cyan]{line}[/]", f"{newest:.3f}")
     last = progress.last_validation()
     if last is not None:
         scores = [score for _, score in sorted(progress.validation.items())]

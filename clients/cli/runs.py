@@ -139,7 +139,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["run"],
         row["state"],
-        f"{row['step']}{total}" if row["kind"] == "train" else row["kind"],
+        f"{row['step']}{total}" if row["kind"] in ("train", "sft") else row["kind"],
         _number(row["reward"], ".3f"),
         _number(row["validation"], ".3f"),
         _number(row["tokens_per_s"], ",.0f"),
@@ -262,6 +262,7 @@ def fork(
             apply_override(config, override)
         return await pool.submit(
             config,
+            kind="sft" if origin.kind == "sft" else "train",
             fork_of=f"{origin.job}@{step}",
             request_id=new_request_id(),
             secrets=secrets_for(config),

@@ -1,19 +1,22 @@
-"""`tinkermq train` and `watch`: submit a job, and follow a run until it ends.
+"""`tinkermq train`, `sft` and `watch`: submit a job, and follow a run until it ends.
 
 Ctrl-C detaches: the run goes on in the pool.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError
 from ...schemas.job import JobRecord
 from ...schemas.load_config import load_config
 from ..follow import follow_run
 from ..home import find_url
+from ..names import checkpoint_named
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
@@ -26,10 +29,14 @@ from .session import with_pool
 FAILED, INTERRUPTED = 1, 130
 
 
+From = Annotated[str | None, Parameter(name="--from")]
+
+
 def train(
     config: Path,
     /,
     *overrides: str,
+    from_: From = None,
     dry_run: bool = False,
     detach: Annotated[bool, Parameter(alias="-d")] = False,
     priority: int = 0,
@@ -43,6 +50,9 @@ def train(
         YAML file; examples/ has one for each game.
     overrides
         `section.key=value`, such as `learner.lr=1e-5 training.num_steps=20`.
+    from_
+        `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
+        `model.path`. (`fork` goes on where a run was.)
     dry_run
         Check configuration, model, game, data and slots, print the configuration, submit nothing.
     detach
@@ -50,11 +60,67 @@ def train(
     priority
         From -10 to 10: runs of a higher one are placed first.
     """
-    effective = load_config(config, overrides)
+    effective = _load(config, overrides, from_)
     if dry_run:
         from .dry_run import dry_run as check
 
-        return check(effective, common.nats_url, as_json=common.json)
+        return check(effective, common.nats_url, as_json=common.json, from_run=from_)
+    return _submit(effective, from_, detach=detach, priority=priority, common=common)
+
+
+def sft(
+    config: Path,
+    /,
+    *overrides: str,
+    from_: From = None,
+    dry_run: bool = False,
+    detach: Annotated[bool, Parameter(alias="-d")] = False,
+    priority: int = 0,
+    common: Common = COMMON,
+) -> int:
+    """Submit a job that learns from conversations (`sft.data`) and watch it, as `train` does.
+
+    Parameters
+    ----------
+    config
+        YAML file; examples/sft.yaml is one.
+    overrides
+        `section.key=value`, such as `learner.lr=1e-5 training.num_epochs=2`.
+    from_
+        `RUN@STEP`, or `RUN` for its newest checkpoint: begin with its weights instead of
+        `model.path`.
+    dry_run
+        Check configuration, model, data and slots, print the configuration, submit nothing.
+    detach
+        Submit and return.
+    priority
+        From -10 to 10: runs of a higher one are placed first.
+    """
+    if not _load(config, overrides, from_).sft.data:
+        raise ConfigError(
+            f"{config} names no conversations to learn from",
+            hint="set sft.data to parquet or JSONL files with the column messages",
+        )
+    return train(
+        config,
+        *overrides,
+        from_=from_,
+        dry_run=dry_run,
+        detach=detach,
+        priority=priority,
+        common=common,
+    )
+
+
+def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobConfig:
+    """Read the configuration; the run that it begins with takes the model's place."""
+    given = [] if from_run is None else [f"model.path={from_run}"]
+    return load_config(config, [*overrides, *given])
+
+
+def _submit(
+    effective: JobConfig, from_run: str | None, *, detach: bool, priority: int, common: Common
+) -> int:
     url = find_url(common.nats_url)
     # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
     values = resolve_paths(effective.model_dump(exclude_unset=True), url)
@@ -62,7 +128,12 @@ def train(
 
     async def work(pool: Pool) -> int:
         record = await pool.submit(
-            values, request_id=request_id, priority=priority, secrets=secrets_for(values)
+            values,
+            fork_of=from_run and checkpoint_named(from_run),
+            weights_only=from_run is not None,
+            request_id=request_id,
+            priority=priority,
+            secrets=secrets_for(values),
         )
         if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
@@ -127,5 +198,7 @@ def _conclude(progress: RunProgress) -> None:
     if record.state == "FAILED":
         say(f"  tinkermq logs {record.name}      what its actors wrote")
         say(f"  tinkermq resume {record.name}    go on from the last checkpoint")
+    elif record.kind == "sft":
+        say(f"  tinkermq train CONFIG --from {record.name}    go on with a game, from its weights")
     else:
         say(f"  tinkermq rollouts {record.name} --sort reward")

@@ -29,6 +29,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "dashboard",
         "engine",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
+        "lora",
         "memory",
         "overhead",
         "sandbox",

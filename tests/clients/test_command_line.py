@@ -22,6 +22,7 @@ COMMANDS = [
     "doctor",
     "version",
     "train",
+    "sft",
     "ps",
     "watch",
     "stop",
@@ -174,6 +175,29 @@ def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) 
     told = json.loads(outcome.out)
     assert all(check["ok"] for check in told["checks"])
     assert told["config"]["env"]["game"] == "bandit"
+
+
+def test_a_dry_run_reads_every_conversation(cli: Cli, tmp_path: Path) -> None:
+    chats, file = tmp_path / "chats.jsonl", tmp_path / "sft.yaml"
+    asked = {"role": "user", "content": "2+2"}
+    rows = [[asked, {"role": "assistant", "content": "4"}], [asked]]
+    chats.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows[:1]))
+    file.write_text(f"model:\n  path: some/model\nsft:\n  data: [{chats}]\n")
+    sound = cli("sft", str(file), "--from", "other-run@40", "--dry-run", "--json")
+    assert sound.code == 0, sound.err
+    told = json.loads(sound.out)
+    assert {check["check"] for check in told["checks"]} == {"model", "data", "slots"}
+    assert told["config"]["model"]["path"] == "other-run@40"
+    chats.write_text("".join(f"{json.dumps({'messages': row})}\n" for row in rows))
+    silent = cli("sft", str(file), "--dry-run")
+    assert silent.code == 2
+    assert "the assistant says nothing in row 1 of" in silent.err
+
+
+def test_an_sft_job_needs_conversations(cli: Cli, config: Path) -> None:
+    outcome = cli("sft", str(config))
+    assert outcome.code == 2
+    assert "names no conversations to learn from" in outcome.err
 
 
 def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:

@@ -81,8 +81,15 @@ def test_a_key_without_effect_names_what_to_use(key: str) -> None:
 
 
 def test_keys_below_a_refused_section_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"lora\.lora_rank has no effect"):
-        translate({"lora": {"lora_rank": 64}})
+    with pytest.raises(ConfigError, match=r"interaction\.name has no effect"):
+        translate({"interaction": {"name": "gomoku"}})
+
+
+def test_lora_keys_make_an_adapter() -> None:
+    lora = {"lora_rank": 64, "lora_alpha": 32, "target_modules": "all-linear", "lr": 3e-5}
+    config = parse_config(merged(translate({**MATH, "lora": lora}), {"env": {"game": "math"}}))
+    assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (64, 32, "all-linear")
+    assert config.learner.lr == 3e-5
 
 
 def test_an_unknown_key_names_the_closest_of_both_kinds() -> None:

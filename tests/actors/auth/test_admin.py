@@ -1,6 +1,7 @@
 """What an admin may do with the jobs of others, and how everybody else fares who tries."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,29 @@ async def test_a_job_cannot_name_the_files_of_anothers_run(
         changes["weights"]["transport"] = "file"
     with pytest.raises(ConfigError, match=rf"{key}=.* is in a run folder of another user"):
         await submitted(scheduled, "mallory", tmp_path, **changes)
+
+
+async def test_a_job_cannot_begin_with_the_weights_of_anothers_run(
+    scheduled: SecuredPool, tmp_path: Path
+) -> None:
+    hers = await submitted(scheduled, "ada", tmp_path, name="chats")
+    checkpoint = Path(hers.run_dir) / "checkpoints" / "step_000004"
+    checkpoint.mkdir(parents=True)
+    own = await submitted(scheduled, "mallory", tmp_path, name="own")
+    adapter = Path(own.run_dir) / "checkpoints" / "step_000001"
+    adapter.mkdir(parents=True)
+    mallory = Pool(await scheduled.user("mallory"))
+    for run in (hers.job, hers.name):
+        with pytest.raises(NotFoundError, match="has no job or run"):
+            await mallory.submit(hers.config, fork_of=f"{run}@4", weights_only=True)
+        with pytest.raises(NotFoundError, match="has no job or run"):
+            await mallory.submit(hers.config, kind="infer", adapters=[f"{run}@4"])
+    with pytest.raises(ConfigError, match="does not name a checkpoint"):
+        await mallory.submit(hers.config, fork_of=str(checkpoint), weights_only=True)
+    settings = {"base_model_name_or_path": str(checkpoint)}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="is in a run folder of another user"):
+        await mallory.submit(own.config | {"name": None}, fork_of="own@1", weights_only=True)
 
 
 async def test_code_that_comes_with_a_model_is_for_admins(

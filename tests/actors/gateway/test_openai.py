@@ -77,6 +77,7 @@ async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
         config={},
         fork_of="my-run@4",
         serves="my-run@4",
+        adapters={"other-run@2": "/pool/adapters/other-run@2"},
         created=time.time(),
     )
     await JobStore(broker).create(record, "test")
@@ -106,7 +107,8 @@ async def client(broker: Broker, canned: Canned) -> AsyncIterator[AsyncOpenAI]:
 
 
 async def test_models_are_listed_under_run_and_step(client: AsyncOpenAI) -> None:
-    assert [model.id for model in (await client.models.list()).data] == ["my-run@4"]
+    models = [model.id for model in (await client.models.list()).data]
+    assert models == ["my-run@4", "other-run@2"]
     assert (await client.models.retrieve("my-run@4")).owned_by == "local"
 
 
@@ -123,6 +125,15 @@ async def test_a_chat_is_answered_whole_with_logprobs_and_usage(client: AsyncOpe
     assert chat.model == "my-run@4"
     assert chat.usage is not None
     assert (chat.usage.prompt_tokens, chat.usage.total_tokens) == (3, 5)
+
+
+async def test_an_adapter_beside_what_is_served_is_asked_by_its_name(
+    client: AsyncOpenAI, canned: Canned
+) -> None:
+    for model, adapter in (("other-run@2", "other-run@2"), ("my-run@4", "")):
+        await client.chat.completions.create(model=model, messages=ASKED)
+        await client.completions.create(model=model, prompt="Oh ")
+        assert [request.adapter for request in canned.asked[-2:]] == [adapter, adapter]
 
 
 async def test_a_stream_comes_in_pieces_and_ends_with_the_usage(client: AsyncOpenAI) -> None:
@@ -180,7 +191,7 @@ async def test_completions_continue_texts_and_token_ids(
 
 
 async def test_an_unknown_model_is_404_and_names_those_there_are(client: AsyncOpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="there are: my-run@4") as caught:
+    with pytest.raises(openai.NotFoundError, match="there are: my-run@4, other-run@2") as caught:
         await client.chat.completions.create(model="other", messages=ASKED)
     assert caught.value.code == "model_not_found"
 

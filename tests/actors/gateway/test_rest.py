@@ -32,6 +32,7 @@ from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+LEAST: dict[str, Any] = {"config": {"model": {"path": "m"}, "env": {"game": "bandit"}}}
 HOSTILE = "<script>window.hacked=1</script><img src=x onerror=window.hacked=1>"
 
 
@@ -146,6 +147,8 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
         ("POST", "/api/v1/check", {"config": "x" * 200_001}, 400, "config"),
         ("POST", "/api/v1/jobs", {"config": {"modell": {}}}, 400, "did you mean model"),
         ("POST", "/api/v1/jobs", {"config": {}, "extra": 1}, 400, "extra"),
+        ("POST", "/api/v1/jobs", LEAST | {"weights_only": True}, 400, "starts from a checkpoint"),
+        ("POST", "/api/v1/jobs", LEAST | {"adapters": ["r@1"]}, 400, "for inference jobs"),
         ("POST", "/api/v1/jobs", b"{broken", 400, "not JSON"),
         ("POST", "/api/v1/jobs", b"[]", 400, "JSON object"),
         ("POST", "/api/v1/jobs/nope/pause", {}, 404, "no job or run"),

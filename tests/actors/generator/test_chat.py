@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tinkermq.actors.generator.chat import ChatTokenizer
 from tinkermq.actors.tiny_model import make_tokenizer
-from tinkermq.schemas.errors import ModelError
+from tinkermq.schemas.errors import DataError, ModelError
 
 CHATML = (
     "{%- for m in messages -%}"
@@ -175,6 +175,41 @@ def test_tools_are_shown_by_a_template_that_takes_them() -> None:
     assert chat.prompt(messages) == chat_of(CHATML).prompt(messages)
     with pytest.raises(ModelError, match="no place for tools"):
         chat_of(CHATML).prompt(messages, shown)
+
+
+def test_a_conversation_that_has_been_had_has_the_tokens_of_an_episode() -> None:
+    chat = chat_of(CHATML)
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "4"},
+        {"role": "tool", "content": "right"},
+        {"role": "user", "content": "3+3?"},
+        {"role": "assistant", "content": "6, I think"},
+    ]
+    spoken = chat.conversation(messages)
+    whole = text_of(chat, spoken.token_ids)
+    assert whole + "\n" == chat._render(messages, prompt=False)  # nothing follows the last turn
+    first = chat.first_prompt(messages[:2]).tolist()
+    turn = [*ids_of(chat, "4"), chat.stop_token_ids[0]]
+    between = chat.next_turn(turn, messages[3:5]).tolist()
+    last = [*ids_of(chat, "6, I think"), chat.stop_token_ids[0]]
+    assert spoken.token_ids.tolist() == first + turn + between + last
+    lengths = (len(first), len(turn), len(between), len(last))
+    assert spoken.mask.tolist() == [n % 2 for n, size in enumerate(lengths) for _ in range(size)]
+    assert spoken.turn_ends.tolist() == [len(first + turn) - 1, sum(lengths) - 1]
+
+
+def test_a_conversation_that_cannot_be_learnt_is_refused() -> None:
+    question, thought = {"role": "user", "content": "2+2?"}, "<think>\nhm\n</think>\n\n4"
+    with pytest.raises(DataError, match="no message of the assistant"):
+        chat_of(CHATML).conversation([question])
+    with pytest.raises(ModelError, match="no place for tools"):
+        chat_of(CHATML).conversation([question], [{"name": "add"}])
+    answer = {"role": "assistant", "content": thought}
+    assert len(chat_of(QWEN3).conversation([question, answer]).turn_ends) == 1
+    with pytest.raises(ModelError, match="rewrites the history"):
+        chat_of(QWEN3).conversation([question, answer, question, answer])
 
 
 # The shape of Qwen2.5's: tools stand in the system message, tool answers in user turns.

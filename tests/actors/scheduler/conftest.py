@@ -196,6 +196,7 @@ class Stack:
         request_id = changes.pop("request_id", uuid.uuid4().hex)
         configured = changes.pop("configured", True)
         fork_of = changes.pop("fork_of", None)
+        kind, weights_only = changes.pop("kind", "train"), changes.pop("weights_only", False)
         config = {
             "model": {"path": "models/tiny"},
             "env": {"game": "bandit", "hosts": 0, "num_val": 0},
@@ -206,6 +207,8 @@ class Stack:
             config={**config, **changes},
             configured=configured,
             fork_of=fork_of,
+            kind=kind,
+            weights_only=weights_only,
         )
 
     async def list_jobs(self, request: ListRequest) -> list[JobRecord]:

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.scheduler.roster import slots_of
 from tinkermq.schemas.errors import (
     ConfigError,
     NotFoundError,
@@ -150,6 +151,28 @@ async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     assert Path(fork.fork_dir).is_relative_to(fork.run_dir)
     with pytest.raises(ConfigError, match="does not name a checkpoint"):
         await stack.submit(fork_of="origin")
+
+
+async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> None:
+    await stack.scheduler()
+    origin = await stack.submit(name="origin")
+    with pytest.raises(ConfigError, match="weights_only is for a job that starts from"):
+        await stack.submit(weights_only=True)
+    for step in (9, 40):
+        folder = Path(origin.run_dir) / "checkpoints" / f"step_{step:06d}"
+        (folder / "learner").mkdir(parents=True)
+        (folder / "config.json").write_text(str(step))
+    record = await stack.submit(fork_of="origin@last", weights_only=True)
+    assert record.fork_of == "origin@40"
+    assert record.fork_dir == ""  # it goes on from nothing: steps and optimiser are its own
+    kept = Path(record.config["model"]["path"])
+    assert kept.parent == Path(record.run_dir)
+    assert not (kept / "learner").exists()
+    assert (kept / "config.json").read_text() == "40"
+    with pytest.raises(ConfigError, match="an SFT job was submitted without data"):
+        await stack.submit(kind="sft")
+    sft = await stack.submit(sft={"data": ["chats.jsonl"]})
+    assert (sft.kind, slots_of(sft.actors)) == ("sft", 1)
 
 
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:

@@ -1,0 +1,52 @@
+"""Write conversations to learn a game from: `python examples/make_chats.py calculator`.
+
+The game is played with its own gold answers (`gold_action`), on the rows of its training data or
+on seeds; each episode is one line of outputs/data/<game>/chats.jsonl, in the column `messages`.
+What you have instead, chats of people or of a larger model, goes into the same column.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.prompt import open_game
+from tinkermq.envs.registry import load_game
+from tinkermq.envs.write_data import write_rows
+
+MAX_TURNS = 100
+
+
+def main() -> None:
+    """Parse the arguments and write the file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("game", help="registered name or package.module:Class")
+    parser.add_argument("--folder", type=Path, help="default: outputs/data/<game>")
+    parser.add_argument("--rows", type=int, default=1024, help="conversations to write")
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path("outputs/data") / arguments.game
+    print(write_rows(folder / "chats.jsonl", conversations(arguments.game, folder, arguments.rows)))
+
+
+def conversations(name: str, folder: Path, count: int) -> Iterator[dict[str, Any]]:
+    """Play the game with gold answers, on the rows of `train.parquet` where the folder has it."""
+    game_class = load_game(name)
+    train = folder / "train.parquet"
+    data = Dataset([train]) if train.is_file() else None
+    for number in range(count):
+        record = data.record(number % len(data)) if data is not None else None
+        game: Any = game_class()
+        messages = open_game(game, seed=number, record=record, kwargs={})
+        for _ in range(MAX_TURNS):
+            action = game.gold_action()
+            messages.append({"role": "assistant", "content": action})
+            result = game.step(action)
+            if result.done:
+                break
+            messages.append({"role": "user", "content": result.observation})
+        yield {"messages": messages}
+
+
+if __name__ == "__main__":
+    main()

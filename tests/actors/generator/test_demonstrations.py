@@ -1,0 +1,74 @@
+"""Rows of conversations as groups of the rollout log."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.generator.demonstrations import demonstrate
+from tinkermq.actors.generator.groups import GroupFailed
+from tinkermq.actors.tiny_model import make_tokenizer
+from tinkermq.envs.chat_data import ChatData
+from tinkermq.envs.write_data import write_rows
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.rollout import check_group
+from tinkermq.schemas.task import Task
+
+ASKED = {"role": "user", "content": "2+2"}
+ROWS = [
+    {"messages": [ASKED, {"role": "assistant", "content": "4"}, ASKED]},
+    {"messages": [ASKED]},
+    {"messages": [ASKED, {"role": "assistant", "content": "four" * 9}]},
+]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[ChatData]:
+    with contextlib.closing(ChatData([str(write_rows(tmp_path / "c.jsonl", ROWS))])) as data:
+        yield data
+
+
+def demonstrated(data: ChatData, sample: int | None) -> Any:
+    config = JobConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "sft": {"data": ["c.jsonl"]},
+            "rollout": {"max_prompt_tokens": 8, "max_turn_tokens": 8, "max_response_tokens": 16},
+        }
+    )
+    task = Task(task=5, sample=sample, seed=1, min_version=3, group_size=1)
+    return demonstrate(task, data, ChatTokenizer(make_tokenizer()), config, "g-0")
+
+
+def test_the_group_of_a_row_is_what_the_assistant_says_of_the_version_that_is_asked_for(
+    data: ChatData,
+) -> None:
+    group = demonstrated(data, 0)
+    check_group(group, vocab_size=264, max_tokens=24, version=3)
+    (row,) = group.trajectories
+    chat = ChatTokenizer(make_tokenizer())
+    made = row.mask == 1
+    assert chat.decode(row.token_ids[made]) == "4"
+    assert set(row.versions[made].tolist()) == {3}
+    assert not row.logprobs.any()
+    assert row.messages == ROWS[0]["messages"]
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        (1, "has no message of the assistant"),
+        (2, r"row 2 of .* has \d+ tokens, rollout.max_prompt_tokens \+ rollout"),
+        (3, "row 3 does not exist"),
+        (None, "task 5 names no row"),
+    ],
+)
+def test_a_row_that_cannot_be_learnt_is_given_up_with_the_reason(
+    data: ChatData, sample: int | None, words: str
+) -> None:
+    with pytest.raises(GroupFailed, match=words) as caught:
+        demonstrated(data, sample)
+    assert caught.value.group.error == caught.value.blame
+    assert caught.value.blame.boundary == "task"
