@@ -71,15 +71,13 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
     count = min(steps * recipe.batch, _MAX_CONVERSATIONS)
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
-    longest = max(len(one.token_ids) for one in known)
+    row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = rng.choices(known, k=recipe.batch)
-            (packed,) = pack(
-                rows, row_tokens=_ROW_CONVERSATIONS * longest, microbatch_tokens=_BATCH_TOKENS
-            )
+            (packed,) = pack(rows, row_tokens=row_tokens, microbatch_tokens=_BATCH_TOKENS)
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
             loss.backward()

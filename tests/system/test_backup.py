@@ -5,6 +5,8 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.clients.command import tinkermq
 from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
