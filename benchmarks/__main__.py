@@ -31,6 +31,7 @@ NAMES = (
     "memory",
     "dashboard",
     "scheduler",
+    "gomoku",
 )
 
 

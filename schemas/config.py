@@ -292,6 +292,8 @@ class EvaluationConfig(Section):
     """A return above this is a success, unless the game tells it in `info["success"]`."""
     data: Literal["val", "train"] = "val"
     """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
+    reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further arguments of the game's `reset` in validation, such as another opponent."""
     tasks: list[Annotated[int, Field(ge=0)]] | None = None
     """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 

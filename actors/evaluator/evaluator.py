@@ -207,7 +207,9 @@ class Evaluator:
         listed = config.evaluation.tasks is not None and not self._has_rows
         seed = task if listed else task_seed(config.seed, task)
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
-        return EpisodePlan(episode, Start(config.evaluation.data, None if listed else task, seed))
+        kwargs = config.evaluation.reset_kwargs
+        start = Start(config.evaluation.data, None if listed else task, seed, kwargs)
+        return EpisodePlan(episode, start)
 
     async def _episode(self, plan: EpisodePlan, free: asyncio.Semaphore) -> Trajectory | None:
         """Run one episode, trying again; None when every try failed."""

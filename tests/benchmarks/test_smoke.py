@@ -27,6 +27,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "asynchrony",
         "dashboard",
         "engine",
+        "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "memory",
         "overhead",
