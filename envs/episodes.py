@@ -8,8 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..schemas.errors import DataError, GameError, NotFoundError
-from .game import AbstractGame, ChatMessage, StepResult, check_result, check_text, game_failure
-from .prompt import open_game
+from .game import (
+    AbstractGame,
+    ChatMessage,
+    StepResult,
+    check_result,
+    check_role,
+    check_text,
+    game_failure,
+)
+from .prompt import address, open_game
 from .record import Record
 
 
@@ -27,6 +35,18 @@ class Opening:
     """Further arguments of the game's `reset`."""
 
 
+@dataclass
+class _Turns:
+    """What the roles of one game have been told."""
+
+    prompt: list[ChatMessage]
+    """The first prompt of whoever begins."""
+    addressed: set[str] = field(default_factory=set[str])
+    """Roles that have had their first prompt."""
+    observation: str = ""
+    """What the last action led to."""
+
+
 class Episodes:
     """One game instance per running episode."""
 
@@ -35,6 +55,11 @@ class Episodes:
         self._kwargs = kwargs
         self._name = game_class.__name__
         self._games: dict[str, AbstractGame] = {}
+        self._turns: dict[str, _Turns] = {}
+
+    def roles(self) -> list[str]:
+        """Return the names of the game's players; none for a game for one."""
+        return list(self._make().roles)
 
     def probe(self) -> str:
         """Make one instance to see that it can be made; return the game's name."""
@@ -56,6 +81,9 @@ class Episodes:
         except (Exception, SystemExit) as error:
             raise self._reset_failure(error, opening) from error
         self._games[opening.episode] = game
+        if game.roles:
+            check_role(game)
+            self._turns[opening.episode] = _Turns(messages)
         return messages
 
     def step(self, episode: str, action: str) -> StepResult:
@@ -65,16 +93,37 @@ class Episodes:
             raise NotFoundError(f"episode {episode!r} has no running game here")
         try:
             result = check_result(game, game.step(action))
+            if game.roles and not result.done:
+                check_role(game)
         except (Exception, SystemExit) as error:
             self.drop(episode)
             raise game_failure(self._name, "step", error) from error
         if result.done:
             self.drop(episode)
+        elif episode in self._turns:
+            self._turns[episode].observation = result.observation
         return result
+
+    def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is in a game with roles, with its first prompt if it has had none."""
+        game, turns = self._games.get(episode), self._turns.get(episode)
+        if game is None or turns is None:
+            raise NotFoundError(f"episode {episode!r} has no running game with roles here")
+        try:
+            role = check_role(game)
+            if role in turns.addressed:
+                return role, []
+            first = not turns.addressed
+            turns.addressed.add(role)
+            return role, turns.prompt if first else address(game, turns.observation)
+        except (Exception, SystemExit) as error:
+            self.drop(episode)
+            raise game_failure(self._name, "the prompt of a role", error) from error
 
     def drop(self, episode: str) -> None:
         """Forget an episode, whether it runs or not."""
         self._games.pop(episode, None)
+        self._turns.pop(episode, None)
 
     def __len__(self) -> int:
         """Return the number of running games."""

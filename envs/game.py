@@ -35,6 +35,8 @@ class StepResult:
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whatever else there is to tell; it travels, so plain values and arrays only."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    """In a game with roles: what each role gets on top; `reward` is the acting role's."""
 
 
 class AbstractGame(ABC):
@@ -48,6 +50,14 @@ class AbstractGame(ABC):
 
     rng: random.Random
     """The episode's own random generator."""
+    roles: tuple[str, ...] = ()
+    """Names of the players of a game for several; empty: a game for one.
+
+    Each role has a conversation, and so a prompt and rewards, of its own.
+    """
+    role: str = ""
+    """In a game with roles: whose turn it is. `reset` and `step` set it; the observation that they
+    return, and the prompts, are for this role."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Make an instance that has an `rng` even if its `__init__` never calls ours."""
@@ -132,7 +142,25 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
         done = _truth(game, done)
-    return StepResult(observation, reward, done, _travelling(game, info) if info else {})
+    rewards = _rewards(game, value.rewards) if value.rewards else {}
+    return StepResult(observation, reward, done, _travelling(game, info) if info else {}, rewards)
+
+
+def check_role(game: AbstractGame) -> str:
+    """Return the role whose turn it is, else raise GameError."""
+    if game.role not in game.roles:
+        _refuse(game, "role", game.role, f"one of {', '.join(game.roles)}")
+    return game.role
+
+
+def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:
+    rewards = {
+        role: _number(game, reward) for role, reward in check_map(game, "step", value).items()
+    }
+    unknown = sorted(set(rewards) - set(game.roles))
+    if unknown or not all(math.isfinite(reward) for reward in rewards.values()):
+        _refuse(game, "step's rewards", value, f"finite numbers by role ({', '.join(game.roles)})")
+    return rewards
 
 
 def _number(game: AbstractGame, value: Any) -> float:

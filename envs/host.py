@@ -38,6 +38,7 @@ from .game import AbstractGame, ChatMessage, StepResult
 from .held import Held
 from .host_data import HostData
 from .runner import make_runner
+from .seats import Solo, Table
 
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
@@ -95,6 +96,7 @@ class EnvironmentHost:
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
         self._data: HostData
+        self._roles: list[str] = []
         self._game = config.game
 
     @property
@@ -118,6 +120,7 @@ class EnvironmentHost:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 try:
                     self._game = await self._runner.start()
+                    self._roles = await self._runner.roles()
                     await self._serve(stopping)
                 finally:
                     keeper.cancel()
@@ -181,8 +184,9 @@ class EnvironmentHost:
             self._free(episode)
 
     def _free(self, episode: str) -> None:
-        self._held.pop(episode, None)
-        self._runner.drop(episode)
+        held = self._held.pop(episode, None)
+        if held is not None:
+            held.player.leave()
         self._changed.set()
 
     async def _describe(self, _: DescribeRequest) -> DescribeReply:
@@ -191,6 +195,7 @@ class EnvironmentHost:
             num_train=self._data.num_train,
             num_val=self._data.num_val,
             host=self.name,
+            roles=self._roles,
         )
 
     async def _reset(self, request: ResetRequest) -> ResetReply:
@@ -212,18 +217,36 @@ class EnvironmentHost:
         held = self._held.get(episode)
         if held is None:
             self._make_room()
-            held = Held(asyncio.ensure_future(self._open(episode, request)))
+            held = self._seat(request) if request.table else self._begin(episode, request)
             held.opening.add_done_callback(_seen)
             self._held[episode] = held
         held.touch()
         return held
 
-    async def _open(self, episode: str, request: ResetRequest) -> list[ChatMessage]:
+    def _seat(self, request: ResetRequest) -> Held:
+        """Take a seat at a table that is held here."""
+        there = self._held.get(request.table or "")
+        if there is None or not isinstance(there.player, Table):
+            raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
+        seat = there.player.sit(request.role)
+        return Held(seat.prompt, seat)
+
+    def _begin(self, episode: str, request: ResetRequest) -> Held:
+        """Start a game: an episode of its own, or the table of a game with roles."""
+        if self._roles:
+            player: Solo | Table = Table(self._runner, episode, self._roles)
+        else:
+            player = Solo(self._runner, episode)
+        return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
+
+    async def _open(
+        self, episode: str, request: ResetRequest, player: Solo | Table
+    ) -> list[ChatMessage]:
         self.counts.resets += 1
         try:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs)
-            return await self._runner.reset(opening)
+            return await player.begin(opening)
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
@@ -265,7 +288,7 @@ class EnvironmentHost:
             if not held.is_repeat(turn):
                 held.turn += 1
                 self.counts.steps += 1
-                held.answer = asyncio.ensure_future(self._runner.step(episode, action))
+                held.answer = held.player.step(action)
                 held.answer.add_done_callback(partial(self._settle, held))
         except TinkermqError as error:
             return error

@@ -125,6 +125,21 @@ class ProcessRunner:
             self._forget(episode)
         return result
 
+    async def roles(self) -> list[str]:
+        """Return the roles of the game."""
+        process = await self._living(self._slots[0])
+        return await self._send(process, "roles", "", self._reset_timeout_s, ())
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is, and what opens that role's conversation."""
+        process = self._homes.get(episode)
+        if process is None:
+            raise NotFoundError(f"episode {episode!r} has no running game here")
+        if process.death is not None:
+            raise process.death
+        role, prompt = await self._send(process, "turn", episode, self._step_timeout_s, (episode,))
+        return role, prompt
+
     def drop(self, episode: str) -> None:
         """Forget an episode, here and in its process."""
         process = self._homes.get(episode)

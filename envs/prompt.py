@@ -34,6 +34,12 @@ def open_game(
     return messages
 
 
+def address(game: AbstractGame, observation: str) -> list[ChatMessage]:
+    """Return the first prompt of the role whose turn it is, when the game has begun already."""
+    opening = check_text(game, "get_initial_user_message", game.get_initial_user_message())
+    return [*_system(game), {"role": "user", "content": join_texts(opening, observation)}]
+
+
 def _open_generated(game: AbstractGame, kwargs: dict[str, Any]) -> list[ChatMessage]:
     state = {
         **check_map(game, "generate_initial_state", game.generate_initial_state()),

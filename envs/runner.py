@@ -27,6 +27,14 @@ class Runner(Protocol):
         """Play one action; GameError when the game fails, which ends the episode."""
         ...
 
+    async def roles(self) -> list[str]:
+        """Return the roles of the game; none for a game for one."""
+        ...
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        ...
+
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         ...

@@ -10,12 +10,14 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from ..broker.process import die_with
 from ..schemas.codec import pack
 from ..schemas.errors import TinkermqError
 from .episodes import Episodes
+from .game import StepResult
 from .registry import load_game
 
 LENGTH = struct.Struct("<I")
@@ -54,8 +56,8 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
 
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
-    if hasattr(outcome, "observation"):
-        outcome = [outcome.observation, outcome.reward, outcome.done, outcome.info]
+    if isinstance(outcome, StepResult):
+        outcome = [getattr(outcome, item.name) for item in fields(StepResult)]
     return pack([number, outcome, error])
 
 

@@ -298,6 +298,27 @@ class EvaluationConfig(Section):
     """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 
 
+class SelfPlayConfig(Section):
+    """Earlier versions of the run as opponents, in games with roles."""
+
+    past_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the tasks in which one role learns and an earlier version plays the others; in the
+    rest all roles are played by the present version, and learn."""
+    pool_every: int = Field(default=10, ge=1)
+    """Versions of every so many steps are kept as opponents, the first one included."""
+    pool_size: int = Field(default=4, ge=1)
+    """The newest so many of them are played against."""
+    redraw_every: int = Field(default=1, ge=1)
+    """Versions after which a generator draws another opponent from the pool."""
+
+    @model_validator(mode="after")
+    def _keys_have_effect(self) -> Self:
+        idle = sorted(self.model_fields_set - {"past_share"})
+        if self.past_share == 0 and idle:
+            raise ValueError(f"{', '.join(idle)}: no effect while past_share is 0")
+        return self
+
+
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
@@ -350,6 +371,7 @@ class JobConfig(Section):
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    self_play: SelfPlayConfig = Field(default_factory=SelfPlayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 

@@ -27,6 +27,7 @@ from ...schemas.subjects import BUCKET_EVALS
 from ..generator.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.engine import Engine
 from ..generator.generator import make_chat, start_engine
+from ..generator.tables import play_table
 from ..job_weights import as_sources, open_weights
 from ..runtime import JobContext
 
@@ -153,9 +154,11 @@ class Evaluator:
         return self._numbers(await self._play(version))
 
     def _numbers(self, results: Sequence["Played"]) -> dict[str, float]:
-        values = validation_numbers(
-            [one.trajectory for one in results], self._context.config.evaluation
-        )
+        config = self._context.config.evaluation
+        if self._there is not None and self._there.roles:
+            # An episode has as many conversations as roles that had a turn: each counts by itself.
+            config = config.model_copy(update={"samples": 1})
+        values = validation_numbers([one.trajectory for one in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
     async def _play(self, version: int) -> list["Played"]:
@@ -171,8 +174,9 @@ class Evaluator:
                 for task, sample in numbers
             ]
         return [
-            Played(task, sample, episode.result())
+            Played(task, sample, conversation)
             for (task, sample), episode in zip(numbers, running, strict=True)
+            for conversation in episode.result()
         ]
 
     async def _tasks(self) -> Sequence[int]:
@@ -211,16 +215,26 @@ class Evaluator:
         start = Start(config.evaluation.data, None if listed else task, seed, kwargs)
         return EpisodePlan(episode, start)
 
-    async def _episode(self, plan: EpisodePlan, free: asyncio.Semaphore) -> Trajectory | None:
-        """Run one episode, trying again; None when every try failed."""
+    async def _episode(
+        self, plan: EpisodePlan, free: asyncio.Semaphore
+    ) -> Sequence[Trajectory | None]:
+        """Run one episode, trying again; its conversation, or its roles', or None: all failed."""
         async with free:
             for attempt in range(self._context.config.rollout.max_tries):
                 try:
                     episode = f"{plan.episode}-{attempt}"
-                    return await self._loop.run(replace(plan, episode=episode))
+                    return await self._try(replace(plan, episode=episode))
                 except EpisodeFailed as failure:
                     _log.warning("episode_failed", **failure.blame.model_dump())
-        return None
+        return [None]
+
+    async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
+        """Play one episode; the version that is evaluated plays every role."""
+        assert self._there is not None
+        if not self._there.roles:
+            return [await self._loop.run(plan)]
+        players = dict.fromkeys(self._there.roles, self._loop)
+        return list((await play_table(self._environments, plan, players)).values())
 
 
 def validation_numbers(
@@ -267,7 +281,7 @@ def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, 
     """Return the scores of each type of task, where there are several."""
     types: dict[str, list[Trajectory]] = {}
     for item in done:
-        types.setdefault(kind_of(item.info, item.data_source) or "other", []).append(item)
+        types.setdefault(_kind(item) or "other", []).append(item)
     if len(types) < 2:
         return {}
     values: dict[str, float] = {}
@@ -287,8 +301,13 @@ def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict
         "samples": [sample for _, sample, _ in ran],
         "rewards": [item.reward for _, _, item in ran],
         "successes": [_success(item, config) for _, _, item in ran],
-        "types": [kind_of(item.info, item.data_source) for _, _, item in ran],
+        "types": [_kind(item) for _, _, item in ran],
     }
+
+
+def _kind(item: Trajectory) -> str:
+    """Return the type of an episode's task; in a game with roles the role, unless the game says."""
+    return kind_of(item.info, item.data_source or item.role)
 
 
 def _success(item: Trajectory, config: EvaluationConfig) -> bool:

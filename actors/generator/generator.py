@@ -8,8 +8,11 @@ time, and hands the rest back.
 
 import asyncio
 import contextlib
+import random
 import secrets
 import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 import structlog
 
@@ -32,6 +35,7 @@ from .chat import ChatTokenizer
 from .engine import Engine, EngineStats
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner
+from .past import PastFollower
 from .transformers_engine import TransformersEngine
 
 _PULL_TIMEOUT_S = 2.0
@@ -87,13 +91,24 @@ async def run_generator(context: JobContext) -> None:
     store = open_weights(context)
     follower = WeightFollower(store, engine, config.generator.kv_on_swap)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
-    loop = AgentLoop(engine, chat, environments, config.rollout, EpisodeSampling.of(config.rollout))
-    generator = Generator(context, engine, follower, GroupRunner(loop, config, context.name))
+    sampling = EpisodeSampling.of(config.rollout)
+    loop = AgentLoop(engine, chat, environments, config.rollout, sampling)
+    background: list[Coroutine[Any, Any, None]] = [follower.run()]
+    engines, past = [engine], None
+    if config.self_play.past_share > 0:
+        engines.append(await start_engine(config))
+        past = AgentLoop(engines[-1], chat, environments, config.rollout, sampling)
+        rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
+        drawing = PastFollower(store, engines[-1], follower, config.self_play, rng)
+        background.append(drawing.run())
+    runner = GroupRunner(loop, environments, config, context.name, past)
+    generator = Generator(context, engine, follower, runner, background)
     await context.serve_control()
     try:
         await generator.run()
     finally:
-        await engine.close()
+        for each in engines:
+            await each.close()
 
 
 class Generator:
@@ -105,7 +120,10 @@ class Generator:
         engine: Engine,
         follower: WeightFollower,
         runner: GroupRunner,
+        background: Sequence[Coroutine[Any, Any, None]],
     ) -> None:
+        """`background` is what runs beside the episodes: following the weights."""
+        self._background = background
         self._context = context
         self._engine = engine
         self._follower = follower
@@ -129,7 +147,7 @@ class Generator:
         context = self._context
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self._follower.run(), name="weight follower"),
+                *(background.create_task(each) for each in self._background),
                 background.create_task(self._tell(), name="statistics"),
             ]
             with context.waiting("the learner's first weights"):

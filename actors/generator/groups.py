@@ -2,17 +2,32 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import structlog
 
-from ...envs.remote import Start
+from ...envs.remote import Environments, Start
 from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
+from ..self_play import learning_roles
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan
+from .tables import play_table
 
 _FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
+_NO_TURN = Blame(
+    boundary="task",
+    code="no_turn",
+    message="no role that learns had a turn in any episode of the task",
+    hint="let the game go on until every role has had a turn",
+)
+_NO_BASELINE = Blame(
+    boundary="task",
+    code="config",
+    message="algorithm.advantage=remax has no baseline in a game with roles",
+    hint="choose another advantage, such as grpo or rloo",
+)
 _log = structlog.get_logger()
 
 
@@ -37,10 +52,21 @@ class _Cost:
 class GroupRunner:
     """Runs the episodes of tasks for one generator."""
 
-    def __init__(self, loop: AgentLoop, config: JobConfig, source: str) -> None:
+    def __init__(
+        self,
+        loop: AgentLoop,
+        environments: Environments,
+        config: JobConfig,
+        source: str,
+        past: AgentLoop | None = None,
+    ) -> None:
+        """`past` plays earlier versions, where the configuration asks for them."""
         self._loop = loop
+        self._past = past
+        self._environments = environments
         self._config = config
         self._source = source
+        self._roles: list[str] | None = None
 
     async def run(self, task: Task, attempt: str) -> Group:
         """Roll a task out `group_size` times (and once greedily, where asked for).
@@ -49,23 +75,31 @@ class GroupRunner:
         GroupFailed when an episode failed as often as `rollout.max_tries` allows, EngineError when
         the engine has ended: that is nobody's try.
         """
+        if self._roles is None:
+            self._roles = (await self._environments.describe()).roles
         started = time.time()
         cost = _Cost()
+        if self._roles and task.greedy_baseline:
+            raise self._given_up(task, _NO_BASELINE, cost, started)
         plans = self._plans(task, attempt)
+        players = self._players(task)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._episode(plan, cost), name=plan.episode)
+                    tasks.create_task(self._episode(plan, players, cost), name=plan.episode)
                     for plan in plans
                 ]
         except BaseExceptionGroup as raised:
             failed, rest = raised.split(EpisodeFailed)
             if failed is None or rest is not None:
                 raise
-            raise self._given_up(task, failed, cost, started) from raised
+            raise self._given_up(task, _first(failed).blame, cost, started) from raised
+        trajectories = [item for episode in running for item in episode.result()]
+        if not trajectories:
+            raise self._given_up(task, _NO_TURN, cost, started)
         return Group(
             task=task,
-            trajectories=[item.result() for item in running],
+            trajectories=trajectories,
             source=self._source,
             kv_on_swap=self._config.generator.kv_on_swap,
             started=started,
@@ -85,7 +119,17 @@ class GroupRunner:
             for number in range(task.group_size + int(task.greedy_baseline))
         ]
 
-    async def _episode(self, plan: EpisodePlan, cost: _Cost) -> Trajectory:
+    def _players(self, task: Task) -> dict[str, AgentLoop]:
+        """Say who plays each role; nothing for a game for one."""
+        if not self._roles:
+            return {}
+        learning = learning_roles(self._config.self_play, self._roles, task.seed)
+        past = self._past or self._loop
+        return {role: self._loop if role in learning else past for role in self._roles}
+
+    async def _episode(
+        self, plan: EpisodePlan, players: Mapping[str, AgentLoop], cost: _Cost
+    ) -> list[Trajectory]:
         """Try one episode until it succeeds; a host that vanished does not count as a try."""
         blames: list[Blame] = []
         tries = 0
@@ -93,7 +137,7 @@ class GroupRunner:
             tries += 1
             episode = f"{plan.episode}-{tries}"
             try:
-                trajectory = await self._loop.run(replace(plan, episode=episode))
+                found = await self._play(replace(plan, episode=episode), players)
             except EpisodeFailed as failure:
                 self._loop.check_engine()
                 cost.tokens += failure.tokens_wasted
@@ -106,26 +150,47 @@ class GroupRunner:
                     raise
                 continue
             if not blames:
-                return trajectory
-            return trajectory.model_copy(update={"num_tries": tries, "failures": blames})
+                return found
+            told = {"num_tries": tries, "failures": blames}
+            return [trajectory.model_copy(update=told) for trajectory in found]
+
+    async def _play(self, plan: EpisodePlan, players: Mapping[str, AgentLoop]) -> list[Trajectory]:
+        """Play one episode; one conversation for each role that learns and had a turn."""
+        if not players:
+            return [await self._loop.run(plan)]
+        found = await play_table(self._environments, plan, players)
+        opponents = {
+            role: item.min_version
+            for role, item in found.items()
+            if players[role] is not self._loop
+        }
+        return [
+            item.model_copy(update={"opponents": opponents})
+            for role, item in found.items()
+            if role not in opponents
+        ]
 
     def _given_up(
         self,
         task: Task,
-        failed: BaseExceptionGroup[EpisodeFailed],
+        blame: Blame,
         cost: _Cost,
         started: float,
     ) -> GroupFailed:
-        first = failed.exceptions[0]
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        assert isinstance(first, EpisodeFailed)
         group = Group(
             task=task,
-            error=first.blame,
+            error=blame,
             source=self._source,
             started=started,
             finished=time.time(),
             tokens_wasted=cost.tokens,
         )
-        return GroupFailed(group, first.blame, cost.attempts)
+        return GroupFailed(group, blame, cost.attempts)
+
+
+def _first(failed: BaseExceptionGroup[EpisodeFailed]) -> EpisodeFailed:
+    first = failed.exceptions[0]
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, EpisodeFailed)
+    return first

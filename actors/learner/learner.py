@@ -25,6 +25,7 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import DeadlineError, MessageError, StorageError
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
+from ..self_play import pool
 from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
@@ -277,8 +278,11 @@ class Learner:
 
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained."""
+        opponents = pool(self.config.self_play, self.state.step)
         await self.publisher.publish(
-            self.state.step, self._in_torch, keep=self.evaluations.open_versions
+            self.state.step,
+            self._in_torch,
+            keep=self.evaluations.open_versions.union(opponents),
         )
 
     async def _request_evaluation(self) -> None:

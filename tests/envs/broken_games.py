@@ -144,3 +144,36 @@ class TellingGame(AbstractGame):
 
     def get_state(self) -> dict[str, Any]:
         return {"ground_truth": self.truth}
+
+
+class TurnsGame(CountingGame):
+    """Two roles in turns; who says `again` keeps the turn, `end` ends, `raise` raises."""
+
+    roles = ("sun", "moon")
+
+    def reset(self, **_: Any) -> str:
+        """Begin with the sun."""
+        self.role = "sun"
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """1 to whoever acts and 10 to the other; 5 to the other at the end."""
+        mover, other = self.role, self.roles[self.role == "sun"]
+        if action == "raise":
+            raise ValueError(f"no rule for {action}")
+        if action.startswith("reward "):
+            name = action.split()[1]
+            rewards = {"star": 1} if name == "star" else {"sun": float("nan")}
+            return StepResult("", 0.0, done=False, rewards=rewards)
+        if action == "end":
+            return StepResult("", 1.0, done=True, rewards={other: 5.0})
+        self.role = "star" if action == "nobody" else mover if action == "again" else other
+        return StepResult(f"{mover} said {action}", 1.0, done=False, rewards={other: 10.0})
+
+    def get_system_prompt(self) -> str:
+        """Say who is spoken to."""
+        return f"you are {self.role}"
+
+    def get_initial_user_message(self) -> str:
+        """Say something at the very beginning only."""
+        return "begin" if self.role == "sun" else ""
