@@ -21,13 +21,6 @@ WANTED_PER_S = 20_000
 PLAYERS = ("random", "one_ply", "alphabeta:2", "alphabeta:4", "mcts:200")
 
 
-class AloneGame(GomokuGame):
-    """Gomoku in which the policy plays both colours: all but the opponent's own thinking."""
-
-    def _answer(self) -> None:
-        self._mine = self._board.turn
-
-
 def board_speed(seconds: float) -> float:
     """Return moves per second on the board alone."""
     rng, played, cells = random.Random(0), 0, list(range(SIZE**2))
@@ -47,7 +40,7 @@ def step_speed(seconds: float) -> float:
     """Return steps per second of the whole game: parse, play, judge, render."""
     rng, played = random.Random(0), 0
     actions = [f"<move>{row},{column}</move>" for row in range(SIZE) for column in range(SIZE)]
-    game = AloneGame(SIZE, WIN_LENGTH, max_total_steps=SIZE**2 + 1)
+    game = GomokuGame(SIZE, WIN_LENGTH, max_total_steps=SIZE**2, opponent="self")
     started = time.perf_counter()
     while time.perf_counter() - started < seconds:
         game.reset()

@@ -3,7 +3,8 @@
 The policy plays X or O and answers with `<move>row,col</move>`. Prompt, moves, rewards and limits
 are those of OpenTinker's gomoku, with its mistakes left out: the colour to move is the one whose
 turn it is by the stones on the board, an action is played before the game is over for its length,
-and every key of the constructor is read.
+and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
+two roles, each with a conversation of its own.
 """
 
 import random
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..game import AbstractGame, StepResult
 from .board import SYMBOLS, Board, O, X
-from .board_players import make_player
+from .board_players import Player, make_player
 
 WIN, LOSS, DRAW = 10.0, -10.0, 0.0
 VALID, INVALID = 0.0, -1.0
@@ -22,12 +23,15 @@ AFTER_THE_END = -5.0
 MAX_INVALID = 100
 """Invalid actions in a row that end the game."""
 MIN_SIZE, MAX_SIZE = 3, 26
+SELF = "self"
 COLOURS = {"x": X, "o": O}
+NAMES = {X: "x", O: "o"}
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
 _RATES = {
     outcome: {f"{name}_rate": float(name == outcome) for name in _OUTCOMES} for outcome in _OUTCOMES
 }
 """The numbers of one episode whose means over episodes are the rates."""
+_EITHER = ("draw_rate", "timeout_rate", "incomplete_rate")
 _MOVE = re.compile(r"<move>\s*(\d{1,4})\s*,\s*(\d{1,4})\s*</move>", re.ASCII | re.IGNORECASE)
 _THINKING = re.compile(r"<thinking>.*?</thinking>", re.DOTALL | re.IGNORECASE)
 
@@ -49,8 +53,9 @@ class GomokuGame(AbstractGame):
 
         `max_total_steps` actions at most (40), the invalid ones included. A game starts from an
         empty board with `empty_board_prob` (0.2), else with up to `max_initial_moves` (6) stones.
-        `opponent` is a player's name, or several to draw from for each task. `colour` is what the
-        policy plays: `x`, `o`, or `both` for one or the other.
+        `opponent` is a player's name, or several to draw from for each task, or `self`: then the
+        policy plays both roles. `colour` is what the policy plays otherwise: `x`, `o`, or `both`
+        for one or the other.
         """
         self._size = board_size
         self._win_length = win_length
@@ -59,6 +64,8 @@ class GomokuGame(AbstractGame):
         self._empty_prob = 0.2 if empty_board_prob is None else empty_board_prob
         self._opponents = names_of(opponent)
         self._colour = colour
+        if self._opponents == [SELF]:
+            self.roles = tuple(COLOURS)
         self._check()
         self._start([], "x", self._opponents[0])
 
@@ -77,8 +84,9 @@ class GomokuGame(AbstractGame):
             raise ValueError(f"empty_board_prob={self._empty_prob} must be from 0 to 1")
         if self._colour not in (*COLOURS, "both"):
             raise ValueError(f"colour={self._colour!r} must be x, o or both")
-        for name in self._opponents:
-            make_player(name)
+        if not self.roles:
+            for name in self._opponents:
+                make_player(name)
 
     def generate_initial_state(self) -> dict[str, Any]:
         """Draw the stones on the board and the policy's colour."""
@@ -104,14 +112,19 @@ class GomokuGame(AbstractGame):
         """
         names = self._opponents if opponent is None else names_of(opponent)
         self._start(moves, colour, self.rng.choice(names))
-        if self._board.turn != self._mine:
-            self._answer()
+        if self._player is None:
+            self._mine = self._board.turn
+        elif self._board.turn != self._mine:
+            self._answer(self._player)
+        self.role = NAMES[self._mine] if self.roles else ""
         return self._shown()
 
     def _start(self, moves: Sequence[Sequence[int]], colour: str, opponent: str) -> None:
-        self._opponent, self._player = opponent, make_player(opponent)
+        itself = bool(self.roles) and opponent == SELF
+        self._opponent, self._player = opponent, None if itself else make_player(opponent)
         self._mine = COLOURS[colour]
-        self._steps = self._invalid = self._invalid_in_a_row = 0
+        self._steps = {X: 0, O: 0}
+        self._invalid = self._invalid_in_a_row = 0
         self._outcome = "incomplete"
         self._board = Board(self._size, self._win_length)
         for row, column in moves:
@@ -121,18 +134,21 @@ class GomokuGame(AbstractGame):
         """Play one action of the policy, and the opponent's answer."""
         if self._outcome != "incomplete":
             return StepResult("The game is over.", AFTER_THE_END, done=True, info=self._info())
-        self._steps += 1
+        self._steps[self._mine] += 1
         cell, problem = self._cell(action)
         if cell is None:
             return self._refuse(problem)
         self._invalid_in_a_row = 0
         self._board.play(cell)
-        if not self._board.is_over:
-            self._answer()
+        if self._player is not None and not self._board.is_over:
+            self._answer(self._player)
         if self._board.is_over:
             return self._end()
-        if self._steps >= self._max_steps:
+        if self._steps[self._mine] >= self._max_steps:
             return self._time_out()
+        if self._player is None:
+            self._mine = self._board.turn
+            self.role = NAMES[self._mine]
         return StepResult(self._shown(), VALID, done=False, info=self._info())
 
     def _cell(self, action: str) -> tuple[int | None, str]:
@@ -152,33 +168,48 @@ class GomokuGame(AbstractGame):
     def _refuse(self, problem: str) -> StepResult:
         self._invalid += 1
         self._invalid_in_a_row += 1
-        if self._invalid_in_a_row >= MAX_INVALID or self._steps >= self._max_steps:
+        if self._invalid_in_a_row >= MAX_INVALID or self._steps[self._mine] >= self._max_steps:
             return self._time_out()
         return StepResult(f"{problem}\n\n{self._shown()}", INVALID, done=False, info=self._info())
 
-    def _answer(self) -> None:
-        self._board.play(self._player(self._board, self.rng))
+    def _answer(self, player: Player) -> None:
+        self._board.play(player(self._board, self.rng))
 
     def _time_out(self) -> StepResult:
         self._outcome = "timeout"
-        return StepResult(self._board.render(), TIMEOUT, done=True, info=self._info())
+        return self._over(TIMEOUT, TIMEOUT)
 
     def _end(self) -> StepResult:
         winner = self._board.winner
         self._outcome = "draw" if not winner else "win" if winner == self._mine else "loss"
         reward = {"win": WIN, "loss": LOSS, "draw": DRAW}[self._outcome]
-        return StepResult(self._board.render(), reward, done=True, info=self._info())
+        return self._over(reward, -reward)
+
+    def _over(self, reward: float, other: float) -> StepResult:
+        """End the game; `other` is what the other role gets, where there is one."""
+        rewards = {NAMES[-self._mine]: other} if self._player is None else {}
+        return StepResult(
+            self._board.render(), reward, done=True, info=self._info(), rewards=rewards
+        )
 
     def _info(self) -> dict[str, Any]:
-        """Tell the outcome so far, as rates over episodes: all, and against this opponent."""
+        """Tell the outcome so far, as rates over episodes: all, and against this opponent.
+
+        The policy always wins against itself: there the colour that won is told.
+        """
+        counted = {"invalid_moves": self._invalid, "steps": sum(self._steps.values())}
+        if self._player is None:
+            won_by = self._board.winner
+            colours = {f"{name}_win_rate": float(won_by == COLOURS[name]) for name in COLOURS}
+            rates = _RATES[self._outcome]
+            return colours | {key: rates[key] for key in _EITHER} | counted
         won = float(self._outcome == "win")
         return {
             "type": self._opponent,
             "success": self._outcome == "win",
             **_RATES[self._outcome],
             f"win_rate/{self._opponent}": won,
-            "invalid_moves": self._invalid,
-            "steps": self._steps,
+            **counted,
         }
 
     def _shown(self) -> str:
@@ -204,7 +235,7 @@ class GomokuGame(AbstractGame):
             "colour": SYMBOLS[self._mine],
             "opponent": self._opponent,
             "outcome": self._outcome,
-            "steps": self._steps,
+            "steps": sum(self._steps.values()),
         }
 
 

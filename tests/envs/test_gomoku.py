@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.envs.check import check_game
+from tinkermq.envs.conversations import converse, returns
 from tinkermq.envs.games.board import Board
 from tinkermq.envs.games.gomoku import MAX_INVALID, GomokuGame, draw_position
 from tinkermq.schemas.config import EnvConfig
@@ -159,6 +160,7 @@ def test_every_key_of_the_constructor_has_its_effect():
         {"colour": "white"},
         {"opponent": "toy"},
         {"opponent": []},
+        {"opponent": ["self", "random"]},
     ],
 )
 def test_a_game_that_cannot_be_is_refused(kwargs):
@@ -169,3 +171,35 @@ def test_a_game_that_cannot_be_is_refused(kwargs):
 def test_the_example_lets_the_game_end_by_its_own_rules_before_the_rollout_does():
     config = load_config(EXAMPLE)
     assert config.env.kwargs["max_total_steps"] <= config.rollout.max_turns
+
+
+def test_against_itself_each_colour_is_a_role_with_rewards_of_its_own():
+    row = iter([move(0, 0), move(1, 0), "?", move(0, 1), move(1, 1), move(0, 2)])
+    told, results = converse(
+        GomokuGame,
+        lambda *_: next(row),
+        kwargs={"board_size": 3, "win_length": 3, "opponent": "self", "empty_board_prob": 1.0},
+    )
+    assert [role for role, _ in results] == ["x", "o", "x", "x", "o", "x"]
+    assert returns(results) == {"x": 9.0, "o": -10.0}
+    assert results[-1][1].info["x_win_rate"] == 1.0
+    assert "You play O." in told["o"][1]["content"]
+
+
+def test_both_roles_pay_when_the_time_is_over():
+    cells = iter([move(0, 0)])
+    kwargs = {"opponent": "self", "empty_board_prob": 1.0, "max_total_steps": 1}
+    _, results = converse(GomokuGame, lambda *_: next(cells), kwargs=kwargs)
+    assert returns(results) == {"x": -20.0, "o": -20.0}
+
+
+def test_a_game_against_itself_can_be_validated_against_others():
+    kwargs = {"opponent": "self", "board_size": 5, "win_length": 4}
+    told, results = converse(
+        GomokuGame,
+        lambda _, said: move(*random.Random(len(said)).choices(range(5), k=2)),
+        kwargs=kwargs,
+        reset_kwargs={"opponent": ["one_ply"]},
+    )
+    assert len(told) == 1
+    assert results[-1][1].info["type"] == "one_ply"
