@@ -371,6 +371,10 @@ class JobConfig(Section):
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    policies: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], str] = Field(
+        default_factory=dict[str, str]
+    )
+    """Roles with a policy of their own, and its model; `model` plays all the others."""
     self_play: SelfPlayConfig = Field(default_factory=SelfPlayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)

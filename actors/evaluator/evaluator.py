@@ -24,11 +24,12 @@ from ...schemas.errors import ConfigError, ConflictError, NotFoundError, Tinkerm
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
-from ..generator.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
-from ..generator.engine import Engine
-from ..generator.generator import make_chat, start_engine
+from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
+from ..generator.following import load_policies
+from ..generator.generator import make_chat
+from ..generator.players import Players
 from ..generator.tables import play_table
-from ..job_weights import as_sources, open_weights
+from ..job_weights import open_weights
 from ..runtime import JobContext
 
 _POLL_S = 0.5
@@ -40,11 +41,10 @@ async def run_evaluator(context: JobContext) -> None:
     """Evaluate what is asked for until told to stop."""
     config = context.config
     chat = make_chat(config)
-    engine = await start_engine(config)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
-    loop = AgentLoop(engine, chat, environments, config.rollout, sampling)
-    evaluator = Evaluator(context, engine, loop, environments)
+    players = await Players.start(config, chat, environments, sampling)
+    evaluator = Evaluator(context, players, environments)
     await context.serve_control()
     try:
         if context.record.kind == "eval":
@@ -52,7 +52,7 @@ async def run_evaluator(context: JobContext) -> None:
         else:
             await evaluator.run()
     finally:
-        await engine.close()
+        await players.close()
 
 
 class Played(NamedTuple):
@@ -66,12 +66,9 @@ class Played(NamedTuple):
 class Evaluator:
     """Evaluates versions of one job."""
 
-    def __init__(
-        self, context: JobContext, engine: Engine, loop: AgentLoop, environments: Environments
-    ) -> None:
+    def __init__(self, context: JobContext, players: Players, environments: Environments) -> None:
         self._context = context
-        self._engine = engine
-        self._loop = loop
+        self._players = players
         self._environments = environments
         self._store = open_weights(context)
         self._bucket = Bucket(context.broker, BUCKET_EVALS, EvalRecord)
@@ -148,7 +145,7 @@ class Evaluator:
                 await self._store.wait_newer(version - 1, timeout_s=_POLL_S)
             manifest = await self._store.manifest(version)
         tensors = await self._store.fetch(manifest)
-        await self._engine.load_weights(version, as_sources(tensors), "recompute")
+        await load_policies(self._players.engines, version, tensors, "recompute")
 
     async def _run_validation(self, version: int) -> dict[str, float]:
         return self._numbers(await self._play(version))
@@ -232,9 +229,9 @@ class Evaluator:
         """Play one episode; the version that is evaluated plays every role."""
         assert self._there is not None
         if not self._there.roles:
-            return [await self._loop.run(plan)]
-        players = dict.fromkeys(self._there.roles, self._loop)
-        return list((await play_table(self._environments, plan, players)).values())
+            return [await self._players.main.run(plan)]
+        loops = self._players.of(self._there.roles)
+        return list((await play_table(self._environments, plan, loops)).values())
 
 
 def validation_numbers(

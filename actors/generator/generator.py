@@ -29,32 +29,20 @@ from ..model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
+from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
-from .agent_loop import AgentLoop, EpisodeSampling
+from .agent_loop import EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine, EngineStats
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner
 from .past import PastFollower
-from .transformers_engine import TransformersEngine
+from .players import Players
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
 _STATS_S = 1.0
 _log = structlog.get_logger()
-
-
-async def start_engine(config: JobConfig, version: int = 0) -> Engine:
-    """Start the engine that the configuration asks for; its weights are those of `version`."""
-    return await TransformersEngine.start(
-        config.model.path,
-        max_slots=config.generator.max_requests,
-        max_context=config.generator.max_context or config.rollout.max_tokens,
-        dtype=config.generator.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        version=version,
-        max_waiting=4 * config.generator.max_episodes,
-    )
 
 
 def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
@@ -87,28 +75,27 @@ async def run_generator(context: JobContext) -> None:
     """Run a generator until it is told to stop."""
     config = context.config
     chat = make_chat(config)
-    engine = await start_engine(config)
     store = open_weights(context)
-    follower = WeightFollower(store, engine, config.generator.kv_on_swap)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     sampling = EpisodeSampling.of(config.rollout)
-    loop = AgentLoop(engine, chat, environments, config.rollout, sampling)
+    players = await Players.start(config, chat, environments, sampling)
+    follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
     background: list[Coroutine[Any, Any, None]] = [follower.run()]
-    engines, past = [engine], None
+    past: Players | None = None
     if config.self_play.past_share > 0:
-        engines.append(await start_engine(config))
-        past = AgentLoop(engines[-1], chat, environments, config.rollout, sampling)
+        past = await Players.start(config, chat, environments, sampling)
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
-        drawing = PastFollower(store, engines[-1], follower, config.self_play, rng)
+        drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
-    runner = GroupRunner(loop, environments, config, context.name, past)
-    generator = Generator(context, engine, follower, runner, background)
+    runner = GroupRunner(players, environments, config, context.name, past)
+    generator = Generator(context, players.engines[MAIN], follower, runner, background)
     await context.serve_control()
     try:
         await generator.run()
     finally:
-        for each in engines:
-            await each.close()
+        await players.close()
+        if past is not None:
+            await past.close()
 
 
 class Generator:

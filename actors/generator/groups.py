@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -12,7 +12,8 @@ from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ..self_play import learning_roles
-from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan
+from .agent_loop import EpisodeFailed, EpisodePlan
+from .players import Players
 from .tables import play_table
 
 _FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
@@ -54,14 +55,14 @@ class GroupRunner:
 
     def __init__(
         self,
-        loop: AgentLoop,
+        players: Players,
         environments: Environments,
         config: JobConfig,
         source: str,
-        past: AgentLoop | None = None,
+        past: Players | None = None,
     ) -> None:
         """`past` plays earlier versions, where the configuration asks for them."""
-        self._loop = loop
+        self._players = players
         self._past = past
         self._environments = environments
         self._config = config
@@ -82,11 +83,11 @@ class GroupRunner:
         if self._roles and task.greedy_baseline:
             raise self._given_up(task, _NO_BASELINE, cost, started)
         plans = self._plans(task, attempt)
-        players = self._players(task)
+        learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._episode(plan, players, cost), name=plan.episode)
+                    tasks.create_task(self._episode(plan, learning, cost), name=plan.episode)
                     for plan in plans
                 ]
         except BaseExceptionGroup as raised:
@@ -119,16 +120,8 @@ class GroupRunner:
             for number in range(task.group_size + int(task.greedy_baseline))
         ]
 
-    def _players(self, task: Task) -> dict[str, AgentLoop]:
-        """Say who plays each role; nothing for a game for one."""
-        if not self._roles:
-            return {}
-        learning = learning_roles(self._config.self_play, self._roles, task.seed)
-        past = self._past or self._loop
-        return {role: self._loop if role in learning else past for role in self._roles}
-
     async def _episode(
-        self, plan: EpisodePlan, players: Mapping[str, AgentLoop], cost: _Cost
+        self, plan: EpisodePlan, learning: Sequence[str], cost: _Cost
     ) -> list[Trajectory]:
         """Try one episode until it succeeds; a host that vanished does not count as a try."""
         blames: list[Blame] = []
@@ -137,9 +130,11 @@ class GroupRunner:
             tries += 1
             episode = f"{plan.episode}-{tries}"
             try:
-                found = await self._play(replace(plan, episode=episode), players)
+                found = await self._play(replace(plan, episode=episode), learning)
             except EpisodeFailed as failure:
-                self._loop.check_engine()
+                self._players.check_engines()
+                if self._past is not None:
+                    self._past.check_engines()
                 cost.tokens += failure.tokens_wasted
                 cost.attempts += 1
                 _log.warning("episode_failed", episode=episode, **failure.blame.model_dump())
@@ -154,20 +149,17 @@ class GroupRunner:
             told = {"num_tries": tries, "failures": blames}
             return [trajectory.model_copy(update=told) for trajectory in found]
 
-    async def _play(self, plan: EpisodePlan, players: Mapping[str, AgentLoop]) -> list[Trajectory]:
+    async def _play(self, plan: EpisodePlan, learning: Sequence[str]) -> list[Trajectory]:
         """Play one episode; one conversation for each role that learns and had a turn."""
-        if not players:
-            return [await self._loop.run(plan)]
-        found = await play_table(self._environments, plan, players)
-        opponents = {
-            role: item.min_version
-            for role, item in found.items()
-            if players[role] is not self._loop
-        }
+        if not self._roles:
+            return [await self._players.main.run(plan)]
+        loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
+        found = await play_table(self._environments, plan, loops)
+        opponents = {role: item.min_version for role, item in found.items() if role not in learning}
         return [
             item.model_copy(update={"opponents": opponents})
             for role, item in found.items()
-            if role not in opponents
+            if role in learning
         ]
 
     def _given_up(

@@ -1,4 +1,4 @@
-"""An earlier version of the policy as an opponent: an engine of its own that plays the pool.
+"""An earlier version as an opponent: engines of its own, one per policy, that play the pool.
 
 The generator holds one of the pool's versions at a time and draws another when the policy has moved
 on. The new one is swapped in between two decode steps, as new weights of the policy are: episodes
@@ -6,33 +6,33 @@ that run go on with it.
 """
 
 import random
+from collections.abc import Mapping
 
 import structlog
 
 from ...broker.weights import WeightStore
 from ...schemas.config import SelfPlayConfig
 from ...schemas.errors import NotFoundError
-from ..job_weights import as_sources
 from ..self_play import pool
 from .engine import Engine
-from .following import WeightFollower
+from .following import WeightFollower, load_policies
 
 _log = structlog.get_logger()
 
 
 class PastFollower:
-    """Keeps an engine at some earlier version."""
+    """Keeps engines at some earlier version."""
 
     def __init__(
         self,
         store: WeightStore,
-        engine: Engine,
+        engines: Mapping[str, Engine],
         policy: WeightFollower,
         config: SelfPlayConfig,
         rng: random.Random,
     ) -> None:
         self._store = store
-        self._engine = engine
+        self._engines = engines
         self._policy = policy
         self._config = config
         self._rng = rng
@@ -62,5 +62,5 @@ class PastFollower:
         except NotFoundError:
             _log.info("weights_gone", version=chosen)
             return  # removed under us: the policy has moved on, and so shall we
-        await self._engine.load_weights(chosen, as_sources(tensors), "recompute")
+        await load_policies(self._engines, chosen, tensors, "recompute")
         self._version = chosen

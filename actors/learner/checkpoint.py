@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,8 +67,11 @@ class CheckpointStore:
         tokenizer: Any,
         optimizer: torch.optim.Optimizer,
         state: LearnerState,
+        others: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] | None = None,
     ) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+
+        `others` are the policies of roles with one of their own: each gets a folder within.
 
         Raises StorageError with path and free space when it cannot be written.
         """
@@ -75,10 +79,12 @@ class CheckpointStore:
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
-            (temporary / "learner").mkdir(parents=True)
-            cast(Any, model).save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
+            for name, (each, its_optimizer) in {"": (model, optimizer), **(others or {})}.items():
+                folder = policy_folder(temporary, name)
+                (folder / "learner").mkdir(parents=True)
+                cast(Any, each).save_pretrained(folder)
+                tokenizer.save_pretrained(folder)
+                torch.save(its_optimizer.state_dict(), folder / _OPTIMIZER)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
             self._put_in_place(temporary, final)
@@ -139,6 +145,11 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def policy_folder(checkpoint: Path, policy: str) -> Path:
+    """Return the folder of a policy in a checkpoint: the main one's is the checkpoint itself."""
+    return checkpoint / "policies" / policy if policy else checkpoint
 
 
 def _name(step: int) -> str:

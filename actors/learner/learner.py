@@ -36,11 +36,10 @@ from .failures import Failures
 from .intake import Entry, Intake, batch_digest
 from .issuing import Issuer
 from .ledger import Ledger
+from .policies import Policies
 from .publishing import Publisher
 from .reporting import Reporter
 from .saving import Saver
-from .step import Trainer
-from .training_batch import assemble
 
 T = TypeVar("T")
 _RECOVERY_S = 300.0
@@ -55,7 +54,7 @@ class Learner:
     def __init__(
         self,
         context: JobContext,
-        trainer: Trainer,
+        policies: Policies,
         tokenizer: Any,
         state: LearnerState,
         order: DataOrder,
@@ -69,7 +68,7 @@ class Learner:
         self.context = context
         self.config = config
         self.state = state
-        self.total_steps = trainer.total_steps
+        self.total_steps = policies.total_steps
         self.ledger = Ledger(state)
         self.intake = Intake(
             RolloutLog(broker, scope),
@@ -90,9 +89,9 @@ class Learner:
         self.evaluations = Evaluations(
             broker, scope, reporter.log_evaluation, num_val=config.env.num_val
         )
-        self.publisher = Publisher(context, trainer.model)
+        self.publisher = Publisher(context, policies.models)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
-        self._trainer = trainer
+        self._policies = policies
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
         self._dropped: list[Dropped] = []
@@ -101,7 +100,7 @@ class Learner:
         self._saver = Saver(
             context,
             checkpoints,
-            trainer,
+            policies,
             tokenizer,
             state,
             self.ledger,
@@ -228,7 +227,7 @@ class Learner:
         started = time.perf_counter()
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
-        report = await self._in_torch(lambda: self._trainer.step(assemble(groups), step))
+        report = await self._in_torch(lambda: self._policies.step(groups, step))
         self._trained(entries)
         self.intake.max_version = step
         await self._publish()

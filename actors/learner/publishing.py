@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from ...broker.weights import TensorBytes
 from ..job_weights import open_weights
+from ..policies import prefix_of
 from ..runtime import JobContext
 
 _KEEP_NEWEST = 2
@@ -17,12 +18,13 @@ InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Publisher:
-    """Publishes the versions of one model."""
+    """Publishes the versions of a job's policies."""
 
-    def __init__(self, context: JobContext, model: nn.Module) -> None:
+    def __init__(self, context: JobContext, models: Mapping[str, nn.Module]) -> None:
+        """`models` by policy."""
         config = context.config
         self._store = open_weights(context)
-        self._model = model
+        self._models = models
         self._dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
@@ -67,12 +69,17 @@ class Publisher:
     @torch.no_grad()
     def _snapshot(self) -> dict[str, TensorBytes]:
         """Copy every parameter and buffer that is saved, once for tied ones."""
-        seen: dict[int, str] = {}
+        seen: set[int] = set()
         tensors: dict[str, TensorBytes] = {}
-        for name, tensor in self._model.state_dict().items():
+        states = (
+            (f"{prefix_of(policy)}{name}", tensor)
+            for policy, model in self._models.items()
+            for name, tensor in model.state_dict().items()
+        )
+        for name, tensor in states:
             if tensor.data_ptr() in seen:
                 continue
-            seen[tensor.data_ptr()] = name
+            seen.add(tensor.data_ptr())
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             copy = tensor.detach().to("cpu", dtype, copy=True).contiguous()
             raw: Any = copy.flatten().view(torch.uint8).numpy()

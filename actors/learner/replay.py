@@ -8,7 +8,7 @@ with the run's newest checkpoint. Nothing of the run is changed.
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,11 @@ from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ..model_folder import load_causal_lm
+from ..policies import prefix_of
 from ..runtime import service_parser
-from .checkpoint import CheckpointStore, load_optimizer, load_state
-from .model import load_model
+from .checkpoint import CheckpointStore, load_state, policy_folder
+from .policies import Policies, load_models
 from .start import starting_point
-from .step import Trainer
-from .training_batch import assemble
 
 
 @dataclass(frozen=True)
@@ -71,19 +70,18 @@ async def replay(
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
     folder, state = starting_point(nothing, record.fork_dir)
-    model = load_model(config.model, config.learner, folder)
+    models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
-    trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
-    if folder is not None:
-        load_optimizer(folder, trainer.optimizer)
+    total_steps = load_state(newest).total_steps
+    policies = Policies(config, models, total_steps=total_steps, folder=folder)
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     for item in todo:
-        batch = assemble(await _groups(log, item))
-        await asyncio.to_thread(trainer.step, batch, item.step)
+        groups = await _groups(log, item)
+        await asyncio.to_thread(policies.step, groups, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(model, newest), newest)
+    return ReplayResult(len(todo), _differing(policies.models, newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -99,13 +97,17 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(model: torch.nn.Module, checkpoint: Path) -> list[str]:
-    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
-    return [
-        name
-        for name, tensor in model.state_dict().items()
-        if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
-    ]
+def _differing(models: Mapping[str, torch.nn.Module], checkpoint: Path) -> list[str]:
+    differing: list[str] = []
+    for policy, model in models.items():
+        folder = policy_folder(checkpoint, policy)
+        saved = load_causal_lm(str(folder), dtype=torch.float32).state_dict()
+        differing += [
+            f"{prefix_of(policy)}{name}"
+            for name, tensor in model.state_dict().items()
+            if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
+        ]
+    return differing
 
 
 async def _main(arguments: argparse.Namespace, console: Console) -> int:

@@ -8,12 +8,13 @@ from typing import Any
 
 from ...broker.rollouts import RolloutLog
 from ...schemas.errors import StorageError
+from ..policies import MAIN
 from ..runtime import JobContext
 from .checkpoint import CheckpointStore, LearnerState
 from .intake import Intake
 from .ledger import Ledger
+from .policies import Policies
 from .reporting import Reporter
-from .step import Trainer
 
 _FINAL_TRIES = 12
 _FINAL_PAUSE_S = 5.0
@@ -27,7 +28,7 @@ class Saver:
         self,
         context: JobContext,
         checkpoints: CheckpointStore,
-        trainer: Trainer,
+        policies: Policies,
         tokenizer: Any,
         state: LearnerState,
         ledger: Ledger,
@@ -37,7 +38,7 @@ class Saver:
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
-        self._trainer = trainer
+        self._policies = policies
         self._tokenizer = tokenizer
         self._state = state
         self._ledger = ledger
@@ -50,7 +51,7 @@ class Saver:
     def is_due(self) -> bool:
         """Whether a checkpoint is due after this step, or the log must be trimmed."""
         training, step = self._context.config.training, self._state.step
-        if step == self._trainer.total_steps:
+        if step == self._policies.total_steps:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._trim_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
@@ -64,12 +65,13 @@ class Saver:
         self._ledger.write_to(state)
         state.log_seq = self._intake.first_undecided()
         self._reporter.write_to(state)
+        pairs = {
+            name: (trainer.model, trainer.optimizer)
+            for name, trainer in self._policies.trainers.items()
+        }
+        model, optimizer = pairs.pop(MAIN)
         write = functools.partial(
-            self._checkpoints.save,
-            self._trainer.model,
-            self._tokenizer,
-            self._trainer.optimizer,
-            state,
+            self._checkpoints.save, model, self._tokenizer, optimizer, state, pairs
         )
         started = time.perf_counter()
         try:

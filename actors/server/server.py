@@ -25,7 +25,9 @@ from ...schemas.job import JobRecord
 from ...schemas.subjects import JobScope
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
-from ..generator.generator import make_chat, start_engine, tell_engine
+from ..generator.generator import make_chat, tell_engine
+from ..generator.players import start_engine
+from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player
@@ -124,7 +126,7 @@ class Server:
     def _follower(self, job: str) -> WeightFollower:
         context = self._context
         store = WeightStore(context.broker, JobScope(context.scope.user, job))
-        return WeightFollower(store, self._engine, context.config.generator.kv_on_swap)
+        return WeightFollower(store, {MAIN: self._engine}, context.config.generator.kv_on_swap)
 
     async def _play(self, request: PlayRequest, tell: object) -> PlayPart:
         del tell  # an episode is told whole
