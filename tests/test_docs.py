@@ -286,8 +286,11 @@ def save(block: Block, folder: Path) -> None:
         file.write("\n" * (mode == "a") + block.text)
 
 
-def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
-    for block in blocks(TUTORIAL):
+@pytest.mark.parametrize(
+    "page", [TUTORIAL, ROOT / "docs" / "multi-agent.md"], ids=lambda page: page.name
+)
+def test_the_tutorial_does_what_it_shows(tmp_path: Path, page: Path) -> None:
+    for block in blocks(page):
         if block.title:
             save(block, tmp_path)
         elif block.language == "console":

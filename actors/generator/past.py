@@ -48,19 +48,22 @@ class PastFollower:
 
     async def _draw(self, version: int) -> None:
         """Load one of the versions that are still there; stay with the old one if none is."""
-        there = set(await self._store.versions())
-        candidates = [item for item in pool(self._config, version) if item in there]
-        if not candidates:
-            _log.warning("pool_is_empty", version=version)
-            return
-        chosen = self._rng.choice(candidates)
-        manifest = await self._store.manifest(chosen)
-        if chosen == self._version or manifest is None:
-            return
+        candidates = pool(self._config, version)
+        self._rng.shuffle(candidates)
+        for chosen in candidates:
+            if chosen == self._version or await self._load(chosen):
+                return
+        _log.warning("pool_is_empty", version=version)
+
+    async def _load(self, version: int) -> bool:
+        """Load a version; False when it has been removed, for the policy has moved on."""
+        manifest = await self._store.manifest(version)
+        if manifest is None:
+            return False
         try:
             tensors = await self._store.fetch(manifest)
         except NotFoundError:
-            _log.info("weights_gone", version=chosen)
-            return  # removed under us: the policy has moved on, and so shall we
-        await load_policies(self._engines, chosen, tensors, "recompute")
-        self._version = chosen
+            return False
+        await load_policies(self._engines, version, tensors, "recompute")
+        self._version = version
+        return True

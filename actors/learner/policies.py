@@ -6,6 +6,7 @@ advantages, loss and gradient norm are those that a job of its own would compute
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -46,7 +47,7 @@ def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedM
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Return the number of tokens that a model knows."""
-    return int(model.config.get_text_config().vocab_size)
+    return int(cast(Any, model.config).get_text_config().vocab_size)
 
 
 class Policies:

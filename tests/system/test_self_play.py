@@ -1,0 +1,122 @@
+"""Games with roles through the whole stack: they learn, play the past, and train several policies.
+
+Thresholds are loose: they tell learning from not learning, not one seed from another.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.configs import example, small_job
+from tests.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.stack import Stack
+from tests.stack_fixtures import warm_model
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+
+SHORT = {
+    "group_size": 4,
+    "max_turns": 3,
+    "max_prompt_tokens": 64,
+    "max_turn_tokens": 3,
+    "max_response_tokens": 48,
+}
+
+
+@pytest.mark.learns
+@pytest.mark.parametrize(
+    ("game", "measure", "highest_before", "rise"),
+    [
+        ("tictactoe", "val_game/win_rate", 0.45, 0.15),
+        ("negotiation", "val_game/good_deal_rate", 0.5, 0.2),
+    ],
+)
+async def test_a_game_is_learnt_by_self_play(
+    stack: Stack, game: str, measure: str, highest_before: float, rise: float
+) -> None:
+    job = await stack.submit(example(game, f"model.path={warm_model(game)}"))
+    await job.until("COMPLETED", deadline_s=500)
+    results = await job.validations()
+    before, after = results[0][measure], results[max(results)][measure]
+    assert before <= highest_before
+    assert after >= before + rise
+
+
+async def test_earlier_versions_are_opponents_and_are_not_trained(
+    stack: Stack, model: Path
+) -> None:
+    config = small_job(
+        model,
+        env={"game": "negotiation", "num_val": 0},
+        rollout=SHORT,
+        self_play={"past_share": 0.7, "pool_every": 2, "pool_size": 2},
+        training={"num_steps": 8, "batch_size": 2, "max_staleness": 1},
+    )
+    job = await stack.submit(config)
+    await job.until("COMPLETED", deadline_s=300)
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+    groups = [entry.group for entry in await job.entries() if entry.group and not entry.group.error]
+    against = [item for group in groups for item in group.sampled if item.opponents]
+    assert 0 < len(against) < sum(len(group.sampled) for group in groups)
+    for item in against:
+        assert set(item.opponents) | {item.role} == {"seller", "buyer"}
+        assert item.role not in item.opponents
+    versions = {version for item in against for version in item.opponents.values()}
+    assert versions <= {0, 2, 4, 6, 8}
+    assert len(versions) > 1
+    told = {name for metric in await job.metrics() for name in metric.values}
+    assert {"opponent/v0/win_rate", "role/seller/reward", "role/buyer/reward"} <= told
+
+
+async def test_roles_with_policies_of_their_own_are_trained_apart_in_one_job(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    from tinkermq.actors.tiny_model import save_tiny_model
+
+    other = save_tiny_model(tmp_path / "other", width=32, layers=1, seed=7)
+    config = small_job(
+        model,
+        env={"game": "negotiation", "num_val": 2},
+        rollout=SHORT,
+        policies={"buyer": str(other)},
+        training={"num_steps": 3, "batch_size": 2, "save_freq": 2, "max_staleness": 0},
+    )
+    job = await stack.submit(config)
+    await job.until("COMPLETED", deadline_s=300)
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+    assert (job.run_dir / "latest" / "policies" / "buyer" / "config.json").is_file()
+    last = (await job.metrics())[-1].values
+    assert {"actor/grad_norm", "policy/buyer/actor/grad_norm"} <= last.keys()
+    for metric in await job.metrics():  # each role was played by its own policy's weights
+        for label in ("", "policy/buyer/"):
+            assert metric.values[f"{label}staleness/abs_log_ratio/lag_0"] < 1e-3
+    assert (await job.validations())[3]["val/failed_episodes"] == 0
+
+
+async def test_a_step_of_gomoku_is_trained_against_itself(stack: Stack, model: Path) -> None:
+    config = small_job(
+        model,
+        env={
+            "game": "gomoku",
+            "num_val": 2,
+            "kwargs": {"board_size": 5, "win_length": 4, "opponent": "self", "max_total_steps": 3},
+        },
+        rollout={
+            "group_size": 2,
+            "max_turns": 3,
+            "max_prompt_tokens": 480,
+            "max_turn_tokens": 8,
+            "max_response_tokens": 600,
+        },
+        learner={"row_tokens": 1200, "microbatch_tokens": 4800},
+        training={"num_steps": 2, "batch_size": 1},
+        evaluation={"reset_kwargs": {"opponent": ["random", "alphabeta:1"]}},
+    )
+    job = await stack.submit(config)
+    await job.until("COMPLETED", deadline_s=300)
+    results = (await job.validations())[2]
+    assert results["val_game/timeout_rate"] == 1.0  # a random model names no cell
+    assert {"val_game/win_rate/random", "val_game/win_rate/alphabeta:1"} & results.keys()
+    assert (await job.metrics())[-1].values["game/invalid_moves"] > 0
