@@ -12,7 +12,7 @@ from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 from tests.stack_fixtures import warm_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
 
 SHORT = {
     "group_size": 4,
