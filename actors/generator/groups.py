@@ -23,12 +23,6 @@ _NO_TURN = Blame(
     message="no role that learns had a turn in any episode of the task",
     hint="let the game go on until every role has had a turn",
 )
-_NO_BASELINE = Blame(
-    boundary="task",
-    code="config",
-    message="algorithm.advantage=remax has no baseline in a game with roles",
-    hint="choose another advantage, such as grpo or rloo",
-)
 _log = structlog.get_logger()
 
 
@@ -80,8 +74,9 @@ class GroupRunner:
             self._roles = (await self._environments.describe()).roles
         started = time.time()
         cost = _Cost()
-        if self._roles and task.greedy_baseline:
-            raise self._given_up(task, _NO_BASELINE, cost, started)
+        misfit = _misfit(self._config, self._roles)
+        if misfit is not None:
+            raise self._given_up(task, misfit, cost, started)
         plans = self._plans(task, attempt)
         learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
@@ -178,6 +173,29 @@ class GroupRunner:
             tokens_wasted=cost.tokens,
         )
         return GroupFailed(group, blame, cost.attempts)
+
+
+def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
+    """Say which key of the configuration the roles of the game, known to its host, do not bear."""
+    if roles and config.algorithm.advantage == "remax":
+        return _wrong_key(
+            "algorithm.advantage=remax has no baseline in a game with roles",
+            "choose another advantage, such as grpo or rloo",
+        )
+    if not roles and config.self_play.past_share > 0:
+        return _wrong_key(
+            "self_play.past_share has no effect: the game has no roles",
+            "leave it out, or name the game's roles",
+        )
+    unknown = sorted(set(config.policies) - set(roles))
+    if unknown:
+        known = f"its roles are {', '.join(roles)}" if roles else "it has no roles"
+        return _wrong_key(f"policies.{unknown[0]} is no role of the game", known)
+    return None
+
+
+def _wrong_key(message: str, hint: str) -> Blame:
+    return Blame(boundary="task", code="config", message=message, hint=hint)
 
 
 def _first(failed: BaseExceptionGroup[EpisodeFailed]) -> EpisodeFailed:

@@ -123,7 +123,8 @@ class _Settings(NamedTuple):
     def config(self, record: JobRecord, folder: Path) -> dict[str, Any]:
         """Return the configuration of the job that evaluates a model folder."""
         config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
-        config = merged(config, {"model": {"path": str(folder)}})
+        own = {role: str(folder / "policies" / role) for role in config.get("policies") or {}}
+        config = merged(config, {"model": {"path": str(folder)}, "policies": own})
         env = cast("dict[str, Any]", config.get("env") or {})
         files = [str(path) for path in self.data or []]
         if self.tasks is not None and not files:
