@@ -124,7 +124,9 @@ class _Settings(NamedTuple):
         """Return the configuration of the job that evaluates a model folder."""
         config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
         own = {role: str(folder / "policies" / role) for role in config.get("policies") or {}}
-        config = merged(config, {"model": {"path": str(folder)}, "policies": own})
+        config = merged(config, {"model": {"path": str(folder)}})
+        if own:
+            config = merged(config, {"policies": own})
         env = cast("dict[str, Any]", config.get("env") or {})
         files = [str(path) for path in self.data or []]
         if self.tasks is not None and not files:
