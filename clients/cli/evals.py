@@ -123,7 +123,8 @@ class _Settings(NamedTuple):
     def config(self, record: JobRecord, folder: Path) -> dict[str, Any]:
         """Return the configuration of the job that evaluates a model folder."""
         config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
-        own = {role: str(folder / "policies" / role) for role in config.get("policies") or {}}
+        policies = cast("dict[str, str]", config.get("policies") or {})
+        own = {role: str(folder / "policies" / role) for role in policies}
         config = merged(config, {"model": {"path": str(folder)}})
         if own:
             config = merged(config, {"policies": own})
