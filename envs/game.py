@@ -35,7 +35,7 @@ class StepResult:
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whatever else there is to tell; it travels, so plain values and arrays only."""
-    rewards: dict[str, float] = field(default_factory=dict[str, float])
+    rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     """In a game with roles: what each role gets on top; `reward` is the acting role's."""
 
 
