@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import structlog
 
 from ...broker.weights import WeightStore
-from ...schemas.config import SelfPlayConfig
 from ...schemas.errors import NotFoundError
+from ...schemas.self_play import SelfPlayConfig
 from ..self_play import pool
 from .engine import Engine
 from .following import WeightFollower, load_policies

@@ -277,12 +277,8 @@ class Learner:
 
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained."""
-        opponents = pool(self.config.self_play, self.state.step)
-        await self.publisher.publish(
-            self.state.step,
-            self._in_torch,
-            keep=self.evaluations.open_versions.union(opponents),
-        )
+        needed = self.evaluations.open_versions.union(pool(self.config.self_play, self.state.step))
+        await self.publisher.publish(self.state.step, self._in_torch, keep=needed)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""
