@@ -4,6 +4,8 @@ The first is called by the empty name, the others by their roles. The weights of
 version: a tensor of a role's policy is named `role/tensor`.
 """
 
+from pathlib import Path
+
 from ..schemas.config import JobConfig
 
 MAIN = ""
@@ -25,3 +27,8 @@ def policy_config(config: JobConfig, policy: str) -> JobConfig:
 def prefix_of(policy: str) -> str:
     """Return what precedes the names of a policy's tensors."""
     return f"{policy}/" if policy else ""
+
+
+def policy_folder(checkpoint: Path, policy: str) -> Path:
+    """Return the folder of a policy in a checkpoint: the main one's is the checkpoint itself."""
+    return checkpoint / "policies" / policy if policy else checkpoint

@@ -30,6 +30,7 @@ from ..broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import Service
 from ..broker.streams import create_shared, wait_for_shared
+from ..broker.systemd import told_to_systemd
 from ..schemas.config import JobConfig
 from ..schemas.control import ControlReply, ControlRequest
 from ..schemas.errors import NotFoundError, StateError, TinkermqError
@@ -38,7 +39,6 @@ from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
 from ..schemas.subjects import BUCKET_JOBS, JobScope
 from .logging import configure_logging
-from .systemd import told_to_systemd
 
 EXIT_DONE = 0
 EXIT_CRASHED = 1

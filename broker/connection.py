@@ -121,7 +121,7 @@ class Broker:
     def check_open(self) -> None:
         """Raise BrokerError if the connection is closed for good."""
         if self.nc.is_closed:
-            raise faults.closed(self.url, self._complaints.last)
+            raise faults.closed(self.url, self._complaints.last or self.nc.last_error)
 
     async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
         """Wait until the connection is up; `deadline` is a loop time.

@@ -150,7 +150,8 @@ def refused(url: str, error: Exception) -> BrokerError:
     """Return the error of a user whom the server does not let in."""
     return BrokerError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
-        hint="check the API key, or the user and password in the URL",
+        hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "
+        "user rotate`); so may the user and password in the URL",
     )
 
 

@@ -39,9 +39,14 @@ async def publish_metric(broker: Broker, scope: JobScope, metric: Metric) -> Non
     await _publish(broker, scope.metric, metric)
 
 
-async def publish_event(broker: Broker, scope: JobScope, event: Event) -> None:
-    """Store something that happened to the job."""
-    await _publish(broker, scope.event, event)
+async def publish_event(
+    broker: Broker, scope: JobScope, event: Event, *, message_id: str = ""
+) -> None:
+    """Store something that happened to the job; of two with the same `message_id` only the first.
+
+    The server remembers ids for some minutes, and they stay in the messages' headers.
+    """
+    await _publish(broker, scope.event, event, message_id)
 
 
 async def publish_log(broker: Broker, scope: JobScope, lines: LogLines) -> None:
@@ -54,13 +59,13 @@ async def publish_dead(broker: Broker, scope: JobScope, letter: DeadLetter) -> N
     await _publish(broker, scope.dead, letter)
 
 
-async def _publish(broker: Broker, subject: str, message: Message) -> None:
+async def _publish(broker: Broker, subject: str, message: Message, message_id: str = "") -> None:
     """Store a message; the id keeps a repeated one from being stored twice."""
     try:
         await broker.append(
             subject,
             message.to_bytes(),
-            headers={"Nats-Msg-Id": uuid.uuid4().hex},
+            headers={"Nats-Msg-Id": message_id or uuid.uuid4().hex},
             deadline_s=PUBLISH_DEADLINE_S,
             waiting_for=f"a message on {subject} to be stored",
         )

@@ -1,7 +1,8 @@
 """Job records: kept in a KV bucket, changed by compare-and-set, every change of state an event.
 
 The record is the truth about a job: a scheduler that starts anew reads it and goes on. Only moves
-that `MAY_FOLLOW` names are made.
+that `MAY_FOLLOW` names are made. The event of a move is written into the record with the move, and
+taken out once it was told, so that nobody who is killed in between loses it.
 """
 
 import time
@@ -24,7 +25,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 Wrote = Callable[[Entry[JobRecord]], None]
-"""Is handed each record that a store has written, before the event of it is told."""
+"""Is handed each record that a store has written."""
 
 
 def _forget(_: Entry[JobRecord]) -> None:
@@ -59,7 +60,7 @@ class JobStore:
 
         Raises ConflictError if the id is taken.
         """
-        record = record.model_copy(update={"early": [_event(record, None, who)]})
+        record = record.model_copy(update={"untold": [_event(record, None, who)]})
         key = record.scope.key
         self._wrote(Entry(key, record, await self._jobs.create(key, record)))
         return record
@@ -101,13 +102,12 @@ class JobStore:
     async def transition(
         self, record: JobRecord, state: JobState, reason: str, who: str, **changes: Any
     ) -> JobRecord:
-        """Move a job from the state that `record` shows to another, and tell the event.
+        """Move a job from the state that `record` shows to another; the event of it is to be told.
 
         `changes` are further fields to set. Raises StateError for a move that is not allowed, and
         ConflictError if the job is no longer in the state of `record`.
         """
         _check_move(record, state)
-        early: list[Event] = []
 
         def move(current: JobRecord) -> JobRecord:
             if (current.state, current.attempt) != (record.state, record.attempt):
@@ -117,16 +117,31 @@ class JobStore:
                 )
             fields = {"state": state, "reason": reason, **_times(current, state), **changes}
             moved = current.model_copy(update=fields)
-            events = [*current.early, _event(moved, record.state, who)]
-            moved = moved.model_copy(update={"early": [] if moved.has_streams else events})
-            early[:] = events
-            return moved
+            events = [*current.untold, _event(moved, record.state, who)]
+            return moved.model_copy(update={"untold": events})
 
-        moved = await self.update(record, move)
-        if moved.has_streams:
-            for event in early:
-                await self._tell(moved, event)
-        return moved
+        return await self.update(record, move)
+
+    async def tell(self, record: JobRecord) -> None:
+        """Publish the events that a record holds; one that is told again is stored once.
+
+        Raises BrokerError, DeadlineError.
+        """
+        for event in record.untold:
+            once = f"{event.kind} {event.time!r}"
+            try:
+                await publish_event(self._broker, record.scope, event, message_id=once)
+            except NotFoundError as error:  # its streams were deleted: the record still counts
+                _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
+
+    async def told(self, record: JobRecord) -> JobRecord:
+        """Take the events that `record` holds out of the job's record, for they were told."""
+
+        def take_out(current: JobRecord) -> JobRecord:
+            left = [event for event in current.untold if event not in record.untold]
+            return current.model_copy(update={"untold": left})
+
+        return await self.update(record, take_out)
 
     async def update(
         self, record: JobRecord, change: Callable[[JobRecord], JobRecord]
@@ -159,12 +174,6 @@ class JobStore:
         if entry is None:
             raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
         return entry
-
-    async def _tell(self, record: JobRecord, event: Event) -> None:
-        try:
-            await publish_event(self._broker, record.scope, event)
-        except NotFoundError as error:  # the job's streams were deleted: the record still counts
-            _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
 
 def _event(record: JobRecord, before: JobState | None, who: str) -> Event:

@@ -2,10 +2,9 @@
 
 import difflib
 from collections.abc import Iterable
-from pathlib import Path
 
 from ..schemas.errors import ConfigError
-from ..schemas.job import JobRecord
+from ..schemas.job import LAST_STEP
 
 
 def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> str:
@@ -21,15 +20,15 @@ def did_you_mean(typed: str, known: Iterable[str], *, otherwise: str = "") -> st
     return ""
 
 
-def run_and_step(name: str) -> tuple[str, int | None]:
-    """Return run and step of `RUN@STEP`, and None for the step of `RUN`; raises ConfigError."""
+def run_and_step(name: str) -> tuple[str, str | None]:
+    """Return run and step of `RUN@STEP` or `RUN@last`, and None for the step of `RUN`.
+
+    The pool says whether there is such a checkpoint. Raises ConfigError.
+    """
     run, at, step = name.partition("@")
-    if at and not step.isdecimal():
-        raise ConfigError(f"{name!r} names no step", hint="write RUN@STEP, such as my-run@40")
-    return run, int(step) if at else None
-
-
-def checkpoints_of(record: JobRecord) -> dict[int, Path]:
-    """Return the folders of a run's checkpoints by step, as far as this machine sees them."""
-    folders = (Path(record.run_dir) / "checkpoints").glob("step_*")
-    return {int(one.name.removeprefix("step_")): one for one in sorted(folders)}
+    if at and step != LAST_STEP and not step.isdecimal():
+        raise ConfigError(
+            f"{name!r} names no step",
+            hint=f"write RUN@STEP, such as my-run@40, or RUN@{LAST_STEP}",
+        )
+    return run, step if at else None

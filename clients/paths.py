@@ -22,9 +22,14 @@ def resolve_paths(config: dict[str, Any], broker_url: str) -> dict[str, Any]:
     env: dict[str, Any] = resolved.get("env") or {}
     for key in {"train_data", "val_data"} & env.keys():
         env[key] = [_existing(str(path)) for path in env[key]]
-    if urlsplit(broker_url).hostname in _LOCAL_HOSTS:
+    if is_local_pool(broker_url):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
     return resolved
+
+
+def is_local_pool(broker_url: str) -> bool:
+    """Whether the pool of a broker is on this machine and so sees the same folders."""
+    return urlsplit(broker_url).hostname in _LOCAL_HOSTS
 
 
 def _existing(path: str) -> str:

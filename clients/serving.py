@@ -3,18 +3,16 @@
 import json
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from ..schemas.config import RolloutConfig
 from ..schemas.errors import ConfigError, ModelError, NotFoundError
-from ..schemas.job import FINAL_STATES, JobRecord
-from .names import checkpoints_of, did_you_mean, run_and_step
+from ..schemas.job import FINAL_STATES, LAST_STEP
+from .names import did_you_mean, run_and_step
 from .opentinker_keys import merged
-from .paths import resolve_paths
+from .paths import is_local_pool, resolve_paths
 from .pool import Pool, is_token
 
 DEFAULT_CONTEXT = 4096
-_LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
 class Source(NamedTuple):
@@ -37,7 +35,7 @@ async def find_source(pool: Pool, name: str) -> Source:
     if is_token(name.partition("@")[0]):
         return await _run_source(pool, name)
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
-    if not is_hub_name and urlsplit(pool.broker.url).hostname in _LOCAL_HOSTS:
+    if not is_hub_name and is_local_pool(pool.broker.url):
         raise ModelError(
             f"there is no model folder {name!r}",
             hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
@@ -66,16 +64,9 @@ async def _run_source(pool: Pool, name: str) -> Source:
             hint="name a training run, or the model folder",
         )
     config = {key: value for key, value in record.config.items() if key != "name"}
-    if step is not None:
-        return Source(config, fork_of=f"{record.job}@{step}")
-    if record.state not in FINAL_STATES:
+    if step is None and record.state not in FINAL_STATES:
         return Source(config, follow=record.job)
-    return Source(config, fork_of=f"{record.job}@{_last_step(record)}")
-
-
-def _last_step(record: JobRecord) -> int:
-    """Return the step of the last checkpoint, which the pool's folder or the record tells."""
-    return max(checkpoints_of(record), default=record.version)
+    return Source(config, fork_of=f"{record.job}@{step or LAST_STEP}")
 
 
 def _model_config(name: str, folder: Path | None) -> dict[str, Any]:

@@ -15,6 +15,8 @@ JobState = Literal[
 HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 """States in which a job has actors on nodes."""
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
+LAST_STEP = "last"
+"""Stands for a step in `run@step`: that of the run's newest checkpoint."""
 Role = Literal["learner", "generator", "evaluator", "environment", "server"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
@@ -105,8 +107,9 @@ class JobRecord(Message):
     """When it first ran."""
     finished: float | None = None
     """When it came to its last state."""
-    early: list[Event] = Field(default_factory=list[Event])
-    """Events of the time before the job's streams were made, which is when it first starts."""
+    untold: list[Event] = Field(default_factory=list[Event])
+    """Events of its moves that are not in its stream yet: all until that is made, when it first
+    starts; then the scheduler tells them at its next turn."""
     has_streams: bool = False
     """Whether its streams were made."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
@@ -141,7 +144,7 @@ class SubmitRequest(Message):
     configured: bool = True
     """False: the configuration is completed later by `configure`."""
     fork_of: str | None = None
-    """`run@step` whose checkpoint the job starts from."""
+    """`run@step` whose checkpoint the job starts from, or `run@last`."""
     priority: Priority = 0
     """Jobs of a higher priority are placed first."""
     sealed: bytes = Field(default=b"", max_length=MAX_SEALED_BYTES)

@@ -144,6 +144,12 @@ class Cluster(Stack):
         info = await stream_info(self.broker, stream)
         return str(info["cluster"]["leader"])
 
+    async def has_all(self, server: str, stream: str) -> bool:
+        """Whether a server's copy of a stream holds all that the stream does."""
+        cluster = (await stream_info(self.broker, stream))["cluster"]
+        copies = [cluster["leader"], *(r["name"] for r in cluster["replicas"] if r["current"])]
+        return server in copies
+
     def logs(self) -> str:
         """Return the ends of all logs."""
         ends = [f"--- {one.name}\n{one.read_text()[-2000:]}" for one in self.folder.glob("*.log")]

@@ -105,7 +105,7 @@ class Job:
         """Return the events of one kind, or all, in order."""
         record = await self.read()
         stored = await read_events(self.stack.broker, self.scope) if record.has_streams else []
-        events = [*record.early, *stored]
+        events = [*stored, *(event for event in record.untold if event not in stored)]
         return [event for event in events if kind in ("", event.kind)]
 
     async def dead(self) -> list[DeadLetter]:

@@ -1,6 +1,9 @@
 """What the system says of processes."""
 
+import contextlib
 from pathlib import Path
+
+_LISTENS = "0A"
 
 
 def alive(pid: int) -> bool:
@@ -10,3 +13,17 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Return the TCP ports on which a process listens."""
+    held, ports = set[str](), set[int]()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            held.add(file.readlink().name)
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *rest = line.split()
+            if state == _LISTENS and f"socket:[{rest[5]}]" in held:
+                ports.add(int(local.rpartition(":")[2], 16))
+    return ports

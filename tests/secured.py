@@ -128,7 +128,7 @@ class SecuredPool:
                     ),
                 )
                 ready.set()
-                await serve(context, self.secrets)
+                await serve(context, self.secrets, look_s=0.1, grace_s=0)
 
     async def _service_connection(self, name: str) -> Broker:
         with environment(**{CREDENTIALS_VARIABLE: str(self.secrets.credentials(name))}):

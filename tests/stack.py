@@ -89,6 +89,11 @@ class Stack:
         command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.server.url]
         return self._popen([*command, "--job", job.scope.job, "--name", name], name)
 
+    @property
+    def pids(self) -> list[int]:
+        """Scheduler and node."""
+        return [process.pid for process in self._processes.values()]
+
     def kill(self, role: str) -> None:
         """SIGKILL the scheduler, the node or nats-server."""
         if role == "nats-server":

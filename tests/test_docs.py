@@ -31,6 +31,10 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 TUTORIAL = ROOT / "docs" / "writing-a-game.md"
+DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
+PORTS = {4222, 6222, 8222, 8780}
+"""NATS for clients, between servers, for monitoring; and the gateway."""
+ADDRESS = re.compile(r"(?:localhost|nats|example\.org|\d+(?:\.\d+){3}):(\d{2,5})\b")
 FENCE = re.compile(r"^( *)```(\w+)?(.*)$")
 
 
@@ -215,6 +219,14 @@ def test_every_make_target_and_script_exists(page: Path) -> None:
                 assert (ROOT / word).exists(), f"{where}: {line}"
     for target in re.findall(r"`make (\w+)`", prose(page)):
         assert target in targets
+
+
+def test_a_service_has_the_same_port_everywhere() -> None:
+    told = {
+        path.name: set(map(int, ADDRESS.findall(path.read_text()))) for path in PAGES + DEPLOYED
+    }
+    assert {name: ports - PORTS for name, ports in told.items() if ports - PORTS} == {}
+    assert set().union(*told.values()) == PORTS
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -21,6 +21,7 @@ from ...broker.permissions import (
 from ...broker.users import UserStore
 from ...schemas.errors import AuthError, TinkermqError
 from ...schemas.user import Invitation, UserRecord
+from .job_ends import JobConnection
 
 
 class Admission(NamedTuple):
@@ -74,7 +75,8 @@ class Gate:
             (one.name, one.role) == (identity.actor, identity.role) for one in record.actors
         ):
             raise AuthError("the key of an actor that the job no longer has")
-        return Admission(identity.scope.key, job_permissions(identity, record.follow))
+        name = JobConnection.of(identity).name
+        return Admission(name, job_permissions(identity, record.follow))
 
     async def _invited(self, code: str) -> Admission:
         number = id_of_invitation(code)

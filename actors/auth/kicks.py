@@ -1,8 +1,8 @@
-"""Closes the live connections of a user, through the server's system account."""
+"""Lists who is connected, and closes connections, through the server's system account."""
 
 import asyncio
 import json
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import structlog
 from nats.aio.client import Client
@@ -17,6 +17,14 @@ _MAX_ROUNDS = 20
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
+class _Connection(NamedTuple):
+    """One connection, as the server that holds it lists it."""
+
+    server: str
+    number: int
+    user: str
+
+
 async def kick(system: Client, user: str) -> int:
     """Close all connections of a user, at every server of the cluster; return how many.
 
@@ -24,39 +32,54 @@ async def kick(system: Client, user: str) -> int:
     """
     closed = 0
     for _ in range(_MAX_ROUNDS):
-        found = await _connections(system, user)
+        listed = await _list(system, {"user": user})
+        found = [one for one in listed if one.user == user]
         if not found:
             break
-        for server, cid in found:
-            payload = json.dumps({"cid": cid}).encode()
-            subject = f"$SYS.REQ.SERVER.{server}.KICK"
+        for one in found:
+            payload = json.dumps({"cid": one.number}).encode()
+            subject = f"$SYS.REQ.SERVER.{one.server}.KICK"
             await system.request(subject, payload, timeout=_KICK_S)
         closed += len(found)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
 
 
-async def _connections(system: Client, user: str) -> list[tuple[str, int]]:
-    """Return server id and connection id of each connection of a user."""
-    query = {"auth": True, "user": user, "acc": ACCOUNT, "limit": _PAGE, "state": 0}
+async def connected(system: Client) -> set[str]:
+    """Return the names of all users and processes that have a connection, at any server."""
+    names: set[str] = set()
+    for page in range(_MAX_ROUNDS):
+        found = await _list(system, {"offset": page * _PAGE})
+        names |= {one.user for one in found}
+        if len(found) < _PAGE:  # of all servers together, so no server has more
+            break
+    return names
+
+
+async def _list(system: Client, query: dict[str, Any]) -> list[_Connection]:
+    """Return one page of the connections at each server."""
+    query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
     answers: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = system.new_inbox()
     subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
-    found: list[tuple[str, int]] = []
+    found: list[_Connection] = []
     try:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_SCATTER_S):
             while True:  # one answer from each server
-                found += _read(await answers.get(), user)
+                found += _read(await answers.get())
     except TimeoutError:
         return found
     finally:
         await subscription.unsubscribe()
 
 
-def _read(answer: Msg, user: str) -> list[tuple[str, int]]:
+def _read(answer: Msg) -> list[_Connection]:
     told: Any = json.loads(answer.data)
     data: Any = told.get("data") or {}
     connections = cast("list[dict[str, Any]]", data.get("connections") or [])
     server = str(told["server"]["id"])
-    return [(server, int(one["cid"])) for one in connections if one["authorized_user"] == user]
+    return [
+        _Connection(server, int(one["cid"]), str(one.get("authorized_user", "")))
+        for one in connections
+    ]

@@ -27,6 +27,7 @@ from .callout import Gate
 from .claims import Issuer, LoginRequest, read_request
 from .desk import UserDesk
 from .door import Door
+from .job_ends import EVERY_S, GRACE_S, JobEnds
 from .job_keys import JobKeys
 
 CALLOUT = "$SYS.REQ.USER.AUTH"
@@ -44,8 +45,17 @@ async def run(context: ActorContext) -> None:
     await serve(context, PoolSecrets(Path(folder)))
 
 
-async def serve(context: ActorContext, secrets: PoolSecrets) -> None:
-    """Serve with these secrets until `context.stopping` is set."""
+async def serve(
+    context: ActorContext,
+    secrets: PoolSecrets,
+    *,
+    look_s: float = EVERY_S,
+    grace_s: float = GRACE_S,
+) -> None:
+    """Serve with these secrets until `context.stopping` is set.
+
+    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed.
+    """
     broker = context.broker
     await create_user_stores(broker)
     users, jobs, audit = UserStore(broker), JobStore(broker), Audit(broker)
@@ -65,7 +75,11 @@ async def serve(context: ActorContext, secrets: PoolSecrets) -> None:
         await cast("Any", callout).subscribe(CALLOUT, queue="auth", cb=answering.take)
         await callout.flush()
         context.set_state("working")
-        await context.stopping.wait()
+        async with asyncio.TaskGroup() as tasks:
+            ends = JobEnds(system, jobs, every_s=look_s, grace_s=grace_s)
+            looking = tasks.create_task(ends.run(), name="connections of ended jobs")
+            await context.stopping.wait()
+            looking.cancel()
         await door.close()
     finally:
         await callout.close()

@@ -2,7 +2,7 @@
 
 The learner writes down which versions it wants evaluated; their weights stay published until the
 result is there. An evaluator that dies takes the same list up again. A job of kind `eval` has no
-learner: its evaluator evaluates the model of its configuration once and ends.
+learner: its evaluator evaluates a checkpoint, or the model of its configuration, once and ends.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
 from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.following import load_policies
-from ..generator.generator import make_chat
+from ..generator.generator import config_of_checkpoint, make_chat
 from ..generator.players import Players
 from ..generator.tables import play_table
 from ..job_weights import open_weights
@@ -40,6 +40,9 @@ _log = structlog.get_logger()
 async def run_evaluator(context: JobContext) -> None:
     """Evaluate what is asked for until told to stop."""
     config = context.config
+    is_job_of_its_own = context.record.kind == "eval"
+    if is_job_of_its_own:
+        config = config_of_checkpoint(context.record, config)
     chat = make_chat(config)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
@@ -47,7 +50,7 @@ async def run_evaluator(context: JobContext) -> None:
     evaluator = Evaluator(context, players, environments)
     await context.serve_control()
     try:
-        if context.record.kind == "eval":
+        if is_job_of_its_own:
             await evaluator.evaluate_model()
         else:
             await evaluator.run()
@@ -90,7 +93,7 @@ class Evaluator:
             context.set_state("waiting")
 
     async def evaluate_model(self) -> None:
-        """Evaluate the model of the configuration once, as version 0; tell every episode."""
+        """Evaluate the job's model once, as version 0; tell every episode."""
         context = self._context
         results = await context.unless_stopping(self._play(0))
         if results is None:

@@ -42,7 +42,7 @@ async def tail_of_events(
     scope = record.scope
     messages = await _tail(broker, scope.stream_feed, scope.event, limit * 2)
     stored = [event for message in messages if (event := _parse(message, Event)) is not None]
-    events = [*record.early, *stored]
+    events = [*stored, *(event for event in record.untold if event not in stored)]
     told = [event for event in events if not quiet or event.kind != "bottleneck"]
     return told[-limit:][::-1]
 

@@ -50,6 +50,8 @@ class StopBody(Body):
 
     now: bool = False
     """Do not wait for a checkpoint."""
+    complete: bool = False
+    """End as COMPLETED instead of CANCELLED."""
 
 
 class ScaleBody(Body):
@@ -84,7 +86,7 @@ BODIES: dict[str, type[Body]] = {
 async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRecord:
     """Do one of `BODIES` to a job; raises what the scheduler raises."""
     if isinstance(body, StopBody):
-        return await scheduler.stop(job, now=body.now)
+        return await scheduler.stop(job, now=body.now, complete=body.complete)
     if isinstance(body, ScaleBody):
         return await scheduler.scale(job, body.role, body.count)
     if isinstance(body, PriorityBody):

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import hashlib
+import json
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -12,6 +14,7 @@ from starlette.routing import Route
 
 from ...broker.connection import Broker
 from ...broker.presence import list_presences
+from ...broker.scheduler_calls import new_request_id
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.job import JobRecord
@@ -122,7 +125,7 @@ async def submit_page(request: Request) -> Response:
         at = number_in(request, "at")
         fork_of = "" if at is None else f"{record.job}@{at}"
     shown = {"config": text, "overrides": "", "fork_of": fork_of, "priority": "0"}
-    more = {"user": visitor.user, "error": None, "checked": None}
+    more = {"user": visitor.user, "error": None, "checked": None, "request_id": new_request_id()}
     return render(request, "submit.html", {**shown, **more})
 
 
@@ -135,6 +138,7 @@ async def submit_form(request: Request) -> Response:
         "overrides": form.get("overrides", ""),
         "fork_of": form.get("fork_of", ""),
         "priority": form.get("priority", "0"),
+        "request_id": form.get("request_id", ""),
         "error": None,
         "checked": None,
     }
@@ -144,7 +148,7 @@ async def submit_form(request: Request) -> Response:
             overrides=shown["overrides"].splitlines(),
             fork_of=shown["fork_of"].strip() or None,
             priority=int(shown["priority"] or 0),
-            request_id=form.get("request_id") or None,
+            request_id=_request_id(shown),
         )
         if form.get("do") == "check":
             _, full = await checked_config(body)
@@ -155,6 +159,14 @@ async def submit_form(request: Request) -> Response:
         shown["error"] = error if isinstance(error, TinkermqError) else MessageError(str(error))
         return render(request, "submit.html", shown, status=400)
     return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
+
+
+def _request_id(form: dict[str, Any]) -> str | None:
+    """Return the id of a submission: a form sent twice is one job, a changed one another."""
+    if not form["request_id"]:
+        return None
+    names = ("request_id", "config", "overrides", "fork_of", "priority")
+    return hashlib.sha256(json.dumps([form[name] for name in names]).encode()).hexdigest()
 
 
 async def act_form(request: Request) -> Response:

@@ -20,9 +20,9 @@ from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
 from ...broker.presence import PresenceBeat
 from ...broker.rpc import Service
 from ...broker.streams import create_shared, wait_for_shared
+from ...broker.systemd import told_to_systemd
 from ...schemas.errors import BrokerError, ConfigError, StorageError
 from ...schemas.metric import Presence
-from ..systemd import told_to_systemd
 from .app import make_app
 from .guard import LOOPBACK
 from .sessions import Sessions, asks_for_keys
@@ -30,7 +30,6 @@ from .web import Gateway
 
 DRAIN_S = 5
 _RETRY_S = 0.5
-_CONNECT_S = 30.0
 
 _log = structlog.get_logger()
 
@@ -48,17 +47,19 @@ class Options:
     certificate_key: str | None = None
     behind_tls: bool = False
     """A proxy in front speaks TLS with the browsers."""
+    patience_s: float = 30.0
+    """How long the broker is waited for at the start."""
 
 
 async def run(options: Options) -> None:
     """Serve until SIGTERM or SIGINT.
 
     Raises ConfigError for an address that must not be listened on and for a certificate that
-    cannot be used, StorageError for an address in use.
+    cannot be used, StorageError for an address in use, BrokerError when no broker answers.
     """
     check_url(options.nats)
     _check_certificate(options)
-    with_keys = await _until_broker(options.nats)
+    with_keys = await _until_broker(options.nats, options.patience_s)
     if not with_keys and options.host not in LOOPBACK:
         raise ConfigError(
             f"the broker asks for no keys, so the gateway does not listen on {options.host}: "
@@ -119,9 +120,9 @@ def _stop_on_signal(server: uvicorn.Server, gateway: Gateway) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
 
 
-async def _until_broker(url: str) -> bool:
+async def _until_broker(url: str, patience_s: float) -> bool:
     """Wait for the broker; return whether it asks for keys."""
-    deadline = time.monotonic() + _CONNECT_S
+    deadline = time.monotonic() + patience_s
     while True:
         try:
             return await asks_for_keys(url)
@@ -178,7 +179,7 @@ async def _announced(options: Options, sessions: Sessions) -> AsyncIterator[None
         for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
             os.environ.pop(secret, None)
         if sessions.with_keys:
-            await wait_for_shared(broker, _CONNECT_S)
+            await wait_for_shared(broker, options.patience_s)
         else:
             await create_shared(broker)
         service = await Service.start(

@@ -207,7 +207,9 @@ async def _connect_as(url: str, user: str, key: str) -> Broker:
             raise
         _log.warning("log_in_refused", user=user)
         raise LogInError(
-            "the broker refuses this key", hint="it may have been revoked or mistyped"
+            "the broker refuses this key",
+            hint="it may be mistyped, revoked or expired; an admin makes another: "
+            "`tinkermq user rotate`",
         ) from error
 
 

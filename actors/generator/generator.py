@@ -12,6 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
 import structlog
@@ -21,6 +22,7 @@ from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ...schemas.job import JobRecord
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
 from ..model_folder import (
@@ -29,7 +31,7 @@ from ..model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
-from ..policies import MAIN
+from ..policies import MAIN, policy_folder
 from ..runtime import JobContext, settle_memory
 from .agent_loop import EpisodeSampling
 from .chat import ChatTokenizer
@@ -56,6 +58,15 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
         last_pause_s=stats.last_pause_s,
         **more,
     )
+
+
+def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
+    """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
+    if not record.fork_dir:
+        return config
+    model = config.model.model_copy(update={"path": record.fork_dir, "tokenizer": None})
+    own = {role: str(policy_folder(Path(record.fork_dir), role)) for role in config.policies}
+    return config.model_copy(update={"model": model, "policies": own})
 
 
 def make_chat(config: JobConfig) -> ChatTokenizer:

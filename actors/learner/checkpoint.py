@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
+from ..policies import policy_folder
 from .report import Waste
 
 _STATE = "learner/state.json"
@@ -145,11 +146,6 @@ class CheckpointStore:
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def policy_folder(checkpoint: Path, policy: str) -> Path:
-    """Return the folder of a policy in a checkpoint: the main one's is the checkpoint itself."""
-    return checkpoint / "policies" / policy if policy else checkpoint
 
 
 def _name(step: int) -> str:

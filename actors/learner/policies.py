@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.rollout import Group
-from ..policies import MAIN, policy_config, policy_names
-from .checkpoint import load_optimizer, policy_folder
+from ..policies import MAIN, policy_config, policy_folder, policy_names
+from .checkpoint import load_optimizer
 from .model import load_model
 from .step import StepReport, Trainer
 from .training_batch import assemble

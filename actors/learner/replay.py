@@ -26,9 +26,9 @@ from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ..model_folder import load_causal_lm
-from ..policies import prefix_of
+from ..policies import policy_folder, prefix_of
 from ..runtime import service_parser
-from .checkpoint import CheckpointStore, load_state, policy_folder
+from .checkpoint import CheckpointStore, load_state
 from .policies import Policies, load_models
 from .start import starting_point
 

@@ -29,6 +29,7 @@ class Board:
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
         """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        self._untold: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
         self._configs: dict[tuple[str, int], JobConfig] = {}
 
@@ -48,6 +49,7 @@ class Board:
         for key in await self._jobs.refresh():
             entry = self._jobs.entries.get(key)
             if entry is None:
+                self._untold.discard(key)
                 self._forget(key)
             else:
                 self.enter(entry)
@@ -57,6 +59,10 @@ class Board:
         """Enter a record that was just read or written, unless a newer one is known."""
         key, record = entry.key, self._jobs.put(entry).value
         self._names[record.user, record.name] = key
+        if record.untold and record.has_streams:
+            self._untold.add(key)
+        else:
+            self._untold.discard(key)
         if is_final(record):
             self._forget(key)
         else:
@@ -97,6 +103,10 @@ class Board:
     def names(self, user: str) -> set[str]:
         """Return the names of the runs of a user."""
         return {name for owner, name in self._names if owner == user}
+
+    def untold(self) -> list[JobRecord]:
+        """Return the jobs, ended ones among them, with events that can be told."""
+        return [self._jobs.entries[key].value for key in self._untold]
 
     def unread(self) -> list[JobRecord]:
         """Return the live jobs whose configuration was not parsed yet."""

@@ -3,8 +3,9 @@
 It is level-triggered: every turn looks at everything that lives and does the next thing, so it
 does not matter which message was lost or which process died in between. A turn: take up what
 changed in the records of jobs and nodes, give free slots to what waits, tell the nodes what they
-shall run, move the jobs by what the nodes answered, and pass on stops and pauses to learners that
-have not heard them. What has not changed costs a look in memory, no message.
+shall run, move the jobs by what the nodes answered, pass on stops and pauses to learners that have
+not heard them, and tell the events of all moves. What has not changed costs a look in memory, no
+message.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from .pool import Pool
 from .queue import PlacementRequest
 from .roster import main_actor, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
+from .teller import Teller
 from .timing import Timing
 
 WHO = "scheduler"
@@ -77,6 +79,7 @@ class Reconciler:
         self._notifier = notifier
         self._versions_read = float("-inf")
         self._messenger = Messenger(broker)
+        self._teller = Teller(broker, jobs)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}
         self._fitting: set[tuple[int, ...]] = set()
@@ -131,6 +134,7 @@ class Reconciler:
         for record in list(self._board.live.values()):
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
+        self._teller.tell(self._board.untold(), group)
         await self._read_versions()
 
     async def _fail_unreadable(self) -> None:
@@ -182,7 +186,7 @@ class Reconciler:
         try:
             if not _queued(record):
                 await self._jobs.update(record, lambda now: _placed(now, by_actor))
-            else:
+            elif not self._teller.closes(key):
                 await self._start(record, by_actor)
         except ConflictError:  # the job moved meanwhile: next turn
             return
@@ -198,6 +202,8 @@ class Reconciler:
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))
+            with contextlib.suppress(BrokerError, DeadlineError):  # those that were made before
+                await settle_job_streams(self._broker, record.scope)
             return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
         where = ", ".join(sorted({one.node for one in by_actor.values()}))
@@ -302,7 +308,6 @@ class Reconciler:
         moved = await self._jobs.transition(record, step.state, step.reason, who, **changes)
         if is_final(moved):
             self._notifier.ended(moved)
-            await settle_job_streams(self._broker, moved.scope)
         return moved
 
     async def _read_versions(self) -> None:

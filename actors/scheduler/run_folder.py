@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError, StateError, StorageError
+from ...schemas.job import LAST_STEP, JobRecord
 
 _FORK = "fork"
 
@@ -33,6 +34,23 @@ def make_run_dir(config: JobConfig, owner: str = "") -> Path:
             hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
         )
     return folder
+
+
+def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
+    """Return step and folder of a run's checkpoint: of a step, or of the `last` one.
+
+    Raises NotFoundError.
+    """
+    folder = Path(origin.run_dir) / "checkpoints"
+    there = {int(one.name.removeprefix("step_")): one for one in folder.glob("step_*")}
+    number = max(there, default=0) if step == LAST_STEP else int(step)
+    if number not in there:
+        which = "yet" if step == LAST_STEP else f"of step {number}"
+        raise NotFoundError(
+            f"run {origin.name!r} has no checkpoint {which} ({folder})",
+            hint=f"see which there are: ls {folder}",
+        )
+    return number, there[number]
 
 
 def pin_checkpoint(checkpoint: Path, run_dir: Path) -> Path:

@@ -15,12 +15,11 @@ from ...broker.jobs import JobStore, is_final
 from ...schemas.errors import (
     ConfigError,
     MessageError,
-    NotFoundError,
     QuotaError,
     StateError,
 )
 from ...schemas.ids import new_id
-from ...schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ...schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
@@ -29,7 +28,7 @@ from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
 from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
-from .run_folder import make_run_dir, pin_checkpoint
+from .run_folder import find_checkpoint, make_run_dir, pin_checkpoint
 from .vault import Vault
 
 
@@ -187,19 +186,14 @@ class Submission:
         if source is None:
             return None, ""
         run, _, step = source.partition("@")
-        if not step.isdigit():
+        if step != LAST_STEP and not step.isdecimal():
             raise ConfigError(
                 f"fork_of={source!r} does not name a checkpoint",
-                hint="write run@step, such as my-run@40",
+                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
             )
         origin = self._board.get(user, run)
-        folder = Path(origin.run_dir) / "checkpoints" / f"step_{int(step):06d}"
-        if not await asyncio.to_thread(folder.is_dir):
-            raise NotFoundError(
-                f"run {origin.name!r} has no checkpoint of step {int(step)} ({folder})",
-                hint=f"see which there are: ls {folder.parent}",
-            )
-        return f"{origin.name}@{int(step)}", str(folder)
+        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
+        return f"{origin.name}@{number}", str(folder)
 
     def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""

@@ -11,7 +11,6 @@ from nats.aio.msg import Msg
 
 from ...broker.parts import PartsService
 from ...broker.weights import WeightStore
-from ...schemas.config import JobConfig
 from ...schemas.errors import MessageError
 from ...schemas.infer import (
     CancelInference,
@@ -25,7 +24,7 @@ from ...schemas.job import JobRecord
 from ...schemas.subjects import JobScope
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
-from ..generator.generator import make_chat, tell_engine
+from ..generator.generator import config_of_checkpoint, make_chat, tell_engine
 from ..generator.players import start_engine
 from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
@@ -41,7 +40,7 @@ _QUEUED_PER_ROW = 4
 async def run_server(context: JobContext) -> None:
     """Serve until told to stop."""
     await context.serve_control()
-    config = serving_config(context.record, context.config)
+    config = config_of_checkpoint(context.record, context.config)
     chat = await asyncio.to_thread(make_chat, config)
     engine = await start_engine(config, served_step(context.record))
     answers = Answers(
@@ -56,14 +55,6 @@ async def run_server(context: JobContext) -> None:
         await server.run()
     finally:
         await engine.close()
-
-
-def serving_config(record: JobRecord, config: JobConfig) -> JobConfig:
-    """Return the configuration with the checkpoint that is served as its model."""
-    if not record.fork_dir:
-        return config
-    model = config.model.model_copy(update={"path": record.fork_dir, "tokenizer": None})
-    return config.model_copy(update={"model": model})
 
 
 def served_step(record: JobRecord) -> int:

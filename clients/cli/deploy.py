@@ -12,9 +12,11 @@ from ...broker.server import binary_path
 from ...broker.streams import REPLICAS_VARIABLE
 from ...schemas.errors import TinkermqError
 from .doctor import FAILED, Finding, show_findings
+from .nats_conf import listening_host, read_nats_conf
 from .options import COMMON, Common
+from .stack import LOOPBACK
 
-_SERVICES = ("nats", "auth", "scheduler", "node", "gateway")
+_SERVICES = ("nats", "auth", "scheduler", "node", "gateway", "environment@")
 _UNIT_FOLDERS = ("etc/systemd/system", "usr/lib/systemd/system", "lib/systemd/system")
 _MIN_FREE_BYTES = 10 * 2**30
 _MIN_FILES = 65_536
@@ -32,8 +34,8 @@ def check(*, root: Path = Path("/"), common: Common = COMMON) -> int:
     """
     units = _units(root)
     findings = [_installed(units), *(_unit(root, unit) for unit in units)]
-    findings += [_accounts(root, units), _environment(root), *_secrets(root), _nats(root)]
-    findings += [*_certificates(root), _storage(root), _clock(), _sandbox()]
+    findings += [_accounts(root, units), _environment(root), *_secrets(root)]
+    findings += [*_nats(root), *_certificates(root), _storage(root), _clock(), _sandbox()]
     show_findings(findings, as_json=common.json)
     return 0 if all(finding.ok for finding in findings) else FAILED
 
@@ -93,14 +95,19 @@ def _environment(root: Path) -> Finding:
     path = root / "etc/tinkermq/tinkermq.env"
     if not path.is_file():
         return Finding("environment", False, f"{path} is not there", "cp deploy/etc/tinkermq.env")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    values = dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
+    values = _variables(path)
     if not re.match(r"(nats|tls)://", values.get("TINKERMQ_NATS_URL", "")):
         return Finding("environment", False, "TINKERMQ_NATS_URL is not set", f"edit {path}")
     if values.get(REPLICAS_VARIABLE, "1") not in ("1", "3", "5"):
         detail = f"{REPLICAS_VARIABLE}={values[REPLICAS_VARIABLE]}"
         return Finding("environment", False, detail, "use 1, or 3 on a cluster of three")
     return Finding("environment", True, values["TINKERMQ_NATS_URL"])
+
+
+def _variables(path: Path) -> dict[str, str]:
+    """Return what an environment file sets."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return dict(line.split("=", 1) for line in lines if "=" in line and line[0] != "#")
 
 
 def _secrets(root: Path) -> list[Finding]:
@@ -118,11 +125,16 @@ def _is_public(path: Path) -> bool:
     return path.suffix in (".crt", ".pem") and "key" not in path.stem
 
 
-def _nats(root: Path) -> Finding:
-    """Let nats-server judge its configuration."""
+def _nats(root: Path) -> list[Finding]:
+    """Judge the configuration of this machine's server, if it has one."""
     config = root / "etc/tinkermq/nats.conf"
     if not config.is_file():
-        return Finding("nats.conf", True, "none: the server runs on another machine")
+        return [Finding("nats.conf", True, "none: the server runs on another machine")]
+    return [_accepted(config), _guarded(config)]
+
+
+def _accepted(config: Path) -> Finding:
+    """Let nats-server judge its configuration."""
     try:
         command = [str(binary_path()), "-t", "-c", str(config)]
         done = subprocess.run(
@@ -135,6 +147,23 @@ def _nats(root: Path) -> Finding:
     return Finding(
         "nats.conf", done.returncode == 0, detail, "" if not done.returncode else "mend it"
     )
+
+
+def _guarded(config: Path) -> Finding:
+    """Check that a server which other machines reach asks for keys and encrypts."""
+    try:
+        conf = read_nats_conf(config, _variables(config.with_name("nats.env")))
+    except OSError as error:
+        return Finding("nats access", False, f"{error.filename}: {error.strerror}", "mend it")
+    host = listening_host(conf)
+    if host in LOOPBACK:
+        return Finding("nats access", True, f"listens on {host} only")
+    lacks = [name for name, key in (("users", "authorization"), ("TLS", "tls")) if key not in conf]
+    if lacks:
+        hint = 'include "accounts.conf" of `tinkermq init --home /etc/tinkermq`, and set tls { … }'
+        detail = f"listens on {host} without {' and '.join(lacks)}"
+        return Finding("nats access", False, detail, f"{hint}; or listen on 127.0.0.1")
+    return Finding("nats access", True, f"listens on {host}, with users and TLS")
 
 
 def _certificates(root: Path) -> list[Finding]:

@@ -65,7 +65,7 @@ def _python() -> Finding:
 
 def _packages() -> Finding:
     found = [f"tinkermq {package_version('tinkermq')}"]
-    for package in ("torch", "transformers", "vllm"):
+    for package in ("torch", "transformers"):
         try:
             found.append(f"{package} {package_version(package)}")
         except PackageNotFoundError:

@@ -15,6 +15,7 @@ from ...schemas.errors import (
     TinkermqError,
 )
 from ..home import find_url
+from ..paths import is_local_pool
 from ..pool import Pool
 from .output import note, print_json, say, say_plain
 from .session import with_pool
@@ -25,7 +26,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 def dry_run(config: JobConfig, nats_url: str | None, *, as_json: bool) -> int:
     """Check everything, print the effective configuration, and raise the first problem."""
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("model", lambda: check_model(config)),
+        ("model", lambda: check_model(config, nats_url)),
         ("game", lambda: check_env(config)),
         ("slots", lambda: check_slots(config, nats_url)),
     ]
@@ -55,14 +56,16 @@ def dry_run(config: JobConfig, nats_url: str | None, *, as_json: bool) -> int:
     return 0
 
 
-def check_model(config: JobConfig) -> str:
-    """Look at a local model folder without loading it; a hub name is only named.
+def check_model(config: JobConfig, nats_url: str | None) -> str:
+    """Look at a local model folder without loading it; one of the pool's or the hub's is named.
 
     Raises ModelError for a folder that is not a model.
     """
     path = config.model.path
     folder = Path(path).expanduser()
     if not folder.exists():
+        if _elsewhere(nats_url):
+            return f"{path} is not a folder here: the pool's own, or the hub's; not checked"
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return f"{path} is not a folder here: it will be fetched from the hub"
         raise ModelError(
@@ -84,6 +87,14 @@ def check_model(config: JobConfig) -> str:
     return f"{folder} ({kind})"
 
 
+def _elsewhere(nats_url: str | None) -> bool:
+    """Whether the job would run on another machine, whose folders are not seen here."""
+    try:
+        return not is_local_pool(find_url(nats_url))
+    except BrokerError:  # no stack is up
+        return False
+
+
 def check_env(config: JobConfig) -> str:
     """Play the game without a model; raises GameError or DataError with the first failure."""
     if config.env.hosts == 0:
@@ -97,8 +108,8 @@ def check_env(config: JobConfig) -> str:
 
 
 def needed_slots(config: JobConfig) -> int:
-    """Return the slots that the job's learner, generators and evaluator take at least."""
-    return 1 + config.generator.count
+    """Return the slots that the job's learner and generators take."""
+    return config.learner.slots + config.generator.count * config.generator.slots
 
 
 def check_slots(config: JobConfig, nats_url: str | None) -> str:

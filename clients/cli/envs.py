@@ -1,21 +1,27 @@
 """`tinkermq env list|check|serve`."""
 
 import asyncio
+import os
 import signal
 import tempfile
 from pathlib import Path
 
+from ...broker.login import KEY_VARIABLE
+from ...broker.systemd import told_to_systemd
 from ...envs.check import check_game
 from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...schemas.config import EnvConfig
-from ...schemas.errors import ConfigError, GameError
+from ...schemas.errors import BrokerError, ConfigError, DeadlineError, GameError, StateError
+from ...schemas.job import FINAL_STATES
 from ...schemas.load_config import load_config
 from ..pool import Pool
 from .output import literal, note, print_json, print_table, say
 from .session import with_pool
 
 FAILED = 1
+END_POLL_S = 2.0
+"""How often a host looks whether its run has ended."""
 
 
 def list_games(*, json: bool = False) -> int:
@@ -97,7 +103,9 @@ def _with_data(config: EnvConfig, folder: str) -> EnvConfig:
 
 
 def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
-    """Host a run's game in this process until Ctrl-C; the run's generators use it at once.
+    """Host a run's game in this process until Ctrl-C or the run's end.
+
+    The run's generators use it at once. Of a run that has ended nothing is hosted.
 
     Parameters
     ----------
@@ -112,7 +120,13 @@ def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
     async def work(pool: Pool) -> None:
         from ...envs.host import EnvironmentHost
 
+        os.environ.pop(KEY_VARIABLE, None)  # not for the processes of the game
         record = await pool.find(run)
+        if record.state in FINAL_STATES:
+            raise StateError(
+                f"run {record.name} is {record.state}: nobody plays its game any more",
+                hint=f"let it go on first: `tinkermq resume {record.name}`",
+            )
         config = EnvConfig.model_validate(record.config["env"])
         host = EnvironmentHost(
             pool.broker, record.scope, config, name=name, seed=record.config.get("seed", 0)
@@ -121,8 +135,30 @@ def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
-        note(f"{host.name} serves {config.game} for {record.name}; Ctrl-C stops it")
-        await host.run(stopping)
+        async with asyncio.TaskGroup() as tasks:
+            hosting = tasks.create_task(host.run(stopping), name="host the game")
+            await host.ready.wait()
+            watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
+            note(f"{host.name} serves {config.game} for {record.name}; Ctrl-C stops it")
+            async with told_to_systemd():
+                await hosting
+            watching.cancel()
 
     with_pool(nats_url, work)
     return 0
+
+
+async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
+    """Set `stopping` when a job has ended; a broker that is away for a while is waited for."""
+    while True:
+        await asyncio.sleep(END_POLL_S)
+        try:
+            record = await pool.find(job)
+        except (BrokerError, DeadlineError):
+            if pool.broker.closed.is_set():
+                raise
+            continue
+        if record.state in FINAL_STATES:
+            note(f"{record.name} is {record.state}")
+            stopping.set()
+            return

@@ -21,13 +21,13 @@ from ...schemas.errors import (
     JobFailedError,
     NotFoundError,
 )
-from ...schemas.job import FINAL_STATES, JobRecord
+from ...schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ...schemas.load_config import apply_override
 from ...schemas.metric import EvalRecord, Event, Metric
 from ...schemas.subjects import BUCKET_EVALS
 from ..follow import follow_run
 from ..home import URL_VARIABLE, find_url
-from ..names import checkpoints_of, run_and_step
+from ..names import run_and_step
 from ..opentinker_keys import merged
 from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
@@ -120,14 +120,15 @@ class _Settings(NamedTuple):
         """Whether anything differs from the run's own configuration."""
         return bool(self.overrides or self.tasks or self.data)
 
-    def config(self, record: JobRecord, folder: Path) -> dict[str, Any]:
-        """Return the configuration of the job that evaluates a model folder."""
+    def config(self, record: JobRecord, folder: Path | None) -> dict[str, Any]:
+        """Return the configuration of the job that evaluates a model folder, or a checkpoint."""
         config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
-        policies = cast("dict[str, str]", config.get("policies") or {})
-        own = {role: str(folder / "policies" / role) for role in policies}
-        config = merged(config, {"model": {"path": str(folder)}})
-        if own:
-            config = merged(config, {"policies": own})
+        if folder is not None:
+            policies = cast("dict[str, str]", config.get("policies") or {})
+            own = {role: str(folder / "policies" / role) for role in policies}
+            config = merged(config, {"model": {"path": str(folder)}})
+            if own:
+                config = merged(config, {"policies": own})
         env = cast("dict[str, Any]", config.get("env") or {})
         files = [str(path) for path in self.data or []]
         if self.tasks is not None and not files:
@@ -145,7 +146,7 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
     given = _folder(target)
     if given is not None:
         record = await pool.find(_needed(settings.like))
-        return await _evaluate_folder(pool, target, record, given, settings, common)
+        return await _evaluate_model(pool, target, settings.config(record, given), None, common)
     run, step = run_and_step(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:
@@ -156,9 +157,8 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
             )
         what, values = await _evaluate_live(pool, record)
         return Evaluated(what, values, [])
-    step, folder = _checkpoint(record, step)
-    what = f"{record.name}@{step}"
-    return await _evaluate_folder(pool, what, record, folder, settings, common)
+    fork_of = f"{record.job}@{step or LAST_STEP}"
+    return await _evaluate_model(pool, target, settings.config(record, None), fork_of, common)
 
 
 def _folder(target: str) -> Path | None:
@@ -227,19 +227,6 @@ def _needed(like: str | None) -> str:
     return like
 
 
-def _checkpoint(record: JobRecord, step: int | None) -> tuple[int, Path]:
-    """Return step and folder of a run's checkpoint, of the last one if no step is given."""
-    found = checkpoints_of(record)
-    step = max(found, default=None) if step is None else step
-    if step not in found:
-        which = "yet" if step is None else f"of step {step}"
-        raise NotFoundError(
-            f"run {record.name} has no checkpoint {which} in {record.run_dir}",
-            hint=f"see which there are: ls {record.run_dir}/checkpoints",
-        )
-    return step, found[step]
-
-
 async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, float]]:
     """Ask a live run's evaluator for its newest version, and wait for the result."""
     version = await _newest_version(pool, record)
@@ -274,21 +261,18 @@ async def _newest_version(pool: Pool, record: JobRecord) -> int:
     return learner.value.version
 
 
-async def _evaluate_folder(
-    pool: Pool,
-    what: str,
-    record: JobRecord,
-    folder: Path,
-    settings: _Settings,
-    common: Common,
+async def _evaluate_model(
+    pool: Pool, target: str, config: dict[str, Any], fork_of: str | None, common: Common
 ) -> Evaluated:
-    """Submit a job of kind `eval` for a model folder and return its results.
+    """Submit a job of kind `eval` for a model folder or checkpoint and return its results.
 
-    Raises JobFailedError.
+    Raises NotFoundError for a checkpoint that the pool does not have, JobFailedError.
     """
-    config = settings.config(record, folder)
     job = await pool.submit(
-        resolve_paths(config, pool.broker.url), kind="eval", request_id=new_request_id()
+        resolve_paths(config, pool.broker.url),
+        kind="eval",
+        fork_of=fork_of,
+        request_id=new_request_id(),
     )
     if not common.json:
         say(f"[bold green]submitted[/] [bold]{job.name}[/]  (job {job.job})")
@@ -303,7 +287,7 @@ async def _evaluate_folder(
                 episodes += _episodes(update)
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
                 raise failure(update)
-    return Evaluated(what, values, episodes, job)
+    return Evaluated(job.fork_of or target, values, episodes, job)
 
 
 def _episodes(event: Event) -> list[Scored]:

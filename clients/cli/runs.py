@@ -186,7 +186,7 @@ def fork(
     Parameters
     ----------
     source
-        `RUN@STEP`.
+        `RUN@STEP`, or `RUN@last`.
     overrides
         Configuration keys that differ: `learner.lr=1e-5`.
     """

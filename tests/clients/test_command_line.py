@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from tinkermq.clients.cli.app import build_app
-from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import all_keys
+from tinkermq.clients.cli.dry_run import check_model, needed_slots
+from tinkermq.schemas.errors import ConfigError, ModelError
+from tinkermq.schemas.load_config import all_keys, parse_config
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli
@@ -173,6 +174,20 @@ def test_a_dry_run_of_a_sound_configuration_ends_with_0(cli: Cli, config: Path) 
     told = json.loads(outcome.out)
     assert all(check["ok"] for check in told["checks"])
     assert told["config"]["env"]["game"] == "bandit"
+
+
+def test_a_dry_run_leaves_the_folders_of_a_pool_elsewhere_to_the_pool() -> None:
+    given = {"model": {"path": "/pool/models/small"}, "env": {"game": "bandit"}}
+    told = check_model(parse_config(given), "tls://pool.example.org:4222")
+    assert "the pool's own" in told
+    with pytest.raises(ModelError, match="there is no model folder"):
+        check_model(parse_config(given), "nats://127.0.0.1:4222")
+
+
+def test_a_dry_run_counts_what_each_actor_holds() -> None:
+    given = {"learner": {"slots": 2}, "generator": {"slots": 4, "count": 3}}
+    given |= {"model": {"path": "some/model"}, "env": {"game": "bandit"}}
+    assert needed_slots(parse_config(given)) == 14
 
 
 def test_a_pipe_that_closes_early_is_no_error() -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import signal
 import time
+from asyncio.subprocess import PIPE
 
 import pytest
 from tinkermq.broker.batches import BatchLog
@@ -19,7 +21,7 @@ from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Blame, Task
 
-from tests.clients.command import Outcome
+from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record
 from tests.groups import make_group, make_trajectory
 from tests.waiting import PATIENCE_S
@@ -100,6 +102,36 @@ async def test_logs_are_printed_by_actor(broker: Broker, run: JobRecord, cli: Cl
     assert len((await aside(cli, *words)).out.splitlines()) == 1
 
 
+async def test_logs_go_on_with_new_lines_until_control_c(
+    broker: Broker, scope: JobScope, run: JobRecord
+) -> None:
+    words = command(["logs", run.name, "-f", "--actor", "learner", "--nats-url", broker.url])
+    process = await asyncio.create_subprocess_exec(*words, stdout=PIPE, stderr=PIPE)
+    assert process.stdout is not None
+    async with asyncio.timeout(PATIENCE_S):
+        seen = [await process.stdout.readline() for _ in range(2)]
+        late = LogLines(actor="learner", attempt=1, lines=["a late line"], time=time.time())
+        await publish_log(broker, scope, late)
+        seen.append(await process.stdout.readline())
+        process.send_signal(signal.SIGINT)
+        rest, errors = await process.communicate()
+    assert seen[1:] == [b"learner | a bare line\n", b"learner | a late line\n"]
+    assert (process.returncode, rest, errors) == (130, b"", b"")
+
+
+async def test_the_cost_of_runs_is_told_by_role(broker: Broker, scope: JobScope, cli: Cli) -> None:
+    used = {"learner": 7200.0, "generator": 1800.0}
+    ended = new_record(scope, state="COMPLETED", slot_s=used)
+    record = await JobStore(broker).create(ended, "test")
+    words = ("cost", record.name, "--nats-url", broker.url)
+    (told,) = json.loads((await aside(cli, *words, "--json")).out)
+    assert told["slot_hours"] == {"learner": 2.0, "generator": 0.5}
+    assert (told["total"], told["slots"]) == (2.5, 0)
+    header, row = (await aside(cli, *words)).out.splitlines()
+    assert header.split() == ["run", "state", "generator", "learner", "slot-hours", "slots", "now"]
+    assert row.split() == [record.name, "COMPLETED", "0.50", "2.00", "2.50", "0"]
+
+
 async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
     outcome = await aside(cli, "logs", run.name, "--actor", "lerner", "--nats-url", broker.url)
     assert outcome.code == 2
@@ -107,9 +139,9 @@ async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord
 
 
 async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:
-    for command in ("watch", "stop", "resume", "logs", "rollouts", "eval", "replay"):
-        outcome = await aside(cli, command, run.name + "x", "--nats-url", broker.url)
-        assert outcome.code == 2, command
+    for verb in ("watch", "stop", "resume", "logs", "rollouts", "eval", "replay"):
+        outcome = await aside(cli, verb, run.name + "x", "--nats-url", broker.url)
+        assert outcome.code == 2, verb
         assert f"did you mean {run.name}?" in outcome.err
 
 
@@ -168,15 +200,11 @@ async def test_a_live_run_evaluates_its_newest_version(
     assert told == {"evaluated": f"{run.name}@4", "values": {"val/mean_score": 0.75}}
 
 
-async def test_a_checkpoint_that_is_not_there_is_named(
-    broker: Broker, run: JobRecord, cli: Cli
-) -> None:
-    outcome = await aside(cli, "eval", f"{run.name}@40", "--nats-url", broker.url)
-    assert outcome.code == 2
-    assert "no checkpoint of step 40" in outcome.err
-    outcome = await aside(cli, "fork", run.name, "--nats-url", broker.url)
-    assert outcome.code == 2
-    assert "RUN@STEP" in outcome.err
+async def test_what_is_no_checkpoint_is_refused(broker: Broker, run: JobRecord, cli: Cli) -> None:
+    for words in (("fork", run.name), ("fork", f"{run.name}@x"), ("eval", f"{run.name}@x")):
+        outcome = await aside(cli, *words, "--nats-url", broker.url)
+        assert outcome.code == 2
+        assert "RUN@STEP" in outcome.err
 
 
 async def test_without_a_scheduler_a_change_says_so(own_broker: Broker, cli: Cli) -> None:

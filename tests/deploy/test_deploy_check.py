@@ -27,7 +27,7 @@ def root(tmp_path: Path) -> Path:
     (root / "etc/tinkermq/nats.conf").write_text(config)
     (root / "etc/tinkermq/nats.conf").chmod(0o640)
     (root / "etc/passwd").write_text("tinkermq:x:990:990::/:\ntinkermq-nats:x:991:991::/:\n")
-    for program in ("python", "nats-server"):
+    for program in ("python", "nats-server", "tinkermq"):
         path = root / "opt/tinkermq/bin" / program
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
@@ -57,8 +57,10 @@ def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
     (root / "etc/passwd").write_text("root:x:0:0::/:\n")
     (root / "etc/tinkermq/tinkermq.env").write_text("TINKERMQ_REPLICAS=2\n")
     (root / "etc/tinkermq/tinkermq.env").chmod(0o644)
-    with (root / "etc/tinkermq/nats.conf").open("a") as config:
-        config.write("no_such_key: 1\n")
+    config = root / "etc/tinkermq/nats.conf"
+    config.write_text(config.read_text().replace("127.0.0.1:4222", "10.0.0.1:4222"))
+    with config.open("a") as file:
+        file.write("no_such_key: 1\n")
     (root / "etc/tinkermq/tls").mkdir()
     (root / "etc/tinkermq/tls/server.crt").write_text("no certificate")
     code, found = findings(root)
@@ -69,6 +71,7 @@ def test_everything_that_is_wrong_is_said_with_its_remedy(root: Path) -> None:
     assert "TINKERMQ_NATS_URL is not set" in wrong["environment"]
     assert "everybody may read" in wrong["secrets"]
     assert "no_such_key" in wrong["nats.conf"]
+    assert wrong["nats access"] == "listens on 10.0.0.1 without users and TLS"
     assert "tls server" in wrong
     assert all(found[name]["hint"] for name in wrong)
 

@@ -4,6 +4,8 @@ No systemd runs in CI, so the test is its stand-in: it starts each ExecStart wit
 environment and folders, takes what sd_notify tells, and stops it with SIGTERM.
 """
 
+import asyncio
+import json
 import os
 import re
 import shlex
@@ -16,7 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.credentials import PoolSecrets
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.keys import JobIdentity, job_key
 from tinkermq.broker.process import die_with
+from tinkermq.broker.rpc import call
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.env import DescribeReply, DescribeRequest
+from tinkermq.schemas.job import ActorPlacement
+from tinkermq.schemas.subjects import JobScope
 
 from tests.configs import REPOSITORY
 from tests.waiting import PATIENCE_S
@@ -24,6 +35,9 @@ from tests.waiting import PATIENCE_S
 UNITS = sorted((REPOSITORY / "deploy" / "systemd").glob("*.service"))
 PORT_OF_ITS_OWN = {"gateway": " --port 0"}
 MOST_EXPOSED = {"node": 5.0, "environment@": 5.0}
+RUN = "my-run"
+NEVER_AGAIN = 2
+"""The exit code after which the environment host's unit is not started again."""
 
 
 def of_this_machine(text: str, root: Path) -> str:
@@ -57,10 +71,12 @@ def analyzed(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_systemd_finds_nothing_wrong(units: list[Path]) -> None:
     assert len(units) == len(UNITS) == 6
-    done = analyzed("verify", "--recursive-errors=no", *units)
-    ours = [line for line in done.stderr.splitlines() if "tinkermq" in line]
-    complaints = [line for line in ours if "environment@" not in line]  # it needs an instance
-    assert complaints == []
+    template = next(unit for unit in units if unit.stem.endswith("@"))
+    instance = template.rename(template.with_stem(f"{template.stem}{RUN}"))
+    others = [unit for unit in units if unit != template]
+    done = analyzed("verify", "--recursive-errors=no", instance, *others)
+    assert done.stderr.splitlines() == []
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
@@ -79,6 +95,8 @@ class Systemd:
 
     root: Path
     with_users: bool
+    key: str = ""
+    """Of the admin, where there are users."""
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -91,7 +109,8 @@ class Systemd:
         if self.with_users:
             config = config.replace("# include", "include")
             command = [f"{sys.prefix}/bin/tinkermq", "init", "--home", self.root / "etc/tinkermq"]
-            subprocess.run(command, check=True, capture_output=True)
+            told = subprocess.run([*command, "--json"], check=True, capture_output=True)
+            self.key = json.loads(told.stdout)["api_key"]
             for name in ("auth", "scheduler", "node", "gateway"):
                 text = (REPOSITORY / f"deploy/etc/{name}.env").read_text()
                 (self.root / f"etc/tinkermq/{name}.env").write_text(
@@ -105,8 +124,15 @@ class Systemd:
         self._channel.bind(str(self.root / "notify"))
         self._channel.settimeout(PATIENCE_S)
 
+    @property
+    def url(self) -> str:
+        return f"nats://127.0.0.1:{self.port}"
+
     def start(self, name: str) -> subprocess.Popen[bytes]:
-        unit = (REPOSITORY / "deploy/systemd" / f"tinkermq-{name}.service").read_text()
+        """Start a service, or an instance of a template: `environment@RUN`."""
+        service, at, instance = name.partition("@")
+        unit = (REPOSITORY / "deploy/systemd" / f"tinkermq-{service}{at}.service").read_text()
+        unit = unit.replace("%i", instance)
         lines = of_this_machine(unit, self.root).splitlines()
         for command in _values(lines, "ExecStartPre"):
             subprocess.run(shlex.split(command), check=True, capture_output=True)
@@ -140,7 +166,30 @@ class Systemd:
         return found
 
     def told(self) -> str:
+        """Return what a service told, the oldest first."""
         return self._channel.recv(4096).decode()
+
+    def told_next(self) -> str:
+        """Return what a service told that is no sign of life."""
+        said = self.told()
+        while said == "WATCHDOG=1":
+            said = self.told()
+        return said
+
+    def exit_code(self, process: subprocess.Popen[bytes]) -> int:
+        """Wait for the end of a process; the others' signs of life must not fill the socket."""
+        while process.poll() is None:
+            self.told()
+        return process.returncode
+
+    def log(self, name: str) -> str:
+        return (self.root / f"{name}.log").read_text()
+
+    def start_ready(self, name: str) -> subprocess.Popen[bytes]:
+        """Start a service and wait until it says that it is ready."""
+        process = self.start(name)
+        assert self.told_next() == "READY=1", self.log(name)
+        return process
 
     def close(self) -> None:
         for process in reversed(self.running):
@@ -169,20 +218,66 @@ def systemd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Systemd]
 def test_every_service_starts_says_so_and_stops_at_sigterm(systemd: Systemd) -> None:
     nats = systemd.start("nats")
     auth = ["auth"] if systemd.with_users else []
-    started: list[tuple[str, subprocess.Popen[bytes]]] = []
-    for name in (*auth, "scheduler", "node", "gateway"):
-        started.append((name, systemd.start(name)))
-        said = systemd.told()
-        while said == "WATCHDOG=1":  # of one that was started before
-            said = systemd.told()
-        assert said == "READY=1", (systemd.root / f"{name}.log").read_text()
+    names = [*auth, "scheduler", "node", "gateway"]
+    started = [(name, systemd.start_ready(name)) for name in names]
+    host = hosted(systemd)
     assert [systemd.told() for _ in range(9)] == ["WATCHDOG=1"] * 9
+    asyncio.run(ended(systemd))
+    assert systemd.told_next() == "STOPPING=1"
+    assert host.wait(PATIENCE_S) == 0, systemd.log(f"environment@{RUN}")
+    again = systemd.exit_code(systemd.start(f"environment@{RUN}"))
+    assert again == NEVER_AGAIN, systemd.log(f"environment@{RUN}")
     for name, process in reversed(started):
         process.terminate()
-        assert process.wait(PATIENCE_S) == 0, (systemd.root / f"{name}.log").read_text()
-        said = systemd.told()
-        while said == "WATCHDOG=1":
-            said = systemd.told()
-        assert said == "STOPPING=1"
+        assert systemd.told_next() == "STOPPING=1"
+        assert process.wait(PATIENCE_S) == 0, systemd.log(name)
     nats.terminate()
     assert nats.wait(PATIENCE_S) in (0, 1)
+
+
+def hosted(systemd: Systemd) -> subprocess.Popen[bytes]:
+    """Submit a run and start an environment host of it, with its owner's key."""
+    asyncio.run(submitted(systemd))
+    text = (REPOSITORY / "deploy/etc/environment.env").read_text()
+    path = systemd.root / f"etc/tinkermq/environment-{RUN}.env"
+    path.write_text(text.replace("TINKERMQ_API_KEY=", f"TINKERMQ_API_KEY={systemd.key}"))
+    return systemd.start_ready(f"environment@{RUN}")
+
+
+async def submitted(systemd: Systemd) -> None:
+    """Submit a run that waits for its client, so that nothing but the host plays its game."""
+    async with await connect(systemd.url, name="test", api_key=systemd.key or None) as broker:
+        await Pool(broker).submit({"name": RUN, "env": {"game": "guess"}}, configured=False)
+
+
+async def ended(systemd: Systemd) -> None:
+    """Ask the host for its game, as a generator does, then cancel the run."""
+    async with await connect(systemd.url, name="test", api_key=systemd.key or None) as broker:
+        pool = Pool(broker)
+        scope = pool.scope(await pool.find(RUN))
+        async with await a_generator(systemd, scope) as generator:
+            described = await call(
+                generator,
+                scope.env_describe,
+                DescribeRequest(),
+                DescribeReply,
+                timeout_s=PATIENCE_S,
+                waiting_for="the host",
+            )
+        assert described.game == "guess"
+        await pool.stop(RUN, now=True)
+
+
+async def a_generator(systemd: Systemd, scope: JobScope) -> Broker:
+    """Connect as a process of the job, with the key that the auth service would sign."""
+    if not systemd.with_users:
+        return await connect(systemd.url, name="test")
+    secrets = PoolSecrets(systemd.root / "etc/tinkermq/secrets")
+    file = secrets.credentials("scheduler")
+    async with await connect(systemd.url, name="test", credentials_file=file) as scheduler:
+        jobs = JobStore(scheduler)
+        actor = ActorPlacement(name="generator-0", role="generator")
+        record = await jobs.get(scope.user, scope.job)
+        await jobs.update(record, lambda now: now.model_copy(update={"actors": [actor]}))
+    identity = JobIdentity(scope.user, scope.job, actor.role, actor.name, record.attempt)
+    return await connect(systemd.url, name="test", api_key=job_key(identity, secrets.job_secret()))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from tinkermq.broker.presence import list_presences
 from tinkermq.clients import (
     AsyncSchedulerClient,
     AsyncServiceClient,
@@ -24,6 +25,7 @@ from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame
 from tests.configs import small_job
+from tests.processes import listening_ports
 from tests.stack import Stack
 from tests.waiting import eventually
 
@@ -186,9 +188,15 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
         return await asyncio.to_thread(subprocess.run, full, capture_output=True, check=False)
 
     listed = json.loads((await run("ps", "--json")).stdout)
-    assert next(row for row in listed if row["run"] == "cli-run")["state"] == "RUNNING"
+    row = next(row for row in listed if row["run"] == "cli-run")
+    assert row["state"] == "RUNNING"
+    assert f"(job {row['job']})" in seen
+    pids = [entry.value.pid for entry in await list_presences(stack.broker, f"local.{row['job']}.")]
+    assert len(pids) == 3
+    assert set().union(*map(listening_ports, [*pids, *stack.pids])) == set()
+    assert b"cli-run has priority 3" in (await run("priority", "cli-run", "3")).stdout
     assert (await run("scale", "cli-run", "generators=2")).returncode == 0
     assert (await run("stop", "cli-run", "--now")).returncode == 0
-    watched = await run("watch", "cli-run", "--json")
+    watched = await run("attach", "cli-run", "--json")
     last = json.loads(watched.stdout.splitlines()[-1])
     assert last["job"]["state"] == "CANCELLED"

@@ -167,6 +167,8 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     assert operator.run("logs", "run-ada", key="ada").code == 0
     assert operator.run("rollouts", "run-ada", key="ada").code == 0
     assert operator.run("logs", "run-ada", key="bob").code != 0
+    attached = operator.run("attach", "run-ada", key="bob")
+    assert (attached.code, "there is no run 'run-ada'" in attached.err) == (2, True)
     written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
     written += list((operator.home / "logs").iterdir())
     for key in [*operator.keys.values(), "tmqj."]:

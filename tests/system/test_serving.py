@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -26,9 +27,12 @@ from tests.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def run(stack: Stack, *words: str) -> Outcome:
-    """Run one command against the stack."""
+async def run(stack: Stack, *words: str, without: Path | None = None) -> Outcome:
+    """Run one command against the stack, maybe as on a machine without one of its folders."""
     full = command([*words, "--nats-url", stack.server.url])
+    if without is not None:
+        empty = 'mount -t tmpfs none "$0" && exec "$@"'
+        full = ["unshare", "--map-root-user", "--mount", "sh", "-c", empty, str(without), *full]
     done = await asyncio.to_thread(
         subprocess.run, full, capture_output=True, check=False, timeout=170
     )
@@ -108,17 +112,23 @@ async def test_a_live_run_is_followed_to_its_newest_version(
         await client.cancel_job(job["job_id"])
 
 
-async def test_two_versions_are_compared_on_the_same_tasks(stack: Stack, trained: Job) -> None:
-    name = trained.record.name
+async def test_two_versions_are_compared_from_a_machine_without_the_checkpoints(
+    stack: Stack, trained: Job
+) -> None:
+    name, folder = trained.record.name, Path(trained.record.run_dir)
     words = ["eval", "--compare", f"{name}@2", f"{name}@4", "--tasks", "3,1,4,15,92"]
-    told = await run(stack, *words, "--json")
+    told = await run(stack, *words, "--json", without=folder)
     assert told.code == 0, told.err
     result = json.loads(told.out)
     assert result["difference"]["num_tasks"] == 5
     assert result["a"]["summary"]["episodes"] == 5
-    shown = await run(stack, "eval", f"{name}@4", "--tasks", "3,1")
+    other = await run(stack, "eval", f"{name}@3", without=folder)
+    assert (other.code, "has no checkpoint of step 3" in other.err) == (2, True)
+    shown = await run(stack, "eval", name, "--tasks", "3,1", without=folder)
     assert shown.code == 0, shown.err
-    assert "submitted" in shown.out
+    assert f"evaluated {name}@4" in shown.err
+    assert re.search(r"submitted \S+ +\(job \w{26}\)", shown.out)
+    assert "tinkermq logs" in shown.out
     assert "95 % interval" in shown.out
     assert "--compare" in shown.out
 

@@ -122,7 +122,7 @@ async def test_an_admin_is_told_of_all_jobs_and_stops_one_by_its_id(
         return now if now.state == "CANCELLED" else None
 
     ended = await eventually(cancelled, "the job to be cancelled")
-    assert [(event.kind, event.source) for event in ended.early] == [
+    assert [(event.kind, event.source) for event in ended.untold] == [
         ("job_queued", "user ada"),
         ("job_cancelled", "user root"),
     ]

@@ -32,7 +32,7 @@ from tinkermq.schemas.user import (
 
 from tests.secured import SecuredPool
 from tests.strategies import make_group
-from tests.waiting import eventually, until
+from tests.waiting import PATIENCE_S, eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REFUSED = "refuses this user"
@@ -133,8 +133,13 @@ async def test_a_key_that_runs_out_closes_its_connections(pool: SecuredPool) -> 
     request = AddUser(user="brief", days=4 / 86_400)
     key = (await ask_users(root, "add", request, NewKey)).secret
     broker = await pool.connected(key)
-    await asyncio.wait_for(broker.closed.wait(), 60)
-    await refused(pool, key)
+    await asyncio.wait_for(broker.closed.wait(), PATIENCE_S)
+    with pytest.raises(BrokerError, match=r"is closed: .*authentication expired"):
+        await ask_users(broker, "me", Empty(), UserReply)
+    with pytest.raises(BrokerError, match=rf"{REFUSED}(.|\n)*expired"):
+        await connect(pool.server.url, name="test", api_key=key)
+    outcomes = {(one.who, one.what, one.outcome) for one in await audit(pool)}
+    assert ("brief", "login", "a key that has expired") in outcomes
 
 
 async def test_the_quota_is_where_the_scheduler_reads_it(pool: SecuredPool) -> None:
@@ -193,6 +198,22 @@ async def test_the_key_of_a_process_is_worth_something_while_its_job_has_it(
     record = await jobs.get("ada", scope.job)
     await jobs.transition(record, "COMPLETED", "done", "test")
     await refused(pool, job_key(good, secret))
+
+
+async def test_the_end_of_a_job_closes_the_connections_of_its_processes(pool: SecuredPool) -> None:
+    ada = await pool.user("ada")
+    ended, live = await pool.job("ada", "01ended"), await pool.job("ada", "01lives")
+    process, other = await pool.process(ended, "learner"), await pool.process(live, "learner")
+    errors = watched(process)
+    jobs = JobStore(await pool.service("scheduler"))
+    record = await jobs.transition(await jobs.get("ada", ended.job), "COMPLETED", "done", "test")
+    await shut_out(process, errors)
+    record = await jobs.transition(record, "QUEUED", "resumed", "test", attempt=2)
+    identity = JobIdentity("ada", ended.job, "learner", "learner", 2)
+    again = await pool.connected(job_key(identity, pool.secrets.job_secret()))
+    assert again.is_connected
+    assert other.is_connected
+    assert ada.is_connected
 
 
 async def test_who_is_in_stays_while_the_auth_service_is_away(pool: SecuredPool) -> None:

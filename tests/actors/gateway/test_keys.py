@@ -2,14 +2,18 @@
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 import pytest_asyncio
+from tinkermq.actors.gateway.rest import OPERATIONS
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
 from tinkermq.broker.keys import new_api_key
@@ -87,13 +91,60 @@ async def test_each_key_shows_the_jobs_of_its_own_user(guarded: Guarded) -> None
         listed = (await guarded.gateway.get("/api/v1/jobs", **bearer(key))).json["jobs"]
         assert [one["job"] for one in listed] == [f"job-of-{own}"]
         assert (await guarded.gateway.get("/api/v1/whoami", **bearer(key))).json == {"user": own}
-        for part in ("", "/metrics", "/logs", "/rollouts", "/config", "/checkpoints/1"):
-            path = f"/api/v1/jobs/job-of-{other}{part}"
-            assert (await guarded.gateway.get(path, **bearer(key))).status == 404
-        answer = await guarded.gateway.post(
-            f"/api/v1/jobs/job-of-{other}/resume", {}, **bearer(key)
-        )
-        assert answer.status == 404
+        base = f"/jobs/job-of-{other}"
+        for operation in OPERATIONS:  # every one that is about a job
+            if not operation.path.startswith("/api/v1/jobs/{job}"):
+                continue
+            path = operation.path.replace("{job}", f"job-of-{other}")
+            path = re.sub(r"{\w+:int}", "1", path)
+            ask = guarded.gateway.get if operation.method == "GET" else guarded.gateway.post
+            more = () if operation.method == "GET" else (_BODIES.get(path.rpartition("/")[2], {}),)
+            answer = await ask(path, *more, **bearer(key))
+            assert answer.status == 404, (operation, answer.text)
+        for part in ("", "/rollouts", "/rollouts/1/0", "/logs", "/events", "/config"):
+            assert (await guarded.gateway.get(base + part, **bearer(key))).status == 404
+        for action, fields in _BODIES.items():
+            form = urlencode(fields).encode()
+            cookie = await logged_in(guarded, own)
+            answer = await guarded.gateway.form(f"{base}/{action}", form, cookie=cookie)
+            assert answer.status == 404
+        config = {"model": {"path": "m"}, "env": {"game": "bandit"}}
+        forked = {"config": config, "fork_of": f"job-of-{other}@1"}
+        assert (await guarded.gateway.post("/api/v1/jobs", forked, **bearer(key))).status == 404
+        chat = {"model": f"job-of-{other}", "messages": [{"role": "user", "content": "hi"}]}
+        assert (
+            await guarded.gateway.post("/v1/chat/completions", chat, **bearer(key))
+        ).status == 404
+
+
+_BODIES: dict[str, dict[str, Any]] = {
+    "stop": {"now": "true"},
+    "pause": {},
+    "resume": {},
+    "scale": {"role": "generator", "count": 2},
+    "priority": {"priority": 3},
+}
+
+
+async def logged_in(guarded: Guarded, user: str) -> str:
+    """Return the cookie of a session."""
+    answer = await guarded.gateway.form("/login", f"key={guarded.key(user)}".encode())
+    return answer.headers["set-cookie"].split(";")[0]
+
+
+async def test_a_key_that_was_replaced_opens_nothing(guarded: Guarded) -> None:
+    await guarded.pool.user("rosa")
+    old = guarded.bearer("rosa")
+    assert (await guarded.gateway.get("/api/v1/whoami", **old)).status == 200
+    told = await guarded.gateway.post("/api/v1/users/rotate", {"user": "rosa"}, **old)
+    assert told.status == 200, told.text
+
+    async def refused() -> bool:
+        return (await guarded.gateway.get("/api/v1/whoami", **old)).status == 401
+
+    await eventually(refused, "the old key to be refused")
+    fresh = bearer(told.json["secret"])
+    assert (await guarded.gateway.get("/api/v1/whoami", **fresh)).json == {"user": "rosa"}
 
 
 async def test_an_admin_is_told_how_to_look_into_the_job_of_somebody_else(guarded: Guarded) -> None:
@@ -237,8 +288,7 @@ async def test_the_user_of_a_key_may_have_underscores() -> None:
 
 async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
     await guarded.pool.user("carol")
-    answer = await guarded.gateway.form("/login", f"key={guarded.key('carol')}".encode())
-    session = answer.headers["set-cookie"].split(";")[0]
+    session = await logged_in(guarded, "carol")
     assert (await guarded.gateway.get("/jobs", cookie=session)).status == 200
     admin = await guarded.pool.connected(guarded.pool.admin_key)
     await ask_users(admin, "revoke", NameUser(user="carol"), UserReply)

@@ -7,21 +7,25 @@ import time
 import uuid
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from tinkermq.actors.gateway.rest import OPERATIONS
+from tinkermq.actors.gateway.server import Options, run
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
 from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.errors import BrokerError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.subjects import JobScope
 
 from tests.actors.gateway.test_episodes import two_turns
 from tests.configs import small_job
-from tests.gateway import Gateway, free_port, start
+from tests.gateway import Gateway, free_port, run_gateway, start
 from tests.groups import make_group
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -86,6 +90,29 @@ async def test_a_job_is_submitted_found_and_stopped(
     assert stopped.json["stop"] == "now"
 
 
+async def test_a_form_that_is_sent_twice_makes_one_job_and_a_changed_one_another(
+    stack: Stack, gateway: Gateway, model: Path
+) -> None:
+    page = (await gateway.get("/submit")).text
+    once = re.search('name="request_id" value="([0-9A-Za-z]+)"', page)
+    assert once is not None
+    config = json.dumps({**small_job(model), "output_dir": str(stack.folder / "runs")})
+
+    async def sent(priority: int) -> str:
+        fields = {"request_id": once[1], "config": config, "priority": str(priority)}
+        answer = await gateway.form("/submit", urlencode(fields).encode())
+        assert answer.status == 303, answer.text
+        return answer.headers["location"]
+
+    first = await sent(0)
+    assert await sent(0) == first
+    second = await sent(1)
+    assert second != first
+    for place in (first, second):
+        stopped = await gateway.post(f"/api/v1{place}/stop", {"now": True, "complete": True})
+        assert (stopped.json["stop"], stopped.json["stop_complete"]) == ("now", True)
+
+
 async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -> None:
     record = await finished_job(stack, gateway)
     base = f"/api/v1/jobs/{record.job}"
@@ -93,7 +120,7 @@ async def test_everything_of_a_job_can_be_read(stack: Stack, gateway: Gateway) -
     assert metrics["series"]["training_step_reward"]["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert "actor/entropy" not in metrics["series"]
     events = (await gateway.get(f"{base}/events")).json["events"]
-    assert [event["kind"] for event in events] == ["odd_thing", "job_completed"]
+    assert [event["kind"] for event in events] == ["job_completed", "odd_thing"]
     assert (await gateway.get(f"{base}/logs?actor=learner")).json["lines"][0]["text"] == HOSTILE
     assert (await gateway.get(f"{base}/logs?actor=other")).json["lines"] == []
     (group,) = (await gateway.get(f"{base}/rollouts")).json["groups"]
@@ -209,6 +236,24 @@ async def test_health_tells_of_the_broker(gateway: Gateway) -> None:
     answer = await gateway.get("/healthz")
     assert answer.json["status"] == "ok"
     assert not answer.json["with_keys"]
+
+
+async def test_health_tells_that_the_broker_is_away_and_back(
+    own_server: NatsServer, tmp_path: Path
+) -> None:
+    async with run_gateway(own_server.url, tmp_path) as gateway:
+        own_server.kill()
+        answer = await gateway.get("/healthz")
+        assert (answer.status, answer.json["status"]) == (503, "no broker")
+        assert "no NATS server answers at" in answer.json["error"]["message"]
+        own_server.start()
+        assert (await gateway.get("/healthz")).status == 200
+
+
+async def test_a_gateway_without_a_broker_does_not_start() -> None:
+    nowhere = f"nats://127.0.0.1:{free_port()}"
+    with pytest.raises(BrokerError, match=f"no NATS server answers at {nowhere}"):
+        await run(Options(nowhere, patience_s=0))
 
 
 async def test_the_openapi_document_has_every_operation_and_no_dangling_reference(

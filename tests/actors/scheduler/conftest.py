@@ -21,6 +21,7 @@ from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.feed import read_events
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rpc import Service, call
 from tinkermq.broker.server import NatsServer
@@ -35,9 +36,9 @@ from tinkermq.schemas.job import (
     SubmitRequest,
 )
 from tinkermq.schemas.message import Empty, Message
-from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.metric import Event, Presence
 from tinkermq.schemas.node import ActorStatus, NodeList, NodeStatus
-from tinkermq.schemas.subjects import JobScope, rpc
+from tinkermq.schemas.subjects import rpc
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
@@ -158,7 +159,7 @@ class Stack:
                 self.do(job, "learner", "done")
             return ControlReply(actor="learner")
 
-        subject = JobScope(job.user, job.job).control("learner")
+        subject = job.scope.control("learner")
         await service.endpoint("control", subject, ControlRequest, control)
 
     async def ask(self, method: str, request: Message, user: str = "local") -> JobRecord:
@@ -256,6 +257,11 @@ class Stack:
                     await asyncio.sleep(0.03)
         except TimeoutError:
             raise AssertionError(f"still {record}\n{self.logs()}") from None
+
+    async def events(self, job: JobRecord) -> list[Event]:
+        """Return what happened to a job that has started, all its moves included."""
+        await self.until(job, lambda now: not now.untold)
+        return await read_events(self.broker, job.scope)
 
     async def get(self, job: JobRecord) -> JobRecord:
         return await self.ask("get", JobRequest(job=job.job))

@@ -11,7 +11,7 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.feed import follow, publish_log, publish_metric, read_events
+from tinkermq.broker.feed import follow, publish_log, publish_metric
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import Service, call
 from tinkermq.schemas.errors import ConfigError, NotFoundError, PlacementError, StateError
@@ -141,7 +141,7 @@ async def test_a_job_whose_start_fails_has_failed_and_is_not_queued(stack: Stack
     await stack.node()
     await stack.until(job, "FAILED")
     await stack.until(next_one, "RUNNING")
-    kinds = [event.kind for event in await read_events(stack.broker, scope_of(job))]
+    kinds = [event.kind for event in await stack.events(job)]
     assert kinds.count("job_queued") == 1
     assert kinds[-1] == "job_failed"
     listed = await stack.list_jobs(ListRequest())
@@ -176,7 +176,7 @@ async def test_stopping_an_ended_job_takes_nothing_from_the_one_in_its_place(
 ) -> None:
     first = await stack.running()
     await stack.ask("stop", StopRequest(job=first.job, now=True))
-    first = await stack.until(first, "CANCELLED")
+    first = await stack.until(first, lambda now: now.state == "CANCELLED" and not now.untold)
     second = await stack.until(await stack.submit(), "RUNNING")
     third = await stack.until(await stack.submit(), lambda now: "is next" in now.reason)
     before = await stack.until_actors("learner", "generator-0")
@@ -222,7 +222,7 @@ async def test_what_a_job_told_can_be_read_when_it_and_its_scheduler_are_gone(
             return []
 
     assert [one.state for one in await eventually(listed, "the history")] == ["COMPLETED"]
-    events = await read_events(stack.broker, scope_of(job))
+    events = await stack.events(job)
     assert [event.kind for event in events][-1] == "job_completed"
     found: set[str] = set()
     async with asyncio.timeout(PATIENCE_S):
@@ -305,7 +305,7 @@ async def test_a_job_that_keeps_losing_its_nodes_fails_in_the_end(stack: Stack) 
     failed = await stack.until(job, "FAILED")
     assert failed.losses == 2
     assert failed.reason.startswith("lost its node 2 times: node 'n2' of the learner was silent")
-    moves = [event.kind for event in await read_events(stack.broker, scope_of(job))]
+    moves = [event.kind for event in await stack.events(job)]
     moves = [kind for kind in moves if kind in {"job_lost", "job_queued", "job_failed"}]
     assert moves == ["job_queued", "job_lost", "job_queued", "job_lost", "job_failed"]
     again = await stack.ask("resume", JobRequest(job=job.job))

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.feed import read_events
 from tinkermq.broker.presence import presences
 from tinkermq.broker.streams import stream_info
 from tinkermq.broker.users import UserStore, create_user_stores
@@ -11,7 +10,6 @@ from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import QuotaError
 from tinkermq.schemas.job import JobRequest, PriorityRequest, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.user import UserRecord
 
 from tests.waiting import eventually
@@ -28,7 +26,7 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     ended = await stack.until(job, "COMPLETED")
     assert ended.started is not None
     assert ended.finished is not None
-    events = await read_events(stack.broker, JobScope(job.user, job.job))
+    events = await stack.events(job)
     moves = [(event.kind, event.source) for event in events if event.kind.startswith("job_")]
     assert moves == [
         ("job_queued", "user local"),
@@ -37,6 +35,22 @@ async def test_a_job_runs_to_its_end_and_leaves_no_actor(stack: Stack) -> None:
     await stack.until_actors()
     log = Path(job.run_dir) / "logs" / "attempt_1" / "generator-0.log"
     assert log.read_text() == "up\ndrained\n"
+
+
+async def test_an_end_that_cannot_be_told_yet_is_told_later(stack: Stack) -> None:
+    job = await stack.running()
+    await stack.events(job)
+    stream = job.scope.stream_feed
+    config = (await stream_info(stack.broker, stream))["config"]
+    await stack.broker.api(f"STREAM.UPDATE.{stream}", config | {"max_msg_size": 1})
+    stack.do(job, "learner", "done")
+    ended = await stack.until(job, "COMPLETED")
+    assert [event.kind for event in ended.untold] == ["job_completed"]
+    await stack.until_actors()
+    await stack.broker.api(f"STREAM.UPDATE.{stream}", config)
+    assert (await stack.events(job))[-1].kind == "job_completed"
+    settled = await stream_info(stack.broker, stream)
+    assert settled["config"]["max_bytes"] < config["max_bytes"]
 
 
 async def test_a_failure_for_good_is_the_jobs_reason(stack: Stack) -> None:
@@ -183,7 +197,7 @@ async def test_a_node_that_drains_hands_its_jobs_to_another(stack: Stack) -> Non
     await first.drain()
     job = await stack.until(job, lambda now: now.state == "RUNNING" and now.actors[0].node == "n2")
     assert job.attempt == 1
-    kinds = [e.kind for e in await read_events(stack.broker, JobScope(job.user, job.job))]
+    kinds = [e.kind for e in await stack.events(job)]
     assert kinds.count("job_lost") == 1
 
 
@@ -219,7 +233,7 @@ async def test_a_quota_refuses_what_can_never_be_and_holds_back_the_rest(stack: 
 
 async def test_a_job_that_has_ended_gives_its_room_in_the_broker_back(stack: Stack) -> None:
     job = await stack.running()
-    scope = JobScope(job.user, job.job)
+    scope = job.scope
     reserved = (await stack.broker.api("INFO"))["reserved_storage"]
     stack.do(job, "learner", "fail")
     await stack.until(job, "FAILED")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.notifier import Plateau
-from tinkermq.broker.feed import publish_metric, read_events
+from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import call
 from tinkermq.broker.sealing import Seal, close_seal
@@ -89,7 +89,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_alone(stack: Stack, tmp_
     assert not found_in_processes(SECRET)
     assert not found_in_files(SECRET, tmp_path)
     assert SECRET not in str(await stack.get(job))
-    events = await read_events(stack.broker, JobScope(job.user, job.job))
+    events = await stack.events(job)
     assert SECRET not in str(events)
     stack.do(job, "learner", "done")
     await stack.until(job, "COMPLETED")

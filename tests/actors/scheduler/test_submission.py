@@ -40,7 +40,7 @@ async def test_a_job_gets_a_readable_name_a_first_event_and_a_run_folder(stack: 
     assert Path(job.run_dir).is_dir()  # noqa: ASYNC240  a local folder, in a test
     assert [actor.name for actor in job.actors] == ["learner", "generator-0", "generator-1"]
     assert parse_config(job.config).name == job.name
-    assert [(event.kind, event.source) for event in job.early] == [("job_queued", "user local")]
+    assert [(event.kind, event.source) for event in job.untold] == [("job_queued", "user local")]
     assert (await stack.ask("get", JobRequest(job=job.name))).job == job.job
 
 
@@ -134,13 +134,15 @@ async def test_an_incomplete_configuration_does_not_start(stack: Stack) -> None:
 async def test_a_fork_names_a_checkpoint_that_is_there(stack: Stack) -> None:
     await stack.scheduler()
     origin = await stack.submit(name="origin")
+    with pytest.raises(NotFoundError, match="'origin' has no checkpoint yet"):
+        await stack.submit(fork_of="origin@last")
     with pytest.raises(NotFoundError, match="'origin' has no checkpoint of step 40"):
         await stack.submit(fork_of="origin@40")
     folder = Path(origin.run_dir) / "checkpoints" / "step_000040"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
     fork = await stack.submit(fork_of=f"{origin.job}@40")
-    assert fork.fork_of == "origin@40"
+    assert fork.fork_of == (await stack.submit(fork_of="origin@last")).fork_of == "origin@40"
     shutil.rmtree(folder)  # the other run rotates its checkpoints: the fork keeps what it needs
     assert (Path(fork.fork_dir) / "config.json").read_text() == "{}"
     assert Path(fork.fork_dir).is_relative_to(fork.run_dir)

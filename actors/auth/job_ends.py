@@ -1,0 +1,85 @@
+"""Closes what the processes of a job leave open when the job has ended.
+
+A node ends them, unless it is cut off; what was started by hand, or runs on, would keep reading and
+writing with a key that opens no new connection. The connections themselves are looked through, so
+nothing has to be remembered across a restart, and several auth services may do it.
+"""
+
+import asyncio
+import time
+from typing import NamedTuple
+
+import structlog
+from nats.aio.client import Client
+from nats.errors import Error as NatsError
+
+from ...broker.jobs import JobStore, is_final
+from ...broker.keys import JobIdentity
+from ...schemas.errors import BrokerError, DeadlineError
+from .kicks import connected, kick
+
+EVERY_S = 10.0
+GRACE_S = 30.0
+"""Longer than a node lets actors drain."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class JobConnection(NamedTuple):
+    """Whom the connection of a job's process is named after."""
+
+    user: str
+    job: str
+    attempt: int
+
+    @classmethod
+    def of(cls, identity: JobIdentity) -> "JobConnection":
+        """Return it for whoever was let in with a job key."""
+        return cls(identity.user, identity.job, identity.attempt)
+
+    @classmethod
+    def read(cls, name: str) -> "JobConnection | None":
+        """Return it from the name, or None for that of a user or a service."""
+        parts = name.split(".")
+        if len(parts) != 3 or not parts[2].isdecimal():
+            return None
+        return cls(parts[0], parts[1], int(parts[2]))
+
+    @property
+    def name(self) -> str:
+        """The name under which the server lists the connection."""
+        return f"{self.user}.{self.job}.{self.attempt}"
+
+
+class JobEnds:
+    """Looks for connections whose job has ended, again and again."""
+
+    def __init__(
+        self, system: Client, jobs: JobStore, *, every_s: float = EVERY_S, grace_s: float = GRACE_S
+    ) -> None:
+        """Close through the server's `system` account, `grace_s` after a job's end."""
+        self._system = system
+        self._jobs = jobs
+        self._every_s = every_s
+        self._grace_s = grace_s
+
+    async def run(self) -> None:
+        """Look every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._look()
+            except (BrokerError, DeadlineError, NatsError) as error:  # the next look does it
+                _log.warning("connections_not_seen", error=str(error))
+
+    async def _look(self) -> None:
+        for name in sorted(await connected(self._system)):
+            connection = JobConnection.read(name)
+            if connection is not None and await self._is_over(connection):
+                await kick(self._system, name)
+
+    async def _is_over(self, connection: JobConnection) -> bool:
+        """Whether that attempt of the job has ended, some time ago."""
+        record = await self._jobs.find_by_id(connection.user, connection.job)
+        if record is None or record.attempt != connection.attempt:
+            return True
+        return is_final(record) and time.time() - (record.finished or 0.0) > self._grace_s

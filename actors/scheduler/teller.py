@@ -1,0 +1,56 @@
+"""Tells the events of jobs' moves, which their records hold until they are told.
+
+Each job is told of in a task of its own, so that a stream that takes nothing holds up nobody else;
+what fails is left to the next turn. The streams of a job that has ended shrink once its end was
+told, and only then its record is done with: whoever is killed on the way leaves the rest to the
+next scheduler.
+"""
+
+import asyncio
+from collections.abc import Iterable
+
+import structlog
+
+from ...broker.connection import Broker
+from ...broker.jobs import JobStore, is_final
+from ...broker.streams import settle_job_streams
+from ...schemas.errors import BrokerError, ConflictError, NotFoundError
+from ...schemas.job import JobRecord
+
+_TELL_S = 10.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Teller:
+    """Empties the records of what was not told."""
+
+    def __init__(self, broker: Broker, jobs: JobStore) -> None:
+        """Be telling nothing."""
+        self._broker = broker
+        self._jobs = jobs
+        self._telling: dict[str, JobRecord] = {}
+
+    def tell(self, records: Iterable[JobRecord], group: asyncio.TaskGroup) -> None:
+        """Tell what these records hold, in tasks of `group`, unless that is under way."""
+        for record in records:
+            key = record.scope.key
+            if key not in self._telling:
+                self._telling[key] = record
+                group.create_task(self._tell(key, record), name=f"events of {key}")
+
+    def closes(self, key: str) -> bool:
+        """Whether the streams of a job are being shrunk: it cannot be started again just now."""
+        record = self._telling.get(key)
+        return record is not None and is_final(record)
+
+    async def _tell(self, key: str, record: JobRecord) -> None:
+        try:
+            async with asyncio.timeout(_TELL_S):
+                await self._jobs.tell(record)
+                if is_final(record):
+                    await settle_job_streams(self._broker, record.scope)
+                await self._jobs.told(record)
+        except (BrokerError, TimeoutError, ConflictError, NotFoundError) as error:  # next turn
+            _log.warning("events_wait", job=record.job, error=str(error))
+        finally:
+            del self._telling[key]
