@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from tinkermq.envs import StepResult
+from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.bandit import BanditGame
 
 
@@ -39,3 +39,36 @@ class RaisesInStep(BanditGame):
     def step(self, action: str) -> StepResult:
         """Raise, as a game with a mistake does."""
         raise ValueError(f"no rule for {len(action)} letters")
+
+
+class DuetGame(AbstractGame):
+    """Two voices take four turns; whatever they say is passed on as its length."""
+
+    roles = ("high", "low")
+
+    def reset(self, **_: Any) -> str:
+        """Let one of them begin."""
+        self.turns, self.role = 0, self.rng.choice(self.roles)
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """1 to who sings, and 2 to who listens, at every turn."""
+        listener = self.roles[self.role == "high"]
+        self.turns += 1
+        self.role = listener
+        rewards = {listener: 2.0}
+        return StepResult(f"heard {len(action)}", 1.0, self.turns == 4, rewards=rewards)
+
+    def get_system_prompt(self) -> str:
+        """Name the voice."""
+        return f"you are {self.role}"
+
+    def get_initial_user_message(self) -> str:
+        """Say what to do."""
+        return "sing"
+
+
+class AloneGame(DuetGame):
+    """The same for one."""
+
+    roles = ()

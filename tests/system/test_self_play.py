@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session"
 SHORT = {
     "group_size": 4,
     "max_turns": 3,
-    "max_prompt_tokens": 64,
+    "max_prompt_tokens": 48,
     "max_turn_tokens": 3,
-    "max_response_tokens": 48,
+    "max_response_tokens": 64,
 }
 
 
@@ -49,9 +49,9 @@ async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     other = save_tiny_model(tmp_path / "other", width=32, layers=1, seed=7)
     config = small_job(
         model,
-        env={"game": "negotiation", "num_val": 2},
+        env={"game": "tests.games:DuetGame", "num_val": 2},
         rollout=SHORT,
-        policies={"buyer": str(other)},
+        policies={"low": str(other)},
         self_play={"past_share": 0.6, "pool_every": 2, "pool_size": 2},
         training={"num_steps": 8, "batch_size": 2, "max_staleness": 0},
     )
@@ -59,18 +59,18 @@ async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     await job.until("COMPLETED", deadline_s=300)
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
-    assert (job.run_dir / "latest" / "policies" / "buyer" / "config.json").is_file()
+    assert (job.run_dir / "latest" / "policies" / "low" / "config.json").is_file()
     entries = await job.entries()
     episodes = [item for entry in entries if entry.group for item in entry.group.sampled]
     against = [item for item in episodes if item.opponents]
     assert 0 < len(against) < len(episodes)
     for item in against:
-        assert {*item.opponents, item.role} == {"seller", "buyer"}
+        assert {*item.opponents, item.role} == {"high", "low"}
         assert set(item.opponents.values()) <= {0, 2, 4, 6}
     told = [metric.values for metric in await job.metrics()]
     names = {name for values in told for name in values}
-    assert {"opponent/v0/win_rate", "role/seller/reward", "role/buyer/reward"} <= names
-    for label in ("", "policy/buyer/"):  # each role was played by its own policy's weights
+    assert {"opponent/v0/win_rate", "role/high/reward", "role/low/reward"} <= names
+    for label in ("", "policy/low/"):  # each role was played by its own policy's weights
         mismatch = [values.get(f"{label}staleness/abs_log_ratio/lag_0") for values in told]
         assert max(value for value in mismatch if value is not None) < 1e-3
     assert (await job.validations())[8]["val/failed_episodes"] == 0

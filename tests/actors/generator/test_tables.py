@@ -16,7 +16,6 @@ from tinkermq.actors.generator.players import Players
 from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.tiny_model import save_tiny_model
 from tinkermq.broker.connection import Broker
-from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.remote import Environments
 from tinkermq.schemas.config import JobConfig
@@ -24,40 +23,7 @@ from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
 
-from tests.models import changed, plain_logprobs
-
-
-class DuetGame(AbstractGame):
-    """Two voices take four turns; whatever they say is passed on as its length."""
-
-    roles = ("high", "low")
-
-    def reset(self, **_: Any) -> str:
-        """Let one of them begin."""
-        self.turns, self.role = 0, self.rng.choice(self.roles)
-        return ""
-
-    def step(self, action: str) -> StepResult:
-        """1 to who sings, and 2 to who listens, at every turn."""
-        listener = self.roles[self.role == "high"]
-        self.turns += 1
-        self.role = listener
-        rewards = {listener: 2.0}
-        return StepResult(f"heard {len(action)}", 1.0, self.turns == 4, rewards=rewards)
-
-    def get_system_prompt(self) -> str:
-        """Name the voice."""
-        return f"you are {self.role}"
-
-    def get_initial_user_message(self) -> str:
-        """Say what to do."""
-        return "sing"
-
-
-class AloneGame(DuetGame):
-    """The same for one."""
-
-    roles = ()
+from tests.models import changed, plain_logprobs, until
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +43,7 @@ async def playing(
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "env": {"game": f"{__name__}:{game}"},
+            "env": {"game": f"tests.games:{game}"},
             "rollout": {
                 "group_size": 3,
                 "max_turns": 4,
@@ -103,7 +69,7 @@ async def playing(
     runner = GroupRunner(players, hosts, config, "test", past)
     try:
         yield lambda task: runner.run(task, "try")
-        assert host.num_running == 0
+        await until(lambda: host.num_running == 0)
     finally:
         stopping.set()
         await hosting
