@@ -20,7 +20,7 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
 # reader of the compose file. Where this cannot install them, the tests that want them say so.
