@@ -9,10 +9,10 @@ BIN := $(VENV)/bin
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs test lint format check docs screenshots bench
+.PHONY: help quickstart venv programs test test-long extras lint format check docs screenshots bench
 
 help:  ## List the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
 
 quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watch its reward rise
 	$(BIN)/python examples/quickstart.py
@@ -22,9 +22,27 @@ venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
+test-long: $(VENV)/dev.stamp programs  ## Run the tests that take minutes each: more games learn
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# Packages of games that need a compiler, or do not fit beside those of development, have an
+# environment of their own; their tests run without the fixtures of the whole stack.
+extras: $(VENV)-extras/extras.stamp  ## Run the tests of games whose packages are extras
+	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m extras --confcutdir tests/envs \
+	  tests/envs/adapters tests/envs/test_alfworld.py
+
+$(VENV)-extras/extras.stamp: pyproject.toml
+	@echo "installing the packages of games into $(VENV)-extras: some minutes, once"
+	@$(PYTHON) -m venv $(VENV)-extras
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
+	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
-# reader of the compose file. Where this cannot install them, the tests that want them say so.
-PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose
+# reader of the compose file, the sandbox. Where this cannot install them, the tests that want them
+# say so.
+PROGRAMS := chromium:chromium ip:iproute2 openssl:openssl docker-compose:docker-compose \
+  bwrap:bubblewrap
 programs:
 	@lacking=""; for one in $(PROGRAMS); do \
 	  command -v $${one%%:*} >/dev/null || lacking="$$lacking $${one##*:}"; done; \

@@ -17,7 +17,11 @@ async def serve_games(context: JobContext) -> None:
     """Host the games of the context's job until it stops."""
     await context.serve_control()
     host = EnvironmentHost(
-        context.broker, context.scope, context.config.env, seed=context.config.seed
+        context.broker,
+        context.scope,
+        context.config.env,
+        seed=context.config.seed,
+        judge_job=context.record.judge,
     )
     async with asyncio.TaskGroup() as tasks:
         beating = tasks.create_task(_tell(context, host), name="env_beat")

@@ -31,6 +31,8 @@ RECIPES = {
     "bandit": Recipe(steps=60, width=64),
     "tictactoe": Recipe(steps=120, batch=32, width=64),
     "negotiation": Recipe(steps=120, batch=32, width=64),
+    "math": Recipe(steps=300, width=64),
+    "math_code": Recipe(steps=640),
 }
 
 

@@ -25,6 +25,7 @@ NAMES = (
     "against_trl",
     "asynchrony",
     "environment",
+    "sandbox",
     "engine",
     "weights",
     "overhead",

@@ -108,14 +108,19 @@ def invited_permissions() -> Permissions:
 # -- processes of jobs -----------------------------------------------------------------------------
 
 
-def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permissions:
+def job_permissions(
+    identity: JobIdentity, follow: str | None = None, judge: str | None = None
+) -> Permissions:
     """Return what a process of a job may do, by its role.
 
-    `follow` is the run of the same user whose weights an inference job serves. Raises KeyError
-    for a role that is none.
+    `follow` is the run of the same user whose weights an inference job serves, `judge` the
+    inference job of the same user that its environment hosts ask for rewards. Raises KeyError for
+    a role that is none.
     """
     scope, actor = identity.scope, identity.actor
-    inboxes = (f"_INBOX_job.{scope.user}.{scope.job}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
+    # servers also answer environment hosts of the user's other jobs, whose episodes they judge
+    own = f"{scope.user}" if identity.role == "server" else f"{scope.user}.{scope.job}"
+    inboxes = (f"_INBOX_job.{own}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
     publish = {
         "learner": _learner,
         "generator": _generator,
@@ -133,6 +138,9 @@ def job_permissions(identity: JobIdentity, follow: str | None = None) -> Permiss
         weights = followed.bucket_weights
         publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
         hears = (*hears, followed.weights)
+    if judge is not None and identity.role == "environment":
+        judging = JobScope(scope.user, judge)
+        publish = (*publish, judging.infer("chat"), judging.infer("cancel"))
     return Permissions(
         publish=(*publish, scope.door(identity.role) + ".>", *inboxes),
         subscribe=(

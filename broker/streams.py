@@ -77,17 +77,25 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
 
     Those of events and log lines keep some room: actors that drain still tell their last lines,
     which must not push out the first ones. `create_job_streams` gives them their bounds back.
+
+    Raises BrokerError for a stream that the server does not change, DeadlineError.
     """
     for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+        name = str(config["name"])
         try:
-            info = await stream_info(broker, config["name"])
-        except StreamNotFound:  # the job never started
+            info = await stream_info(broker, name)
+            room = _LAST_WORDS_BYTES if name in {scope.stream_feed, scope.stream_log} else 0
+            bound = max(int(info["state"]["bytes"]) + room, 1)
+            if bound < info["config"]["max_bytes"]:
+                change = {"max_bytes": bound}
+                await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
+        except StreamNotFound:  # the job never started, or somebody has removed it just now
             continue
-        room = _LAST_WORDS_BYTES if config["name"] in {scope.stream_feed, scope.stream_log} else 0
-        bound = max(int(info["state"]["bytes"]) + room, 1)
-        if bound < info["config"]["max_bytes"]:
-            change = {"max_bytes": bound}
-            await _ask(broker, f"STREAM.UPDATE.{config['name']}", info["config"] | change)
+        except APIError as error:
+            raise BrokerError(
+                f"the server does not change the bounds of {name}: {error.description}",
+                hint=f"look at it with `nats stream info {name}`",
+            ) from error
 
 
 async def ensure_task_consumer(

@@ -6,7 +6,7 @@ thread with an event loop of its own, so that it serves whatever the user's prog
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,16 +52,25 @@ class GameEnvironment:
         game_kwargs: dict[str, Any] | None = None,
         job_id: str | None = None,
         api_key: str | None = None,
+        reward_function: Callable[..., Any] | None = None,
     ) -> None:
         """Prepare to host `game_class`; hosting starts with `setup`.
 
+        `reward_function` is called here at the end of each episode, as `env.reward` says it.
         Without `api_key` that of $TINKERMQ_API_KEY counts.
         """
         self._api_key = api_key
         self.game_class = game_class
         self.game_kwargs = dict(game_kwargs or {})
         self.job_id = job_id
+        self.reward_function = reward_function
         self._tree = _read_env(config)
+        if reward_function is not None:
+            self._tree["env"]["reward"] = {
+                **self._tree["env"].get("reward", {}),
+                "source": "function",
+                "function": f"{reward_function.__module__}:{reward_function.__qualname__}",
+            }
         self._loop: LoopThread | None = None
         self._stopping: asyncio.Event | None = None
         self._hosting: Future[None] | None = None
@@ -148,6 +157,7 @@ class GameEnvironment:
                 config,
                 seed=int(self._tree.get("seed", 0)),
                 game_class=self.game_class,
+                reward_function=self.reward_function,
             )
             async with hosted(host):
                 ready.set_result(None)
@@ -166,9 +176,10 @@ class MathGameEnvironment(GameEnvironment):
         game_kwargs: dict[str, Any] | None = None,
         job_id: str | None = None,
         api_key: str | None = None,
+        reward_function: Callable[..., Any] | None = None,
     ) -> None:
         """Prepare to host `game_class` on parquet or JSONL files of this machine."""
-        super().__init__(game_class, config, game_kwargs, job_id, api_key)
+        super().__init__(game_class, config, game_kwargs, job_id, api_key, reward_function)
         self.data_paths = _paths(data_paths)
         self.val_data_paths = _paths(val_data_paths or ())
         if not self.data_paths:

@@ -38,11 +38,6 @@ def _as_list(value: Any) -> list[str]:
 
 
 def _advantage(value: Any) -> str:
-    if value == "gae":
-        raise ConfigError(
-            "adv_estimator='gae' needs a critic, and no critic is trained here",
-            hint="use a group estimator: adv_estimator=grpo with rollout_n > 1",
-        )
     return _ADVANTAGES.get(str(value), str(value))
 
 
@@ -104,8 +99,6 @@ TABLE: dict[str, Translation] = {
     "checkpoint_path": _to("output_dir"),
     "logger_backends": _to("logger_backends", _backends),
     "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
-    "multi_turn.per_turn_reward_gamma": _to("algorithm.gamma"),
-    "multi_turn.per_turn_training": _no("use adv_estimator=grpo_per_turn"),
     "multi_turn.weave_project": _no("use project_name and logger_backends"),
     "multi_turn.experiment_name": _no("use experiment_name"),
     "lora": _no(_LORA),
@@ -122,7 +115,10 @@ TABLE: dict[str, Translation] = {
     "scheduler_api_key": _no(_CONNECTION),
     "api_key": _no(_CONNECTION),
     "server_url": _no("give it to ServiceClient(server_url)"),
-    "reward_function": _no("a reward belongs in the game: compute it in step()"),
+    "reward_function": _no(
+        "pass it to the GameEnvironment, or name it: env.reward.source=function and "
+        "env.reward.function=package.module:function"
+    ),
     "wandb_key": _no(
         "set WANDB_API_KEY in your environment: it is handed over sealed, no record holds it"
     ),
@@ -142,6 +138,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
     _take_lora(flat)
     _take_turn_limits(flat, tree)
     _take_kl(flat, tree)
+    _take_turn_samples(flat, tree)
     for key, value in flat.items():
         entry = _find(key, value)
         if entry is None:
@@ -265,6 +262,21 @@ def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
                 hint=did_you_mean(str(kind), _KL_ESTIMATORS),
             )
         _put(tree, "algorithm.kl_estimator", _KL_ESTIMATORS[kind], "kl.kl_loss_type")
+
+
+def _take_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The two `multi_turn.per_turn_*` keys: turns as samples, and the discount of their returns.
+
+    A discount that is not 0 asks for returns. `grpo_per_turn` has a discount without the other.
+    """
+    by_turn = flat.pop("multi_turn.per_turn_training", None)
+    name = "multi_turn.per_turn_reward_gamma"
+    gamma = flat.pop(name, None)
+    if by_turn:
+        _put(tree, "algorithm.sample", "turn", "multi_turn.per_turn_training")
+        _put(tree, "algorithm.turn_reward", "return" if gamma else "reward", name)
+    if gamma is not None and (gamma or not by_turn):
+        _put(tree, "algorithm.gamma", gamma, name)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

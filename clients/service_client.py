@@ -270,7 +270,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         return self._start(self.aio.fit(env, **options))
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:
-        """Refuse: a reward belongs in the game.
+        """Refuse: no code of clients is run in the pool.
 
         Raises ConfigError that says so.
         """
@@ -278,8 +278,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         raise ConfigError(
             f"reward function {function_name!r} cannot be uploaded: no code of clients runs in "
             "the pool",
-            hint="a reward belongs in the game: compute it in your game's step(), and host the "
-            "game with GameEnvironment",
+            hint="pass it to the GameEnvironment as reward_function: it is called where the game "
+            "is hosted",
         )
 
 

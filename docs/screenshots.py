@@ -21,7 +21,7 @@ from tests.browser import open_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-MODELS = ROOT / "outputs" / "models"
+MODELS = Path("outputs") / "models"  # below ROOT, where the stack runs
 WIDE, PHONE = 1280, 390
 _POLL_S = 1.0
 _DEADLINE_S = 600
@@ -57,7 +57,7 @@ def ask(url: str, body: Any = None) -> Any:
 
 def submit(url: str, game: str, home: Path, *overrides: str) -> str:
     """Submit an example; return its job id."""
-    warm_start(game, MODELS / game)
+    warm_start(game, ROOT / MODELS / game)
     places = [f"output_dir={home / 'runs'}", f"model.path={MODELS / game}"]
     config = (ROOT / "examples" / f"{game}.yaml").read_text(encoding="utf-8")
     body = {"config": config, "overrides": [*places, *overrides]}

@@ -6,7 +6,7 @@ itself. So one episode's long observation cannot make the message of all others 
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from ..schemas.codec import pack
 from ..schemas.env import FailedStep, Opened, StepReply
@@ -60,12 +60,14 @@ class StepAnswer:
         self._rewards: list[float] = []
         self._done: list[bool] = []
         self._infos: list[dict[str, Any]] = []
+        self._roles: list[Literal["user", "tool"]] = []
         self._failed: list[FailedStep] = []
         self._num_bytes = 0
 
     def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
         """Add the next action: the game's answer, or why it was not asked."""
         result = self._result(answer)
+        self._roles.append(result.role if result else "user")
         if result is None:
             self._observations.append(None)
             self._rewards.append(0.0)
@@ -79,11 +81,13 @@ class StepAnswer:
 
     def reply(self) -> StepReply:
         """Return the message."""
+        roles = self._roles if "tool" in self._roles else []
         return StepReply(
             observations=self._observations,
             rewards=self._rewards,
             done=self._done,
             infos=self._infos,
+            roles=roles,
             failed=self._failed,
         )
 

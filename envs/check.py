@@ -87,7 +87,7 @@ class _Checker:
     def probe(self) -> str:
         """Make one instance; return the game's name."""
         episodes = Episodes(self.game_class, self.config.kwargs)
-        return self._limited("__init__", episodes.probe)
+        return self._limited("__init__", episodes.probe).name
 
     def _limited(self, verb: str, call: Callable[[], T]) -> T:
         """Call into the game, for as long as an environment host would wait for it."""
@@ -149,27 +149,29 @@ class _Checker:
 
     def gold(self) -> str:
         """Gold answers score full marks."""
-        full = float(getattr(self.game_class, "max_return", FULL_MARKS))
+        full = FULL_MARKS
         for number in range(NUM_EPISODES):
-            total = self._play_gold(number)
-            if abs(total - full) > 1e-6:
+            total, full, solved = self._play_gold(number)
+            if not (abs(total - full) <= 1e-6 if solved is None else solved):
                 raise GameError(
                     f"the gold answers of episode {number} score {total:g}, full marks are "
                     f"{full:g}",
-                    hint="correct gold_action or step, or set max_return on the class",
+                    hint="correct gold_action or step, set max_return on the class, or say success "
+                    "in the last step's info",
                 )
         return f"{NUM_EPISODES} episodes score {full:g}"
 
-    def _play_gold(self, number: int) -> float:
+    def _play_gold(self, number: int) -> tuple[float, float, bool | None]:
+        """Return what right answers scored, full marks, and whether the game says it is solved."""
         opening = self.opening(number)
         game: Any = self.game_class(**self.config.kwargs)
         open_game(game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs)
-        total = 0.0
+        total, full = 0.0, float(getattr(game, "max_return", FULL_MARKS))
         for _ in range(MAX_TURNS):
             result = self._limited("step", lambda: game.step(game.gold_action()))
             total += result.reward
             if result.done:
-                return total
+                return total, full, result.info.get("success")
         raise GameError(
             f"gold answers do not end episode {number} within {MAX_TURNS} turns",
             hint="let step say done",

@@ -5,9 +5,9 @@ GameError that carries the end of the game's own traceback.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..schemas.errors import DataError, GameError, NotFoundError
+from ..schemas.errors import NotFoundError, TinkermqError
 from .game import (
     AbstractGame,
     ChatMessage,
@@ -15,6 +15,7 @@ from .game import (
     check_result,
     check_role,
     check_text,
+    check_tools,
     game_failure,
 )
 from .prompt import address, open_game
@@ -33,6 +34,17 @@ class Opening:
     """Row of a dataset game."""
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset`."""
+
+
+class GameFacts(NamedTuple):
+    """What is the same in all episodes of a game."""
+
+    name: str
+    """Its name."""
+    tools: list[dict[str, Any]]
+    """The tools that its policy may call."""
+    roles: list[str]
+    """The names of its players; none for a game for one."""
 
 
 @dataclass
@@ -57,15 +69,12 @@ class Episodes:
         self._games: dict[str, AbstractGame] = {}
         self._turns: dict[str, _Turns] = {}
 
-    def roles(self) -> list[str]:
-        """Return the names of the game's players; none for a game for one."""
-        return list(self._make().roles)
-
-    def probe(self) -> str:
-        """Make one instance to see that it can be made; return the game's name."""
+    def probe(self) -> GameFacts:
+        """Make one instance to see that it can be made; return what all episodes share."""
         game = self._make()
         try:
-            return check_text(game, "get_interaction_name", game.get_interaction_name())
+            name = check_text(game, "get_interaction_name", game.get_interaction_name())
+            return GameFacts(name, check_tools(game), list(game.roles))
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, "get_interaction_name", error) from error
 
@@ -76,8 +85,6 @@ class Episodes:
             messages = open_game(
                 game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs
             )
-        except DataError:
-            raise
         except (Exception, SystemExit) as error:
             raise self._reset_failure(error, opening) from error
         self._games[opening.episode] = game
@@ -135,7 +142,7 @@ class Episodes:
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, f"__init__(**{self._kwargs!r})", error) from error
 
-    def _reset_failure(self, error: BaseException, opening: Opening) -> GameError:
+    def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)
         if isinstance(error, TypeError) and opening.record is None and "argument" in str(error):
             failure.hint = (

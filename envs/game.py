@@ -10,12 +10,12 @@ import random
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self, cast
+from typing import Any, Literal, NoReturn, Self, cast
 
 import numpy as np
 
 from ..schemas.codec import pack, unpack
-from ..schemas.errors import GameError, MessageError
+from ..schemas.errors import GameError, MessageError, TinkermqError
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""
@@ -35,6 +35,8 @@ class StepResult:
     """The episode has ended."""
     info: dict[str, Any] = field(default_factory=dict[str, Any])
     """Whatever else there is to tell; it travels, so plain values and arrays only."""
+    role: Literal["user", "tool"] = "user"
+    """Who says the observation: the user, or a tool that the policy has called."""
     rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
     """In a game with roles: what each role gets on top; `reward` is the acting role's."""
 
@@ -84,6 +86,15 @@ class AbstractGame(ABC):
     @abstractmethod
     def get_initial_user_message(self) -> str:
         """Return the words that precede the first state."""
+
+    def get_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the policy may call, as OpenAI's function schemas; always the same.
+
+        The model's chat template puts them into the first prompt; the calls come to `step` as the
+        model writes them (`envs/tool_calls.py` reads the form of Hermes and Qwen), and their
+        results go back as observations with `role="tool"`.
+        """
+        return []
 
     def generate_initial_state(self) -> dict[str, Any]:
         """Draw an initial state from `self.rng`: the arguments of `reset`."""
@@ -142,8 +153,11 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
         _refuse(game, "step's reward", reward, "a finite number")
     if type(done) is not bool:
         done = _truth(game, done)
+    if value.role not in ("user", "tool"):
+        _refuse(game, "step's role", value.role, "user or tool")
+    info = _travelling(game, info) if info else {}
     rewards = _rewards(game, value.rewards) if value.rewards else {}
-    return StepResult(observation, reward, done, _travelling(game, info) if info else {}, rewards)
+    return StepResult(observation, reward, done, info, value.role, rewards)
 
 
 def check_role(game: AbstractGame) -> str:
@@ -196,9 +210,26 @@ def _refuse(game: AbstractGame, what: str, value: Any, wanted: str) -> NoReturn:
     )
 
 
-def game_failure(name: str, method: str, error: BaseException) -> GameError:
-    """Turn what a game raised into a GameError that carries the end of its traceback."""
-    if isinstance(error, GameError):
+def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
+    """Return the game's tools if they are function schemas, else raise GameError."""
+    tools: Any = game.get_tools()
+    for tool in cast("list[Any]", tools) if isinstance(tools, list) else [tools]:
+        function = _field(tool, "function")
+        if not isinstance(_field(function, "name"), str):
+            _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
+    return cast("list[dict[str, Any]]", tools)
+
+
+def _field(value: Any, name: str) -> Any:
+    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
+
+
+def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
+    """Turn what a game raised into a GameError that carries the end of its traceback.
+
+    An error of ours says by itself what to do, and stays what it is.
+    """
+    if isinstance(error, TinkermqError):
         return error
     frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
     own = [frame for frame in frames if frame.filename not in _OWN_FILES]

@@ -10,6 +10,7 @@ inside a client's process.
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,8 +38,10 @@ from .episodes import Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .held import Held
 from .host_data import HostData
+from .record import Record
+from .rewards import make_rewards
 from .runner import make_runner
-from .seats import Solo, Table
+from .seats import Player, Solo, Table
 
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
@@ -75,10 +78,14 @@ class EnvironmentHost:
         name: str = "",
         seed: int = 0,
         game_class: type[AbstractGame] | None = None,
+        reward_function: Callable[..., Any] | None = None,
+        judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
         drain_s: float = DRAIN_S,
     ) -> None:
-        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own.
+        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
+        `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
+        `config.reward.judge` names, where it is known.
 
         `seed` is the job's: it decides the validation rows, which must be alike on every host.
         """
@@ -93,11 +100,13 @@ class EnvironmentHost:
         self._max_episodes = max_episodes
         self._drain_s = drain_s
         self._runner = make_runner(config, game_class)
+        self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
         self._data: HostData
         self._roles: list[str] = []
         self._game = config.game
+        self._tools: list[dict[str, Any]] = []
 
     @property
     def num_running(self) -> int:
@@ -119,9 +128,9 @@ class EnvironmentHost:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 try:
-                    self._game = await self._runner.start()
-                    self._roles = await self._runner.roles()
-                    await self._serve(stopping)
+                    self._game, self._tools, self._roles = await self._runner.start()
+                    async with self._rewards or contextlib.nullcontext():
+                        await self._serve(stopping)
                 finally:
                     keeper.cancel()
                     await self._runner.stop()
@@ -187,6 +196,8 @@ class EnvironmentHost:
         held = self._held.pop(episode, None)
         if held is not None:
             held.player.leave()
+        if self._rewards is not None:
+            self._rewards.forget(episode)
         self._changed.set()
 
     async def _describe(self, _: DescribeRequest) -> DescribeReply:
@@ -209,6 +220,7 @@ class EnvironmentHost:
             host=self.name,
             episodes=answer.episodes,
             prompts=answer.prompts,
+            tools=self._tools,
             data_source=self._data.source(request.split, request.sample),
             lease_s=self._config.lease_s,
         )
@@ -217,19 +229,21 @@ class EnvironmentHost:
         held = self._held.get(episode)
         if held is None:
             self._make_room()
-            held = self._seat(request) if request.table else self._begin(episode, request)
+            begin = self._seat if request.table else self._begin
+            held = begin(episode, request)
             held.opening.add_done_callback(_seen)
             self._held[episode] = held
         held.touch()
         return held
 
-    def _seat(self, request: ResetRequest) -> Held:
+    def _seat(self, episode: str, request: ResetRequest) -> Held:
         """Take a seat at a table that is held here."""
         there = self._held.get(request.table or "")
         if there is None or not isinstance(there.player, Table):
             raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
         seat = there.player.sit(request.role)
-        return Held(seat.prompt, seat)
+        record = self._data.record(request.split, request.sample)
+        return Held(asyncio.ensure_future(self._opened(episode, record, seat.prompt)), seat)
 
     def _begin(self, episode: str, request: ResetRequest) -> Held:
         """Start a game: an episode of its own, or the table of a game with roles."""
@@ -246,12 +260,21 @@ class EnvironmentHost:
         try:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs)
-            return await player.begin(opening)
+            return await self._opened(episode, record, player.begin(opening))
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
             self._changed.set()
             raise
+
+    async def _opened(
+        self, episode: str, record: Record | None, opening: Awaitable[list[ChatMessage]]
+    ) -> list[ChatMessage]:
+        """Return the first prompt of an episode that is to be rewarded from now on."""
+        messages = await opening
+        if self._rewards is not None and messages:
+            self._rewards.begin(episode, record, messages)
+        return messages
 
     def _make_room(self) -> None:
         if len(self._held) < self._max_episodes:
@@ -266,7 +289,9 @@ class EnvironmentHost:
 
     async def _step(self, request: StepRequest) -> StepReply:
         """Play the actions; tell what is ready, and what went wrong."""
-        columns = zip(request.episodes, request.turns, request.actions, strict=True)
+        columns = zip(
+            request.episodes, request.turns, request.actions, request.is_final, strict=True
+        )
         answers = [self._play(*action) for action in columns]
         await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
         collected = StepAnswer()
@@ -275,7 +300,7 @@ class EnvironmentHost:
         return collected.reply()
 
     def _play(
-        self, episode: str, turn: int, action: str
+        self, episode: str, turn: int, action: str, final: bool
     ) -> "asyncio.Future[StepResult] | TinkermqError":
         held = self._held.get(episode)
         if held is None:
@@ -288,12 +313,25 @@ class EnvironmentHost:
             if not held.is_repeat(turn):
                 held.turn += 1
                 self.counts.steps += 1
-                held.answer = held.player.step(action)
+                held.answer = self._answer(held.player, episode, action, final)
                 held.answer.add_done_callback(partial(self._settle, held))
         except TinkermqError as error:
             return error
         assert held.answer is not None
         return held.answer
+
+    def _answer(
+        self, player: Player, episode: str, action: str, final: bool
+    ) -> "asyncio.Future[StepResult]":
+        """Play an action, or only reward an episode; with what the game's host adds to it."""
+        if self._rewards is None and not final:
+            return player.step(action)
+        if self._rewards is None:
+            raise StateError("the episode is to be rewarded, but its rewards are the game's own")
+        if final:
+            return asyncio.ensure_future(self._rewards.finish(episode))
+        played = player.step(action)
+        return asyncio.ensure_future(self._rewards.step(episode, action, played))
 
     def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..schemas.codec import unpack
 from ..schemas.errors import GameError, MessageError, NotFoundError, TinkermqError, error_from_reply
-from .episodes import Opening
+from .episodes import GameFacts, Opening
 from .game import ChatMessage, StepResult
 from .thread_runner import hung
 from .worker import LENGTH
@@ -89,8 +89,8 @@ class ProcessRunner:
         self._homes: dict[str, _Process] = {}
         self._numbers = itertools.count()
 
-    async def start(self) -> str:
-        """Start the first process and make one game as a trial; return the game's name."""
+    async def start(self) -> GameFacts:
+        """Start the first process and make one game as a trial; return what it tells of itself."""
         return await self._start_process(self._slots[0])
 
     async def reset(self, opening: Opening) -> list[ChatMessage]:
@@ -124,11 +124,6 @@ class ProcessRunner:
         if result.done:
             self._forget(episode)
         return result
-
-    async def roles(self) -> list[str]:
-        """Return the roles of the game."""
-        process = await self._living(self._slots[0])
-        return await self._send(process, "roles", "", self._reset_timeout_s, ())
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Say whose turn it is, and what opens that role's conversation."""
@@ -172,7 +167,7 @@ class ProcessRunner:
             assert slot.process is not None
             return slot.process
 
-    async def _start_process(self, slot: _Slot) -> str:
+    async def _start_process(self, slot: _Slot) -> GameFacts:
         ours, theirs = socket.socketpair()
         with theirs:
             child = await asyncio.create_subprocess_exec(
@@ -190,7 +185,7 @@ class ProcessRunner:
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
         slot.process = process
         arguments = (self._game, self._kwargs, sys.path)
-        return await self._send(process, "start", "", START_TIMEOUT_S, arguments)
+        return GameFacts(*await self._send(process, "start", "", START_TIMEOUT_S, arguments))
 
     def _send(
         self, process: _Process, verb: str, episode: str, limit_s: float, arguments: Any

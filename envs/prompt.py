@@ -45,7 +45,11 @@ def _open_generated(game: AbstractGame, kwargs: dict[str, Any]) -> list[ChatMess
         **check_map(game, "generate_initial_state", game.generate_initial_state()),
         **kwargs,
     }
-    opening = check_text(game, "reset", game.reset(**state))
+    return _describe(game, check_text(game, "reset", game.reset(**state)), state)
+
+
+def _describe(game: AbstractGame, opening: str, state: dict[str, Any]) -> list[ChatMessage]:
+    """Return the messages of a game that words its own prompt; `opening` is what it reset to."""
     if _describes_itself(type(game)):
         user = game.get_user_message_with_state(**state)
     else:
@@ -62,7 +66,9 @@ def _open_record(game: AbstractGame, record: Record, kwargs: dict[str, Any]) -> 
         **({"images": record.images} if record.images else {}),
         **kwargs,
     }
-    check_text(game, "reset", game.reset(**arguments))
+    opening = check_text(game, "reset", game.reset(**arguments))
+    if not record.prompt:
+        return _describe(game, opening, arguments)
     messages = record.messages()
     if messages and messages[0]["role"] == "system":
         return messages

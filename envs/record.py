@@ -17,7 +17,7 @@ class Record:
     """A prompt and what is needed to judge its answer."""
 
     prompt: list[ChatMessage]
-    """Chat messages, as they stand in the data."""
+    """Chat messages, as they stand in the data; empty where the game words its own prompt."""
     ground_truth: Any
     """The gold answer."""
     data_source: str = ""
@@ -66,6 +66,8 @@ def parse_record(row: Mapping[str, Any], where: str) -> Record:
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     if isinstance(value, str) and value:
         return [{"role": "user", "content": value}]
+    if value == []:
+        return []
     messages = cast("list[Any]", value) if isinstance(value, list) else []
     for message in messages:
         if not (isinstance(message, dict) and {"role", "content"} <= set(cast("Any", message))):
@@ -73,7 +75,8 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     if not messages:
         raise DataError(
             f"the prompt of {where} is {_shorten(value)}",
-            hint="a prompt is a text, or a list of chat messages with role and content",
+            hint="a prompt is a text, or a list of chat messages with role and content; an empty "
+            "list where the game words it",
         )
     return messages
 

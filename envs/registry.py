@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from ..schemas.errors import GameError, TinkermqError
+from .extra import Extra
 from .game import AbstractGame
 
 GROUP = "tinkermq.envs"
@@ -73,6 +74,11 @@ def _info(entry: EntryPoint) -> GameInfo:
         game_class = _import_class(entry.value)
     except TinkermqError as error:
         return GameInfo(entry.name, entry.value, error.message, available=False)
+    needs = getattr(game_class, "needs", None)
+    if isinstance(needs, Extra) and not needs.installed:
+        missing = needs.missing()
+        text = f"{missing.message}; {missing.hint}"
+        return GameInfo(entry.name, entry.value, text, available=False)
     description = (inspect.getdoc(game_class) or "").partition("\n")[0]
     return GameInfo(entry.name, entry.value, description, available=True)
 

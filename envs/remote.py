@@ -46,8 +46,8 @@ _STEP_PATIENCE = 4
 _NOBODY = (NotFoundError, DeadlineError, ConnectionLost)
 
 T = TypeVar("T")
-Action = tuple[str, int, str]
-"""Episode, turn, text."""
+Action = tuple[str, int, str, bool]
+"""Episode, turn, text, and whether the policy plays no more."""
 Waiting = Callable[[str], AbstractContextManager[None]]
 
 
@@ -103,6 +103,8 @@ class Started:
     """Chat messages of its first prompt."""
     data_source: str = ""
     """What the row of the data says of its origin."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Function schemas of the tools that the policy may call."""
 
 
 class Environments:
@@ -142,6 +144,19 @@ class Environments:
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
 
+    @property
+    def rewards_ends(self) -> bool:
+        """Whether an episode that ends though its game has not still has a reward to get."""
+        reward = self._config.reward
+        return reward.source != "game" and reward.per == "episode"
+
+    async def finish(self, host: str, episode: str, turn: int) -> StepResult:
+        """Get the reward of an episode that ends though its game has not, as its next turn.
+
+        Raises RewardError when there is none, HostGone as `step` does.
+        """
+        return await self._step(host, (episode, turn, "", True), self._patience_s)
+
     async def step(
         self, host: str, episode: str, turn: int, action: str, *, seated: bool = False
     ) -> StepResult:
@@ -152,9 +167,20 @@ class Environments:
         at the host. Raises HostGone when the host has vanished or stays silent, GameError when the
         game failed.
         """
-        asked = (episode, turn, action)
-        patience_s = _STEP_PATIENCE * (self._config.step_timeout_s + _MARGIN_S)
-        deadline = math.inf if seated else time.monotonic() + patience_s
+        patience_s = math.inf if seated else self._patience_s
+        return await self._step(host, (episode, turn, action, False), patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a host may take over one action, whatever waits there."""
+        config = self._config
+        patience_s = _STEP_PATIENCE * (config.step_timeout_s + _MARGIN_S)
+        if config.reward.source != "game":
+            patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
+        return patience_s
+
+    async def _step(self, host: str, asked: Action, patience_s: float) -> StepResult:
+        deadline = time.monotonic() + patience_s
         try:
             answer = await self._steps.ask(host, asked)
             while answer is None:
@@ -231,9 +257,13 @@ class Environments:
     async def _ask_steps(
         self, host: str, actions: list[Action], hold_s: float
     ) -> Sequence[StepResult | TinkermqError | None]:
-        episodes, turns, texts = zip(*actions, strict=True)
+        episodes, turns, texts, final = zip(*actions, strict=True)
         request = StepRequest(
-            episodes=list(episodes), turns=list(turns), actions=list(texts), wait_s=hold_s
+            episodes=list(episodes),
+            turns=list(turns),
+            actions=list(texts),
+            final=list(final) if any(final) else [],
+            wait_s=hold_s,
         )
         reply = await self._call(self._scope.env(host, "step"), request, StepReply, host)
         return _results(reply)
@@ -275,7 +305,8 @@ def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError
         return opened.error.to_error()
     if opened.prompt is None:
         return reply.host
-    return Started(reply.host, reply.prompts[opened.prompt], reply.data_source)
+    messages = reply.prompts[opened.prompt]
+    return Started(reply.host, messages, reply.data_source, reply.tools)
 
 
 def _parts(actions: list[Action]) -> list[list[Action]]:
@@ -293,10 +324,11 @@ def _parts(actions: list[Action]) -> list[list[Action]]:
 
 def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
     """Return for each action the game's answer, an error, or None where it is not ready."""
-    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, strict=True)
+    roles = reply.roles or ["user"] * len(reply.observations)
+    columns = zip(reply.observations, reply.rewards, reply.done, reply.infos, roles, strict=True)
     results: list[StepResult | TinkermqError | None] = [
-        None if observation is None else StepResult(observation, reward, done, info)
-        for observation, reward, done, info in columns
+        None if observation is None else StepResult(observation, reward, done, info, role)
+        for observation, reward, done, info, role in columns
     ]
     for failed in reply.failed:
         results[failed.index] = failed.error.to_error()

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError
-from .episodes import Opening
+from .episodes import GameFacts, Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .process_runner import ProcessRunner
 from .registry import load_game
@@ -15,8 +15,8 @@ from .thread_runner import ThreadRunner
 class Runner(Protocol):
     """Plays the games of many episodes off the event loop."""
 
-    async def start(self) -> str:
-        """Get ready, make one game as a trial, return the game's name."""
+    async def start(self) -> GameFacts:
+        """Get ready, make one game as a trial, return what it tells of itself."""
         ...
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -25,10 +25,6 @@ class Runner(Protocol):
 
     def step(self, episode: str, action: str) -> Awaitable[StepResult]:
         """Play one action; GameError when the game fails, which ends the episode."""
-        ...
-
-    async def roles(self) -> list[str]:
-        """Return the roles of the game; none for a game for one."""
         ...
 
     def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:

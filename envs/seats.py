@@ -8,6 +8,7 @@ others.
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from ..schemas.errors import NotFoundError, StateError, TinkermqError
@@ -83,10 +84,10 @@ class Seat:
         self.taken = False
         self._table.lose(self.role)
 
-    def settle(self, observation: str, info: dict[str, Any], *, done: bool) -> None:
-        """Answer the last action, if it has not been answered."""
+    def settle(self, result: StepResult) -> None:
+        """Answer the last action, if it has not been answered, with what the seat was given."""
         if self.answer is not None and not self.answer.done():
-            self.answer.set_result(StepResult(observation, self.reward, done, info))
+            self.answer.set_result(replace(result, reward=self.reward, rewards={}))
             self.reward = 0.0
 
     def fail(self, error: TinkermqError) -> None:
@@ -105,7 +106,7 @@ class Table:
         self._seats = {role: Seat(self, role) for role in roles}
         self._over = False
         self._error: TinkermqError | None = None
-        self._info: dict[str, Any] = {}
+        self._last = StepResult("", 0.0, done=False)
         self._steps: set[asyncio.Task[None]] = set()
 
     @property
@@ -116,7 +117,7 @@ class Table:
     async def begin(self, opening: Opening) -> list[ChatMessage]:
         """Start the game; the prompts are those of the seats."""
         await self._runner.reset(opening)
-        await self._pass_on("")
+        await self._pass_on()
         return []
 
     def sit(self, role: str) -> Seat:
@@ -146,7 +147,7 @@ class Table:
         if self._error is not None:
             seat.fail(self._error)
         elif self._over:  # somebody left meanwhile: there is no game any more
-            seat.settle("", self._info, done=True)
+            seat.settle(self._last)
         else:
             task = asyncio.create_task(self._step(seat, action), name=f"table {self._episode}")
             self._steps.add(task)
@@ -155,8 +156,8 @@ class Table:
     def lose(self, role: str) -> None:
         """End the game because a role has left."""
         if not self._over:
-            self._info = {**self._info, "left_by": role}
-            self._end("")
+            self._last = StepResult("", 0.0, done=True, info={**self._last.info, "left_by": role})
+            self._end()
             self._runner.drop(self._episode)
 
     async def _step(self, seat: Seat, action: str) -> None:
@@ -164,18 +165,18 @@ class Table:
             result = await self._runner.step(self._episode, action)
             if self._over:
                 return
-            self._info = result.info
+            self._last = result
             seat.reward += result.reward
             for role, reward in result.rewards.items():
                 self._seats[role].reward += reward
             if result.done:
-                self._end(result.observation)
+                self._end()
             else:
-                await self._pass_on(result.observation)
+                await self._pass_on()
         except TinkermqError as error:
             self._fail(error)
 
-    async def _pass_on(self, observation: str) -> None:
+    async def _pass_on(self) -> None:
         """Give the turn to the role whose it is: its first prompt, or the answer it waits for."""
         role, prompt = await self._runner.turn(self._episode)
         if self._over:
@@ -183,14 +184,14 @@ class Table:
         if prompt:
             self._seats[role].prompt.set_result(prompt)
         else:
-            self._seats[role].settle(observation, self._info, done=False)
+            self._seats[role].settle(self._last)
 
-    def _end(self, observation: str) -> None:
+    def _end(self) -> None:
         self._over = True
         for seat in self._seats.values():
             if not seat.prompt.done():
                 seat.prompt.set_result([])
-            seat.settle(observation, self._info, done=True)
+            seat.settle(self._last)
 
     def _fail(self, error: TinkermqError) -> None:
         self._over, self._error = True, error

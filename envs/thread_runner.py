@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from ..schemas.errors import GameError
-from .episodes import Episodes, Opening
+from .episodes import Episodes, GameFacts, Opening
 from .game import AbstractGame, ChatMessage, StepResult
 
 MAX_GIVEN_UP = 16
@@ -90,8 +90,8 @@ class ThreadRunner:
         self._num_given_up = 0
         self._loop: asyncio.AbstractEventLoop
 
-    async def start(self) -> str:
-        """Start the threads and make one game as a trial; return the game's name."""
+    async def start(self) -> GameFacts:
+        """Start the threads and make one game as a trial; return what it tells of itself."""
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
@@ -111,10 +111,6 @@ class ThreadRunner:
         return self._submit(
             "step", episode, self._step_timeout_s, lambda: self._episodes.step(episode, action)
         )
-
-    async def roles(self) -> list[str]:
-        """Return the roles of the game."""
-        return await self._submit("__init__", "", self._reset_timeout_s, self._episodes.roles)
 
     def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
         """Say whose turn it is, and what opens that role's conversation."""

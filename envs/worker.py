@@ -10,13 +10,12 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 from ..broker.process import die_with
 from ..schemas.codec import pack
 from ..schemas.errors import TinkermqError
-from .episodes import Episodes
+from .episodes import Episodes, GameFacts
 from .game import StepResult
 from .registry import load_game
 
@@ -42,7 +41,7 @@ def main() -> None:
             _send(sock, _answer(number, outcome, error))
 
 
-def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, str]:
+def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, GameFacts]:
     sys.path[:] = path
     episodes = Episodes(load_game(game), kwargs)
     return episodes, episodes.probe()
@@ -57,7 +56,14 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
     if isinstance(outcome, StepResult):
-        outcome = [getattr(outcome, item.name) for item in fields(StepResult)]
+        outcome = [
+            outcome.observation,
+            outcome.reward,
+            outcome.done,
+            outcome.info,
+            outcome.role,
+            outcome.rewards,
+        ]
     return pack([number, outcome, error])
 
 

@@ -5,29 +5,15 @@ page. `when(...)` marks a key that only some choices read; setting it under anot
 error, because it would have no effect.
 """
 
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .algorithm import AlgorithmConfig, CriticConfig
+from .reward import RewardConfig
 from .section import Section, when
 from .self_play import SelfPlayConfig
 
-AdvantageName = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "opo",
-    "maxrl",
-    "grpo_per_turn",
-]
-LossName = Literal["ppo", "gspo", "cispo", "dppo", "reinforce"]
-CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "decoupled", "m2po"]
-AggregationName = Literal[
-    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
-]
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio"]
 
 
@@ -69,6 +55,7 @@ class EnvConfig(Section):
     """A reset that takes longer fails its episode."""
     step_timeout_s: float = Field(default=30.0, gt=0)
     """A step that takes longer fails its episode."""
+    reward: RewardConfig = Field(default_factory=RewardConfig)
     lease_s: float = Field(default=600.0, gt=0)
     """An episode that is neither stepped nor closed for this long is freed."""
 
@@ -122,89 +109,6 @@ class GeneratorConfig(Section):
     """A task is given to another generator this long after its holder was last heard of."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
-
-
-class AlgorithmConfig(Section):
-    """Advantage, policy loss, off-policy correction, KL."""
-
-    advantage: AdvantageName = "grpo"
-    """How rewards become advantages."""
-    gamma: float = Field(
-        default=1.0,
-        ge=0,
-        le=1,
-        json_schema_extra=when("advantage", "reinforce_pp", "grpo_per_turn"),
-    )
-    """Discount: per token for reinforce_pp, per turn for grpo_per_turn."""
-    loss: LossName = "ppo"
-    """Policy loss."""
-    clip_low: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "dppo")
-    )
-    """Lower clip; default 0.2 (ppo, dppo), 3e-4 (gspo)."""
-    clip_high: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("loss", "ppo", "gspo", "cispo", "dppo")
-    )
-    """Upper clip; default 0.2 (ppo, dppo), 4e-4 (gspo), 5 (cispo)."""
-    dual_clip: float = Field(default=3.0, gt=1, json_schema_extra=when("loss", "ppo"))
-    """Bound of the loss for negative advantages."""
-    correction: CorrectionName = "tis"
-    """Off-policy correction by the recorded behaviour log-probs; none for dppo, which corrects for
-    them by itself."""
-    correction_level: Literal["token", "sequence"] = Field(
-        default="token", json_schema_extra=when("correction", "tis")
-    )
-    """Truncate each token's weight, or the product over the sequence."""
-    correction_cap: float | None = Field(
-        default=None, gt=0, json_schema_extra=when("correction", "tis", "mis", "icepop")
-    )
-    """Upper bound of the weight; default 2 (tis), 3 (mis), 5 (icepop)."""
-    proximal: Literal["forward", "loglinear"] = Field(
-        default="forward", json_schema_extra=when("correction", "decoupled")
-    )
-    """Proximal policy: a forward pass before the update, or interpolated by version."""
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL enters."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-    loss_agg: AggregationName = "token-mean"
-    """How token losses become one number."""
-    loss_agg_length: int | None = Field(
-        default=None, ge=1, json_schema_extra=when("loss_agg", "seq-mean-token-sum-norm")
-    )
-    """Constant length that divides; default `rollout.max_response_tokens`."""
-    filter_equal_rewards: bool = False
-    """Drop groups whose rewards are all equal; each gives its admission credit back (DAPO)."""
-    overlong_buffer: int = Field(default=0, ge=0)
-    """Soft penalty over the last so many response tokens; 0: none."""
-    overlong_factor: float = Field(default=1.0, ge=0)
-    """Largest overlong penalty."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _dppo_corrects_by_itself(cls, values: Any) -> Any:
-        """Let loss=dppo imply correction=none, and refuse another one."""
-        if not isinstance(values, dict) or cast("dict[str, Any]", values).get("loss") != "dppo":
-            return cast("Any", values)
-        given = cast("dict[str, Any]", values)
-        if given.get("correction", "none") != "none":
-            raise ValueError(
-                f"correction={given['correction']} cannot be used with loss=dppo, which corrects "
-                "for the behaviour policy by itself: remove it"
-            )
-        return {**given, "correction": "none"}
-
-    @model_validator(mode="after")
-    def _kl_keys_have_effect(self) -> Self:
-        if self.kl_coef == 0 and {"kl_estimator", "kl_in"} & self.model_fields_set:
-            raise ValueError("kl_estimator and kl_in have no effect while kl_coef is 0")
-        if self.overlong_buffer == 0 and "overlong_factor" in self.model_fields_set:
-            raise ValueError("overlong_factor has no effect while overlong_buffer is 0")
-        return self
 
 
 class LearnerConfig(Section):
@@ -261,6 +165,17 @@ class TrainingConfig(Section):
     """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy."""
     staleness_policy: Literal["drop", "wait", "train"] = "drop"
     """A group over the bound: dropped and issued again, waited for beforehand, or trained."""
+    curriculum: Literal["none", "success_rate"] = "none"
+    """Which task comes next: each once an epoch in a shuffled order, or by success rate, those
+    that are solved about half of the time most often."""
+    curriculum_uniform: float = Field(
+        default=0.1, ge=0, le=1, json_schema_extra=when("curriculum", "success_rate")
+    )
+    """Share of the tasks that are chosen whatever their success rate."""
+    curriculum_tasks: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("curriculum", "success_rate")
+    )
+    """Seeds that are chosen from, of a game that generates its states."""
     tasks: Literal["data", "external"] = "data"
     """Tasks come from the data, or only from clients that publish tasks or trajectories."""
     test_freq: int = Field(default=0, ge=0)
@@ -348,6 +263,7 @@ class JobConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -377,6 +293,12 @@ class JobConfig(Section):
                 f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) is over "
                 f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
             )
+        if self.critic.model_fields_set and self.algorithm.advantage != "gae":
+            raise ValueError(
+                f"critic.{min(self.critic.model_fields_set)} has no effect while "
+                f"algorithm.advantage is {self.algorithm.advantage!r}: remove the critic section, "
+                "or set algorithm.advantage to gae"
+            )
         if self.learner.row_tokens > self.learner.microbatch_tokens:
             raise ValueError(
                 f"learner.row_tokens ({self.learner.row_tokens}) is over "
@@ -393,4 +315,19 @@ class JobConfig(Section):
             raise ValueError("filter_equal_rewards drops every group while group_size is 1")
         if self.training.tasks == "external" and self.training.num_steps is None:
             raise ValueError("training.tasks=external needs training.num_steps")
+        self._check_curriculum()
         return self
+
+    def _check_curriculum(self) -> None:
+        training = self.training
+        if training.curriculum == "none":
+            return
+        if training.tasks == "external":
+            raise ValueError("training.curriculum has no effect while training.tasks is external")
+        if not self.env.train_data and training.curriculum_tasks is None:
+            raise ValueError(
+                "training.curriculum needs tasks that come again: set training.curriculum_tasks, "
+                "since the game generates its states"
+            )
+        if self.env.train_data and training.curriculum_tasks is not None:
+            raise ValueError("training.curriculum_tasks has no effect while env.train_data is set")

@@ -73,6 +73,8 @@ class ResetReply(Message):
     prompts: list[list[dict[str, Any]]]
     """Chat messages of the first prompts, each different one once; no messages for a game with
     roles, whose prompts are those of its seats, and for a seat whose turn never came."""
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """Function schemas of the tools that the policy may call, for its chat template."""
     episodes: list[Opened]
     """What became of each episode, in the order of the request."""
     data_source: str = ""
@@ -93,6 +95,9 @@ class StepRequest(Message):
     """Numbers of their turns; asking again with the same number returns the same answer."""
     actions: list[str]
     """The generated texts of the turns."""
+    final: list[bool] = Field(default_factory=list[bool], max_length=4096)
+    """Whether the policy plays no more: the action is empty, and the episode is only rewarded.
+    Left out where no action is such a one."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
     """How long the host may hold its answer back for games that are not ready."""
 
@@ -100,7 +105,14 @@ class StepRequest(Message):
     def _check_columns(self) -> Self:
         if not len(self.episodes) == len(self.turns) == len(self.actions):
             raise ValueError("episodes, turns and actions are of different lengths")
+        if self.final and len(self.final) != len(self.episodes):
+            raise ValueError("final and episodes are of different lengths")
         return self
+
+    @property
+    def is_final(self) -> list[bool]:
+        """`final`, spelled out."""
+        return self.final or [False] * len(self.episodes)
 
 
 class FailedStep(Message):
@@ -123,6 +135,8 @@ class StepReply(Message):
     """Whether the episodes have ended."""
     infos: list[dict[str, Any]]
     """Whatever else the games tell."""
+    roles: list[Literal["user", "tool"]] = Field(default_factory=list[Literal["user", "tool"]])
+    """Who says the observations; empty where that is the user everywhere."""
     failed: list[FailedStep] = Field(default_factory=list[FailedStep])
     """The actions that failed; their episodes have ended."""
 
@@ -130,6 +144,8 @@ class StepReply(Message):
     def _check_columns(self) -> Self:
         if not len(self.observations) == len(self.rewards) == len(self.done) == len(self.infos):
             raise ValueError("observations, rewards, done and infos are of different lengths")
+        if self.roles and len(self.roles) != len(self.observations):
+            raise ValueError("roles and observations are of different lengths")
         if any(not 0 <= one.index < len(self.observations) for one in self.failed):
             raise ValueError("failed names an action that was not asked for")
         return self

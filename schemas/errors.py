@@ -49,6 +49,18 @@ class GameError(TinkermqError, ValueError):
     code = "game"
 
 
+class SandboxError(TinkermqError):
+    """The sandbox for programs of the model cannot be used, or failed."""
+
+    code = "sandbox"
+
+
+class RewardError(TinkermqError):
+    """A reward function, endpoint or judge failed, or said something that is no reward."""
+
+    code = "reward"
+
+
 class EngineError(TinkermqError):
     """The generation engine failed."""
 

@@ -89,6 +89,8 @@ class JobRecord(Message):
     """Folder of that checkpoint; once the job is configured, its own copy in `run_dir`."""
     follow: str | None = None
     """Job id of the live run whose newest version an inference job serves."""
+    judge: str | None = None
+    """Job id of the inference job that judges its episodes (`env.reward.judge`)."""
     serves: str = ""
     """What an inference job serves: `run@step`, the run that it follows, or empty for a model."""
     stop: Literal["no", "drain", "now"] = "no"

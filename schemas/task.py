@@ -22,6 +22,10 @@ class Task(Message):
     """Seed of the group's episodes; each episode derives its own from it."""
     index: int | None = Field(default=None, ge=0)
     """Position in the job's data order; None for a task of a client's own."""
+    item: int | None = Field(default=None, ge=0)
+    """What a curriculum chose: a row, or one of the seeds of a game that generates its states."""
+    chosen_at: int | None = Field(default=None, ge=0)
+    """Version after which it chose: by the success rates of the steps up to it."""
     reissue_of: int | None = Field(default=None, ge=0)
     """Number of the stale task in whose place it stands."""
     min_version: int = Field(default=0, ge=0)
@@ -37,7 +41,7 @@ class Task(Message):
 class Blame(Message):
     """Where and why something failed: exactly one boundary is blamed."""
 
-    boundary: Literal["engine", "environment", "sandbox", "task", "broker"]
+    boundary: Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
     """The boundary at which it failed."""
     code: str
     """The error's stable code."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.bandit import BanditGame
+from tinkermq.envs.games.guess import GuessGame
 
 
 class SlowBandit(BanditGame):
@@ -23,6 +24,21 @@ class SlowBandit(BanditGame):
         is_straggler = self.rng.random() < self._tail_share
         time.sleep(self._delay_s + (self._tail_s if is_straggler else 0.0))
         return super().step(action)
+
+
+class SlowGuess(GuessGame):
+    """Guess the number, slowly; a try earns a little by its first character, too."""
+
+    def __init__(self, delay_s: float = 0.03, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._delay_s = delay_s
+
+    def step(self, action: str) -> StepResult:
+        """Take time, then compare."""
+        time.sleep(self._delay_s)
+        result = super().step(action)
+        result.reward += 0.1 * (ord(action[:1] or " ") % 8)
+        return result
 
 
 class FirstLetter(BanditGame):
@@ -72,3 +88,8 @@ class AloneGame(DuetGame):
     """The same for one."""
 
     roles = ()
+
+
+def no_reward(**_: Any) -> float:
+    """Fail, as a reward function with a mistake does."""
+    raise LookupError("no rubric for this")

@@ -28,7 +28,7 @@ from tinkermq.schemas.topics import STORES, TOPICS
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 TUTORIAL = ROOT / "docs" / "writing-a-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
@@ -209,7 +209,7 @@ def test_every_command_of_tinkermq_is_told_somewhere() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_make_target_and_script_exists(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for where, line in commands(page):
         words = line.split()
         if words[0] == "make":
@@ -217,7 +217,7 @@ def test_every_make_target_and_script_exists(page: Path) -> None:
         for word in words:
             if word.startswith(("examples/", "benchmarks/", "docs/")):
                 assert (ROOT / word).exists(), f"{where}: {line}"
-    for target in re.findall(r"`make (\w+)`", prose(page)):
+    for target in re.findall(r"`make ([\w-]+)`", prose(page)):
         assert target in targets
 
 
@@ -232,6 +232,7 @@ def test_a_service_has_the_same_port_everywhere() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_configuration_key_exists(page: Path) -> None:
     keys = {*all_keys(), *JobConfig.model_fields}
+    keys |= {key.rpartition(".")[0] for key in keys}  # sections within sections
     sections = "|".join(key for key in JobConfig.model_fields if f"{key}." in " ".join(keys))
     named = re.findall(rf"`((?:{sections})\.[a-z_]+)\b[=:` ]", page.read_text())
     subjects = {"env.describe", "env.reset", "env.step", "env.close"}

@@ -76,7 +76,7 @@ class Gate:
         ):
             raise AuthError("the key of an actor that the job no longer has")
         name = JobConnection.of(identity).name
-        return Admission(name, job_permissions(identity, record.follow))
+        return Admission(name, job_permissions(identity, record.follow, record.judge))
 
     async def _invited(self, code: str) -> Admission:
         number = id_of_invitation(code)

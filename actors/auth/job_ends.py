@@ -1,8 +1,9 @@
 """Closes what the processes of a job leave open when the job has ended.
 
 A node ends them, unless it is cut off; what was started by hand, or runs on, would keep reading and
-writing with a key that opens no new connection. The connections themselves are looked through, so
-nothing has to be remembered across a restart, and several auth services may do it.
+writing with a key that opens no new connection. The connections themselves are looked through, and
+the time is counted here from when a job was first seen to be over, so clocks need not agree, a
+restart costs a delay only, and several auth services may do it.
 """
 
 import asyncio
@@ -56,7 +57,8 @@ class JobEnds:
     def __init__(
         self, system: Client, jobs: JobStore, *, every_s: float = EVERY_S, grace_s: float = GRACE_S
     ) -> None:
-        """Close through the server's `system` account, `grace_s` after a job's end."""
+        """Close through the server's `system` account, `grace_s` after a job is seen to be over."""
+        self._over_since: dict[str, float] = {}
         self._system = system
         self._jobs = jobs
         self._every_s = every_s
@@ -72,14 +74,15 @@ class JobEnds:
                 _log.warning("connections_not_seen", error=str(error))
 
     async def _look(self) -> None:
+        known, self._over_since = self._over_since, {}
         for name in sorted(await connected(self._system)):
             connection = JobConnection.read(name)
             if connection is not None and await self._is_over(connection):
-                await kick(self._system, name)
+                since = self._over_since[name] = known.get(name, time.monotonic())
+                if time.monotonic() - since >= self._grace_s:
+                    await kick(self._system, name)
 
     async def _is_over(self, connection: JobConnection) -> bool:
-        """Whether that attempt of the job has ended, some time ago."""
+        """Whether that attempt of the job has ended."""
         record = await self._jobs.find_by_id(connection.user, connection.job)
-        if record is None or record.attempt != connection.attempt:
-            return True
-        return is_final(record) and time.time() - (record.finished or 0.0) > self._grace_s
+        return record is None or record.attempt != connection.attempt or is_final(record)

@@ -5,7 +5,6 @@ The run's folder must be on this machine, or on a disk that it shares with the p
 """
 
 import os
-import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,21 +12,21 @@ from typing import Any
 
 from ...schemas.errors import NotFoundError
 from ...schemas.job import JobRecord
+from ..checkpoint_folders import checkpoint_folders
 
-_NAME = re.compile(r"^step_(\d{6,})$")
 _CHUNK = 1 << 20
 
 
 def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
     """Return step, size and time of each checkpoint, newest first."""
     found: list[dict[str, Any]] = []
-    for folder in _folders(record):
+    for step, folder in checkpoint_folders(record.run_dir).items():
         files = list(_files(folder))
         if not files:
             continue
         found.append(
             {
-                "step": int(folder.name[5:]),
+                "step": step,
                 "bytes": sum(file.stat().st_size for file in files),
                 "files": [str(file.relative_to(folder)) for file in files],
                 "saved": max(file.stat().st_mtime for file in files),
@@ -39,9 +38,9 @@ def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
 
 def folder_of(record: JobRecord, step: int) -> Path:
     """Return the folder of a checkpoint; raises NotFoundError."""
-    for folder in _folders(record):
-        if int(folder.name[5:]) == step:
-            return folder
+    folder = checkpoint_folders(record.run_dir).get(step)
+    if folder is not None:
+        return folder
     raise NotFoundError(
         f"run {record.name} has no checkpoint of step {step} on this machine",
         hint="checkpoints lie in the run's folder on the pool; older ones are removed "
@@ -64,21 +63,6 @@ def pack(folder: Path, name: str) -> Iterator[bytes]:
                 yield chunk
         yield bytes(-size % tarfile.BLOCKSIZE)
     yield bytes(2 * tarfile.BLOCKSIZE)
-
-
-def _folders(record: JobRecord) -> list[Path]:
-    if not record.run_dir:
-        return []
-    place = Path(record.run_dir) / "checkpoints"
-    try:
-        entries = list(os.scandir(place))
-    except OSError:
-        return []
-    return [
-        place / entry.name
-        for entry in entries
-        if _NAME.match(entry.name) and entry.is_dir(follow_symlinks=False)
-    ]
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ...envs.tool_calls import ToolText
 from ...schemas.infer import Delta, InferPart
 from .openai_body import ChatBody, CompletionBody
-from .tool_calls import ToolText
 
 DONE = "data: [DONE]\n\n"
 

@@ -37,7 +37,7 @@ from .records import GROUPS, row, select
 from .render import VERSION, render
 from .scheduler import Scheduler
 from .sessions import COOKIE, SESSION_S, LogInError, Visitor
-from .web import form_of, gateway_of, number_in, scheduler_of, visitor_of
+from .web import form_of, gateway_of, number_in, visitor_of
 
 _EVENTS, _ALL_EVENTS = 12, 500
 
@@ -170,14 +170,14 @@ def _request_id(form: dict[str, Any]) -> str | None:
 
 
 async def act_form(request: Request) -> Response:
-    """Do what a button of a job's page says, and show the page again."""
-    scheduler, form = await scheduler_of(request), await form_of(request)
+    """Do what a button says, and show the job's page; an admin who did it to another the pool's."""
+    visitor, form = await visitor_of(request), await form_of(request)
     job, action = request.path_params["job"], request.path_params["action"]
     if action not in BODIES:
         raise MessageError(f"{action!r} cannot be done to a job")
-    fields = {key: value for key, value in form.items() if key != "back"}
-    record = await act(scheduler, job, action, body_of(BODIES[action], fields))
-    return RedirectResponse(f"/jobs/{quote(record.job)}", status_code=303)
+    record = await act(Scheduler(visitor), job, action, body_of(BODIES[action], form))
+    place = f"/jobs/{quote(record.job)}" if record.user == visitor.user else "/pool"
+    return RedirectResponse(place, status_code=303)
 
 
 async def _job_page(

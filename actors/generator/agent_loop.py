@@ -15,13 +15,13 @@ import numpy as np
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.errors import ConfigError, EngineError, TinkermqError
+from ...schemas.errors import ConfigError, EngineError, RewardError, SandboxError, TinkermqError
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
 from .engine import Engine, Generation, Sampling
 
-Boundary = Literal["engine", "environment", "sandbox", "task", "broker"]
+Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
 
 
 class EpisodeFailed(Exception):
@@ -100,12 +100,12 @@ class _Transcript:
         self.turn_ends.append(len(self.token_ids) - 1)
         self.messages.append({"role": "assistant", "content": text})
 
-    def add_observation(self, ids: Sequence[int], text: str) -> None:
+    def add_observation(self, ids: Sequence[int], message: dict[str, Any]) -> None:
         self.token_ids += ids
         self.mask += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
         self.versions += [-1] * len(ids)
-        self.messages.append({"role": "user", "content": text})
+        self.messages.append(message)
 
     def add_reply(self, reply: StepResult) -> None:
         self.rewards.append(reply.reward)
@@ -172,7 +172,7 @@ class AgentLoop:
             if not reset.messages:
                 _refuse_table(plan)
             boundary = "task"
-            prompt = self._chat.first_prompt(reset.messages).tolist()
+            prompt = self._chat.first_prompt(reset.messages, reset.tools).tolist()
             self._check_prompt(prompt)
             transcript = _Transcript.start(prompt, list(reset.messages))
             transcript.data_source = reset.data_source
@@ -186,6 +186,8 @@ class AgentLoop:
                 if finish is None and not self._observe(transcript, reply):
                     finish = "length"
                 if finish is not None:
+                    if finish != "done" and self._environments.rewards_ends:
+                        await self._reward_end(plan, host, transcript)
                     trajectory = transcript.trajectory(plan, finish, host)
                     if finish == "done":
                         host = None  # the game has ended: its host frees it by itself
@@ -235,6 +237,15 @@ class AgentLoop:
         transcript.add_reply(reply)
         return reply
 
+    async def _reward_end(self, plan: EpisodePlan, host: str, transcript: _Transcript) -> None:
+        """Add what an episode earns at its end though its game has not ended."""
+        started = time.perf_counter()
+        turn = len(transcript.rewards)
+        reply = await self._environments.finish(host, plan.episode, turn)
+        transcript.environment_s += time.perf_counter() - started
+        transcript.rewards[-1] += reply.reward
+        transcript.info = reply.info
+
     def _finish(
         self, transcript: _Transcript, reply: StepResult
     ) -> Literal["done", "turns", "length"] | None:
@@ -248,11 +259,11 @@ class AgentLoop:
     def _observe(self, transcript: _Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
-        message = {"role": "user", "content": reply.observation}
+        message = {"role": reply.role, "content": reply.observation}
         ids = self._chat.next_turn(last_turn, [message]).tolist()
         if transcript.num_response + len(ids) >= self._config.max_response_tokens:
             return False
-        transcript.add_observation(ids, reply.observation)
+        transcript.add_observation(ids, message)
         return True
 
     def _check_prompt(self, prompt: list[int]) -> None:
@@ -271,7 +282,11 @@ class PromptTooLong(TinkermqError, ValueError):
 
 
 def failure_of(boundary: Boundary, error: TinkermqError, num_generated: int = 0) -> EpisodeFailed:
-    """Blame a boundary for an error that cost `num_generated` tokens."""
+    """Blame a boundary, or the one that the error names, for what cost `num_generated` tokens."""
+    if isinstance(error, SandboxError):
+        boundary = "sandbox"
+    elif isinstance(error, RewardError):
+        boundary = "reward"
     blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
     return EpisodeFailed(blame, num_generated, host_gone=isinstance(error, HostGone))
 

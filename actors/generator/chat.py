@@ -56,6 +56,7 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
         self._known: dict[str, IntVector] = {}
+        self._proven_tools = set[str]()
         head = self._render(_STAND_IN, prompt=False)
         self._head = head
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
@@ -86,9 +87,17 @@ class ChatTokenizer:
             )
         return self.encode(text)
 
-    def first_prompt(self, messages: Sequence[ChatMessage]) -> IntVector:
-        """Return int32[T]: the conversation so far and the generation prompt."""
-        return self._remember(f"first {messages!r}", lambda: self.prompt(messages))
+    def first_prompt(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> IntVector:
+        """Return int32[T]: the conversation so far, tools for it, and the generation prompt.
+
+        Raises ModelError for tools that the template leaves out, or moves about from turn to turn.
+        """
+        if tools and (asked := repr(tools)) not in self._proven_tools:
+            self._check_tools(messages, tools)
+            self._proven_tools.add(asked)
+        return self._remember(f"first {tools!r} {messages!r}", lambda: self.prompt(messages, tools))
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
@@ -141,6 +150,21 @@ class ChatTokenizer:
             appended = self._delta(messages[-1:])
             if later != now + appended:
                 raise _rewrites(f"observation {number}", appended, later[len(now) :])
+
+    def _check_tools(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Prove that what follows a call of a tool is the same whether tools are told or not."""
+        told = [*messages, {"role": "assistant", "content": _REPLY}]
+        for role in ("tool", "user"):
+            observation = {"role": role, "content": "an observation"}
+            now = self._render(told, prompt=False, tools=tools)
+            told.append(observation)
+            later = self._render(told, prompt=True, tools=tools)
+            self._must_extend(now, later, f"a message of the {role}")
+            if later[len(now) :] != (appended := self._delta([observation])):
+                raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
+            told.append({"role": "assistant", "content": _REPLY})
 
     def _must_extend(self, shorter: str, longer: str, what: str) -> None:
         if not longer.startswith(shorter):

@@ -1,14 +1,15 @@
 """Advantages: how rewards become a weight for each generated token.
 
-Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns). Every
-function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
-compute in float64 and return float32.
+Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K turns.
+Every function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
+compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or
+one of its turns (`samples.py`).
 
 A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from ...schemas.errors import ConfigError
 from .registry import choose
-from .sequences import is_last_of_sequence, lengths_by_sequence, positions_in_sequence
+from .sequences import by_sequence, is_last_of_sequence, lengths_by_sequence, reward_to_go
+from .values import generalized_advantage
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,17 @@ class AdvantageInputs:
     token_rewards_N: Tensor | None = None
     """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
     turn_N: Tensor | None = None
-    """int64: the turn of each token within its sequence, from 0; needed by grpo_per_turn."""
+    """int64: the turn of each token within its sequence, from 0; needed by the two by turns."""
+    state_N: Tensor | None = None
+    """int64: the observation that the token's turn answers, equal ids for equal ones; gigpo."""
     baseline_S: Tensor | None = None
     """Reward of the greedy episode of the same task; needed by remax."""
+    values_N: Tensor | None = None
+    """The critic's value before each token; needed by gae."""
+    lone_S: Tensor | None = None
+    """bool: sequences that nobody of their task can be compared with: those get 0."""
     gamma: float = 1.0
-    """Discount: per token in reinforce_pp, per turn in grpo_per_turn."""
+    """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
 
     @property
     def num_seqs(self) -> int:
@@ -80,7 +88,10 @@ def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, _Peers]:
     rewards_S = inputs.rewards_S.double()
     group_S: Any = inputs.group_S  # torch leaves `unique` untyped
     key_S: Tensor = group_S.unique(return_inverse=True)[1]
-    return rewards_S, key_S, _peers(rewards_S, key_S)
+    peers = _peers(rewards_S, key_S)
+    if inputs.lone_S is not None:
+        peers = replace(peers, mean=torch.where(inputs.lone_S, rewards_S, peers.mean))
+    return rewards_S, key_S, peers
 
 
 def _to_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> Tensor:
@@ -92,14 +103,6 @@ def _token_rewards(inputs: AdvantageInputs) -> Tensor:
         return inputs.token_rewards_N.double()
     outcome_N = inputs.rewards_S.double()[inputs.seq_N]
     return outcome_N * is_last_of_sequence(inputs.seq_N)
-
-
-def _reward_to_go(rewards_SP: Tensor, gamma: float) -> Tensor:
-    """R_p = r_p + γ R_{p+1} along each row."""
-    returns_SP = rewards_SP.clone()
-    for place in range(rewards_SP.shape[1] - 2, -1, -1):
-        returns_SP[:, place] += gamma * returns_SP[:, place + 1]
-    return returns_SP
 
 
 def _whiten(values_N: Tensor, epsilon: float) -> Tensor:
@@ -132,12 +135,8 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
 
 def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
     """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
-    place_N = positions_in_sequence(inputs.seq_N, inputs.num_seqs)
-    longest = int(place_N.max()) + 1 if len(place_N) else 0
-    rewards_N = _token_rewards(inputs)
-    rewards_SP = rewards_N.new_zeros(inputs.num_seqs, longest)
-    rewards_SP[inputs.seq_N, place_N] = rewards_N
-    returns_SP = _reward_to_go(rewards_SP, inputs.gamma)
+    rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
     return _whiten(returns_SP[inputs.seq_N, place_N], epsilon).float()
 
 
@@ -182,31 +181,89 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
     return _to_tokens((rewards_S - peers.mean) / scale_S, inputs)
 
 
-def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
-    """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of all sequences, those that were played."""
 
-    A turn that only one episode of its group reached has nothing to be compared with: 0.
-    """
+    returns_K: Tensor
+    """R_t = r_t + γ R_{t+1}."""
+    seq_K: Tensor
+    turn_K: Tensor
+    of_token_N: Tensor
+    """The turn of each token, as an index into the others."""
+    num_turns: int
+
+
+def _turns(inputs: AdvantageInputs, name: str) -> _Turns:
     if inputs.turn_N is None:
         raise ConfigError(
-            "advantage=grpo_per_turn got no turns",
-            hint="pass turn_N, or choose advantage=grpo",
+            f"advantage={name} got no turns", hint="pass turn_N, or choose advantage=grpo"
         )
     seq_N, turn_N = inputs.seq_N, inputs.turn_N
     num_turns = int(turn_N.max()) + 1 if len(turn_N) else 0
     rewards_SP = inputs.rewards_S.new_zeros(inputs.num_seqs, num_turns, dtype=torch.float64)
     rewards_SP.index_put_((seq_N, turn_N), _token_rewards(inputs), accumulate=True)
-    returns_SP = _reward_to_go(rewards_SP, inputs.gamma)
-    advantages_SP = torch.zeros_like(returns_SP)
-    reached_SP = torch.zeros_like(returns_SP, dtype=torch.bool)
-    reached_SP[seq_N, turn_N] = True
-    seq, turn = reached_SP.nonzero(as_tuple=True)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
+    place_N: Any = seq_N * num_turns + turn_N  # torch leaves `unique` untyped
+    place_K, of_token_N = place_N.unique(return_inverse=True)
+    return _Turns(
+        returns_SP.flatten()[place_K],
+        place_K // max(num_turns, 1),
+        place_K % max(num_turns, 1),
+        of_token_N,
+        num_turns,
+    )
+
+
+def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
+
+    A turn that only one episode of its group reached has nothing to be compared with: 0.
+    """
+    turns = _turns(inputs, "grpo_per_turn")
     _, key_S, group = _groups(inputs)
-    peers = _peers(returns_SP[seq, turn], key_S[seq] * num_turns + turn)
-    normalised = (returns_SP[seq, turn] - peers.mean) / (peers.std + epsilon)
-    lonely = (peers.count == 1) & (group.count[seq] > 1)
-    advantages_SP[seq, turn] = normalised.masked_fill(lonely, 0.0)
-    return advantages_SP[seq_N, turn_N].float()
+    peers = _peers(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
+    return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
+
+
+def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float = 1e-6) -> Tensor:
+    """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
+
+    A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
+    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978).
+    """
+    turns = _turns(inputs, "gigpo")
+    if inputs.state_N is None:
+        raise ConfigError(
+            "advantage=gigpo got no observations", hint="pass state_N, or choose advantage=grpo"
+        )
+    _, key_S, _ = _groups(inputs)
+    state_K = torch.zeros_like(turns.seq_K)
+    state_K[turns.of_token_N] = inputs.state_N
+    num_states = int(state_K.max()) + 1 if len(state_K) else 0
+    peers = _peers(turns.returns_K, key_S[turns.seq_K] * num_states + state_K)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
+    return grpo(inputs, epsilon=epsilon) + step_weight * step_N.float()
+
+
+def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e-8) -> Tensor:
+    """Generalised advantage over the generated tokens, whitened over the batch (PPO)."""
+    if inputs.values_N is None:
+        raise ConfigError(
+            "advantage=gae got no values", hint="train a critic, or choose advantage=grpo"
+        )
+    advantages_N = generalized_advantage(
+        _token_rewards(inputs),
+        inputs.values_N,
+        inputs.seq_N,
+        inputs.num_seqs,
+        inputs.gamma,
+        gae_lambda,
+    )
+    return _whiten(advantages_N, epsilon).float()
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {
@@ -219,6 +276,8 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "opo": opo,
     "maxrl": maxrl,
     "grpo_per_turn": grpo_per_turn,
+    "gigpo": gigpo,
+    "gae": gae,
 }
 
 
@@ -228,17 +287,3 @@ def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Te
     `options` are the keyword arguments of the function called `name`.
     """
     return choose(ADVANTAGES, "advantage", name)(inputs, **options)
-
-
-def overlong_penalty(lengths_S: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
-    """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
-
-    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476.
-    """
-    if not 0 < buffer <= max_len:
-        raise ConfigError(
-            f"overlong_buffer is {buffer}, the longest response has {max_len} tokens",
-            hint=f"set algorithm.overlong_buffer between 1 and {max_len}",
-        )
-    excess_S = lengths_S.float() - (max_len - buffer)
-    return (-excess_S / buffer * factor).clamp(max=0.0)

@@ -1,15 +1,17 @@
 """Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
-state and `state.json`. A checkpoint is written to a hidden folder and renamed; `latest` is a link
-to the newest. Master weights are float32, and so are the saved ones.
+state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
+with a policy of their own. A checkpoint is written to a hidden folder and renamed; `latest` is a
+link to the newest. Master weights are float32, and so are the saved
+ones.
 """
 
 import errno
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ...schemas.errors import NotFoundError, StorageError
-from ..policies import policy_folder
+from ..checkpoint_folders import checkpoint_name
 from .report import Waste
 
 _STATE = "learner/state.json"
@@ -50,6 +52,10 @@ class LearnerState(BaseModel):
     """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
+    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
+    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
+    """(data position, task, version) of choices that are still to be issued again."""
     waste: Waste = Field(default_factory=Waste)
     """What was generated and trained so far."""
 
@@ -62,30 +68,18 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
 
-    def save(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        optimizer: torch.optim.Optimizer,
-        state: LearnerState,
-        others: Mapping[str, tuple[nn.Module, torch.optim.Optimizer]] | None = None,
-    ) -> Path:
+    def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
 
-        `others` are the policies of roles with one of their own: each gets a folder within.
+        `write` makes the folder that it is given and writes all but the state into it.
 
         Raises StorageError with path and free space when it cannot be written.
         """
-        final = self.folder / _name(state.step)
+        final = self.folder / checkpoint_name(state.step)
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
-            for name, (each, its_optimizer) in {"": (model, optimizer), **(others or {})}.items():
-                folder = policy_folder(temporary, name)
-                (folder / "learner").mkdir(parents=True)
-                cast(Any, each).save_pretrained(folder)
-                tokenizer.save_pretrained(folder)
-                torch.save(its_optimizer.state_dict(), folder / _OPTIMIZER)
+            write(temporary)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
             self._put_in_place(temporary, final)
@@ -101,8 +95,8 @@ class CheckpointStore:
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint after `step`."""
-        final = self.folder / _name(step)
-        replaced = self.folder / (_REPLACED + _name(step))
+        final = self.folder / checkpoint_name(step)
+        replaced = self.folder / (_REPLACED + checkpoint_name(step))
         return final if final.exists() or not replaced.exists() else replaced
 
     def steps(self) -> list[int]:
@@ -139,17 +133,13 @@ class CheckpointStore:
     def _remove_old(self) -> None:
         for step in self.steps()[: -self._keep_last]:
             if not (self._keep_every and step % self._keep_every == 0):
-                gone = self.folder / f".{_name(step)}.{os.getpid()}"
+                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
                 self.path(step).rename(gone)  # a folder is whole as long as it has its name
                 shutil.rmtree(gone)
 
     def _remove_leftovers(self) -> None:
         for path in self.folder.glob(".step_*"):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _name(step: int) -> str:
-    return f"step_{step:06d}"
 
 
 def load_state(folder: Path) -> LearnerState:
@@ -161,6 +151,16 @@ def load_state(folder: Path) -> LearnerState:
             hint="name a folder such as outputs/<run>/checkpoints/step_000040",
         )
     return LearnerState.model_validate(json.loads(file.read_text()))
+
+
+def save_policy(
+    folder: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write a model folder with the state of its optimiser beside it."""
+    (folder / "learner").mkdir(parents=True)
+    cast(Any, model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:

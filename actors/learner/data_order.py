@@ -4,22 +4,73 @@ Every epoch visits each row once, in a shuffled order of its own. Both are funct
 seed and the position alone, so a restart goes on where it was.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ...schemas.batch import DropReason
 from ...schemas.config import TrainingConfig
 from ...schemas.errors import ConfigError, DataError
+from ...schemas.rollout import Group
+from .checkpoint import LearnerState
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a task at a position of the data order is."""
+
+    sample: int | None
+    """Row of the data, or None for a generated game."""
+    seed: int
+    """Seed of its episodes."""
+    item: int | None = None
+    """What a curriculum chose: the row, or the number of the seed."""
+    chosen_at: int | None = None
+    """Version after which it chose."""
+
+
+class TaskOrder(Protocol):
+    """Says which task stands at a position, and may learn from those that were played."""
+
+    def choose(self, index: int, version: int) -> Chosen:
+        """Return the task at a position, chosen at the learner's version."""
+        ...
+
+    def task_seed(self, index: int) -> int:
+        """Return the seed of the task at a position: 62 bits."""
+        ...
+
+    def pass_over(self, group: Group, reason: DropReason) -> None:
+        """Take notice of a group that is not trained; it counts from the next step on."""
+        ...
+
+    def learn(self, trained: Iterable[Group]) -> None:
+        """Take notice of what a step has trained."""
+        ...
+
+    def numbers(self) -> dict[str, float]:
+        """Describe what was learnt as metrics."""
+        ...
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put what was learnt into the state of a checkpoint."""
+        ...
 
 
 @dataclass(frozen=True)
 class DataOrder:
-    """The order of a job's samples; `num_rows` is None for a game that generates its states."""
+    """Each sample once an epoch; `num_rows` is None for a game that generates its states."""
 
     seed: int
     num_rows: int | None
+
+    def choose(self, index: int, version: int) -> Chosen:
+        """Return the task at a position; it is the same at every version."""
+        return Chosen(self.sample(index), self.task_seed(index))
 
     def sample(self, index: int) -> int | None:
         """Row at a position, or None for a generated game."""
@@ -31,6 +82,19 @@ class DataOrder:
     def task_seed(self, index: int) -> int:
         """Seed of the task at a position: 62 bits."""
         return int(np.random.SeedSequence([self.seed, index]).generate_state(1, np.uint64)[0] >> 2)
+
+    def pass_over(self, group: Group, reason: DropReason) -> None:
+        """Nothing is learnt."""
+
+    def learn(self, trained: Iterable[Group]) -> None:
+        """Nothing is learnt."""
+
+    def numbers(self) -> dict[str, float]:
+        """Nothing is measured."""
+        return {}
+
+    def write_to(self, state: LearnerState) -> None:
+        """Nothing is to be remembered."""
 
 
 @lru_cache(maxsize=2)

@@ -9,7 +9,14 @@ hosts the game has gone for good, it would hold its slots for ever.
 import time
 from collections.abc import Callable
 
-from ...schemas.errors import BrokerError, DataError, EngineError, GameError, TinkermqError
+from ...schemas.errors import (
+    BrokerError,
+    DataError,
+    EngineError,
+    GameError,
+    RewardError,
+    TinkermqError,
+)
 from ...schemas.task import Blame
 
 LEAST_IN_A_ROW = 32
@@ -18,6 +25,7 @@ _ERRORS: dict[str, type[TinkermqError]] = {
     "engine": EngineError,
     "environment": GameError,
     "sandbox": GameError,
+    "reward": RewardError,
     "task": DataError,
     "broker": BrokerError,
 }

@@ -13,7 +13,7 @@ from ...schemas.errors import StateError
 from ...schemas.rollout import Group
 from ...schemas.task import Blame, Task
 from .admission import min_version
-from .data_order import DataOrder
+from .data_order import TaskOrder
 from .ledger import Issue, Ledger
 
 _log = structlog.get_logger()
@@ -27,7 +27,7 @@ class Issuer:
         queue: TaskQueue,
         log: RolloutLog,
         ledger: Ledger,
-        order: DataOrder,
+        order: TaskOrder,
         config: JobConfig,
         total_steps: int,
     ) -> None:
@@ -52,12 +52,15 @@ class Issuer:
         return len(issues)
 
     def _task(self, issue: Issue, version: int) -> Task:
+        chosen = self._order.choose(issue.index, version)
         return Task(
             task=issue.number,
-            sample=self._order.sample(issue.index),
+            sample=chosen.sample,
             index=issue.index,
+            item=chosen.item,
+            chosen_at=chosen.chosen_at,
             reissue_of=issue.reissue_of,
-            seed=self._order.task_seed(issue.index),
+            seed=chosen.seed,
             min_version=self._min_version(issue.slot, version),
             group_size=self._config.rollout.group_size,
             greedy_baseline=self._config.algorithm.advantage == "remax",

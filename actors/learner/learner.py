@@ -23,6 +23,7 @@ from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
 from ...schemas.errors import DeadlineError, MessageError, StorageError
+from ...schemas.rollout import Group
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
@@ -30,7 +31,7 @@ from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
-from .data_order import DataOrder
+from .data_order import TaskOrder
 from .evaluations import Evaluations
 from .failures import Failures
 from .intake import Entry, Intake, batch_digest
@@ -57,7 +58,7 @@ class Learner:
         policies: Policies,
         tokenizer: Any,
         state: LearnerState,
-        order: DataOrder,
+        order: TaskOrder,
         checkpoints: CheckpointStore,
         reporter: Reporter,
         *,
@@ -91,6 +92,7 @@ class Learner:
         )
         self.publisher = Publisher(context, policies.models)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
+        self._order = order
         self._policies = policies
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
@@ -106,6 +108,7 @@ class Learner:
             self.ledger,
             self.intake,
             reporter,
+            order,
             self._in_torch,
         )
 
@@ -228,22 +231,23 @@ class Learner:
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
         report = await self._in_torch(lambda: self._policies.step(groups, step))
-        self._trained(entries)
+        self._trained(entries, groups)
         self.intake.max_version = step
         await self._publish()
         await self._request_evaluation()
+        report.numbers.update(self._order.numbers())
         await self._reporter.report(
             step, groups, report, waited_s, time.perf_counter() - started, self.intake
         )
 
-    def _trained(self, entries: list[Entry]) -> None:
+    def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
         self.state.step += 1
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
-        for entry in entries:
-            if entry.group is not None:
-                self._reporter.waste.add(entry.group, trained=True)
+        self._order.learn(groups)
+        for group in groups:
+            self._reporter.waste.add(group, trained=True)
         self.intake.forget(entry.seq for entry in entries)
 
     # -- parts ---------------------------------------------------------------------------------
@@ -270,6 +274,7 @@ class Learner:
                 self.ledger.drop(item.task, item.reason)
             if entry.group is not None:
                 self._reporter.waste.add(entry.group, trained=False)
+                self._order.pass_over(entry.group, item.reason)
             self._reporter.waste.add_failed(entry.tokens_wasted)
             self._reporter.num_dropped[item.reason] += 1
         self.intake.forget(item.seq for item in dropped)
@@ -286,9 +291,7 @@ class Learner:
         last = step == self.total_steps
         due = training.test_freq > 0 and step % training.test_freq == 0 and step > 0
         first = step == 0 and training.validate_before_training
-        if not (last or due or first):
-            return
-        if await self.evaluations.request(step, always=last):
+        if (last or due or first) and await self.evaluations.request(step, always=last):
             self.publisher.pin(step)
 
     async def _save(self) -> str | None:

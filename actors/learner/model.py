@@ -134,8 +134,7 @@ class Scorer:
     def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
         packed = packed.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            states_UD, place_N = self._states_UD(packed)
+        states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
         chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
         if len(states_UD) <= chunk:
             return TokenScores(*self._read(states_UD, place_N, packed.target_N, entropy_gradient))
@@ -174,8 +173,8 @@ class Scorer:
             terms_UV = torch.nan_to_num(log_softmax_UV.exp() * log_softmax_UV, nan=0.0)
             return logprobs_N, -terms_UV.sum(-1)[place_N]
 
-    def _states_UD(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        """Hidden states (or, with `full_logits`, logits) at the columns that predict.
+    def states_UD(self, packed: Packed, *, logits: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the decoder's hidden states (or the model's logits) at the columns that predict.
 
         Several tokens may be predicted at one column: each column is there once, and the second
         tensor says which of them predicts each of the N tokens.
@@ -187,11 +186,12 @@ class Scorer:
             ids_BT, positions_BT = ids_BT.reshape(1, -1), positions_BT.reshape(1, -1)
         else:
             masks = self._masks(packed)
-        model = self._model if self.full_logits else self._decoder
-        output = model(
-            input_ids=ids_BT, attention_mask=masks, position_ids=positions_BT, use_cache=False
-        )
-        states_BTD: Tensor = output.logits if self.full_logits else output.last_hidden_state
+        model = self._model if logits else self._decoder
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            output = model(
+                input_ids=ids_BT, attention_mask=masks, position_ids=positions_BT, use_cache=False
+            )
+        states_BTD: Tensor = output.logits if logits else output.last_hidden_state
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
         return states_BTD.flatten(0, 1)[column_U], place_N
 

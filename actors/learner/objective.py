@@ -1,8 +1,8 @@
 """What a step minimises: the loss of a micro-batch, from its log-probs to one number.
 
-Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, so
-every loss and correction reads one micro-batch at a time, but for m2po: it ranks the tokens of
-the whole batch, and its weights are computed before.
+Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, nor
+are samples, so every loss and correction reads one micro-batch at a time, but for m2po: it ranks
+the tokens of the whole batch, and its weights are computed before.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from .kl import kl_per_token
 from .losses import LossInputs, compute_loss
 from .model import TokenScores
 from .packing import Packed
+from .samples import renumber
 from .sequences import sum_by_sequence
 from .training_batch import TrainingBatch
 
@@ -29,6 +30,8 @@ class StepInputs:
     """What the updates of one step read, over the whole batch."""
 
     batch: TrainingBatch
+    sample_N: Tensor
+    """int64: the sample of each token (`samples.py`)."""
     version: int
     """The policy's version before the step."""
     advantages_N: Tensor
@@ -103,7 +106,8 @@ class Objective:
         denominators: Denominators,
     ) -> MicroLoss:
         """Compute the loss of a micro-batch from the scores of its tokens."""
-        algorithm, index_N, packed = self._algorithm, micro.index_N, micro.packed
+        algorithm, index_N = self._algorithm, micro.index_N
+        sample_N, num_samples = renumber(inputs.sample_N[index_N])
         current_N = scores.logprobs_N
         old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
         correction = self._correction(inputs, micro, current_N, old_N)
@@ -114,16 +118,14 @@ class Objective:
                 advantages_N=inputs.advantages_N[index_N],
                 old_logprobs_N=correction.old_logprobs_N,
                 behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
-                seq_N=packed.seq_N,
-                num_seqs=packed.num_seqs,
+                seq_N=sample_N,
+                num_seqs=num_samples,
             ),
             **self._loss_options,
         )
 
         def total(values_N: Tensor) -> Tensor:
-            return aggregate(
-                algorithm.loss_agg, values_N, packed.seq_N, packed.num_seqs, denominators
-            )
+            return aggregate(algorithm.loss_agg, values_N, sample_N, num_samples, denominators)
 
         loss = total(policy_N * correction.weight_N)
         sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
@@ -142,11 +144,12 @@ class Objective:
         if inputs.weights_N is not None:
             return Correction(inputs.weights_N[micro.index_N], old_N)
         batch = inputs.batch
+        sample_N, num_samples = renumber(inputs.sample_N[micro.index_N])
         read = CorrectionInputs(
             old_logprobs_N=old_N,
             behaviour_logprobs_N=batch.behaviour_N[micro.index_N],
-            seq_N=micro.packed.seq_N,
-            num_seqs=micro.packed.num_seqs,
+            seq_N=sample_N,
+            num_seqs=num_samples,
             logprobs_N=current_N.detach(),
             lag_N=inputs.version - batch.versions_N[micro.index_N],
         )

@@ -15,7 +15,6 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.rollout import Group
 from ..policies import MAIN, policy_config, policy_folder, policy_names
-from .checkpoint import load_optimizer
 from .model import load_model
 from .step import StepReport, Trainer
 from .training_batch import assemble
@@ -69,7 +68,12 @@ class Policies:
         }
         if folder is not None:
             for name, trainer in self.trainers.items():
-                load_optimizer(policy_folder(folder, name), trainer.optimizer)
+                trainer.restore(policy_folder(folder, name))
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write every policy into the folder of a checkpoint."""
+        for name, trainer in self.trainers.items():
+            trainer.save(policy_folder(folder, name), tokenizer)
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -8,7 +8,7 @@ with the run's newest checkpoint. Nothing of the run is changed.
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ..model_folder import load_causal_lm
 from ..policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_state
+from .critic import saved_critic
 from .policies import Policies, load_models
 from .start import starting_point
 
@@ -81,7 +82,7 @@ async def replay(
         await asyncio.to_thread(policies.step, groups, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(policies.models, newest), newest)
+    return ReplayResult(len(todo), _differing(policies, newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -97,14 +98,20 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(models: Mapping[str, torch.nn.Module], checkpoint: Path) -> list[str]:
+def _differing(policies: Policies, checkpoint: Path) -> list[str]:
+    """Name the tensors of policies and critics that are not the checkpoint's to the bit."""
     differing: list[str] = []
-    for policy, model in models.items():
+    for policy, trainer in policies.trainers.items():
         folder = policy_folder(checkpoint, policy)
         saved = load_causal_lm(str(folder), dtype=torch.float32).state_dict()
+        made = dict(trainer.model.state_dict())
+        if trainer.critic is not None:
+            saved |= {f"critic.{name}": value for name, value in saved_critic(folder).items()}
+            critic = trainer.critic.model.state_dict()
+            made |= {f"critic.{name}": value for name, value in critic.items()}
         differing += [
             f"{prefix_of(policy)}{name}"
-            for name, tensor in model.state_dict().items()
+            for name, tensor in made.items()
             if not torch.equal(tensor.cpu().view(torch.uint8), saved[name].view(torch.uint8))
         ]
     return differing

@@ -8,9 +8,9 @@ from typing import Any
 
 from ...broker.rollouts import RolloutLog
 from ...schemas.errors import StorageError
-from ..policies import MAIN
 from ..runtime import JobContext
 from .checkpoint import CheckpointStore, LearnerState
+from .data_order import TaskOrder
 from .intake import Intake
 from .ledger import Ledger
 from .policies import Policies
@@ -34,6 +34,7 @@ class Saver:
         ledger: Ledger,
         intake: Intake,
         reporter: Reporter,
+        order: TaskOrder,
         in_torch: InTorch,
     ) -> None:
         self._context = context
@@ -44,6 +45,7 @@ class Saver:
         self._ledger = ledger
         self._intake = intake
         self._reporter = reporter
+        self._order = order
         self._in_torch = in_torch
         self._trim_bytes = context.config.limits.rollout_bytes // 2
 
@@ -65,13 +67,11 @@ class Saver:
         self._ledger.write_to(state)
         state.log_seq = self._intake.first_undecided()
         self._reporter.write_to(state)
-        pairs = {
-            name: (trainer.model, trainer.optimizer)
-            for name, trainer in self._policies.trainers.items()
-        }
-        model, optimizer = pairs.pop(MAIN)
+        self._order.write_to(state)
         write = functools.partial(
-            self._checkpoints.save, model, self._tokenizer, optimizer, state, pairs
+            self._checkpoints.save,
+            state,
+            lambda folder: self._policies.save(folder, self._tokenizer),
         )
         started = time.perf_counter()
         try:

@@ -37,3 +37,20 @@ def is_last_of_sequence(seq_N: Tensor) -> Tensor:
     last_N = torch.ones_like(seq_N, dtype=torch.bool)
     last_N[:-1] = seq_N[1:] != seq_N[:-1]
     return last_N
+
+
+def by_sequence(values_N: Tensor, seq_N: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    """Lay tokens out as one row per sequence, 0 behind its end; also return each one's place."""
+    place_N = positions_in_sequence(seq_N, num_seqs)
+    longest = int(place_N.max()) + 1 if len(place_N) else 0
+    rows_SP = values_N.new_zeros(num_seqs, longest)
+    rows_SP[seq_N, place_N] = values_N
+    return rows_SP, place_N
+
+
+def reward_to_go(rewards_SP: Tensor, gamma: float) -> Tensor:
+    """R_p = r_p + γ R_{p+1} along each row."""
+    returns_SP = rewards_SP.clone()
+    for place in range(rewards_SP.shape[1] - 2, -1, -1):
+        returns_SP[:, place] += gamma * returns_SP[:, place + 1]
+    return returns_SP

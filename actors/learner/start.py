@@ -12,7 +12,8 @@ from ..model_folder import load_tokenizer
 from ..policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_state
-from .data_order import DataOrder, total_steps
+from .curriculum import Curriculum, CurriculumConfig
+from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
 from .policies import Policies, load_models, vocab_size
@@ -61,11 +62,23 @@ async def make_learner(context: JobContext) -> Learner:
         policies,
         tokenizer,
         state,
-        DataOrder(config.seed, num_rows),
+        task_order(config, num_rows, state),
         checkpoints,
         reporter,
         vocab_size=vocab_size(models[MAIN]),
     )
+
+
+def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> TaskOrder:
+    """Return the order of tasks that the configuration asks for, as far as it has come."""
+    training, order = config.training, DataOrder(config.seed, num_rows)
+    num_items = num_rows or training.curriculum_tasks
+    if training.curriculum == "none" or num_items is None:
+        return order
+    settings = CurriculumConfig(
+        num_items, training.curriculum_uniform, config.evaluation.success_reward
+    )
+    return Curriculum(order, settings, state)
 
 
 def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | None, LearnerState]:

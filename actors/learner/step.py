@@ -10,22 +10,26 @@ same state it gives the same bits. Shape letters: N generated tokens, S sequence
 import math
 import time
 from dataclasses import dataclass, field
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
+import structlog
 import torch
 from torch import Tensor, nn
 
 from ...schemas.config import JobConfig
-from .advantages import AdvantageInputs, compute_advantages, overlong_penalty
 from .aggregation import Denominators
+from .checkpoint import load_optimizer, save_policy
 from .corrections import mismatch_statistics
-from .kl import rewards_with_kl
-from .model import Scorer, load_reference
+from .credit import assign_credit
+from .critic import Critic, spread
+from .model import Scorer, load_model, load_reference
 from .objective import MicroBatch, Objective, StepInputs
 from .packing import pack
 from .schedules import learning_rate
-from .sequences import is_last_of_sequence, sum_by_sequence
 from .training_batch import TrainingBatch, select
+
+_log = structlog.get_logger()
 
 
 @dataclass
@@ -69,7 +73,7 @@ class _Sums:
 
 
 class Trainer:
-    """The policy with its optimiser, and the frozen reference where one is needed."""
+    """The policy with its optimiser, the frozen reference and the critic where they are needed."""
 
     def __init__(self, model: nn.Module, config: JobConfig, *, total_steps: int) -> None:
         """Raises ModelError when the model cannot be trained in packed rows."""
@@ -92,6 +96,22 @@ class Trainer:
         if config.algorithm.kl_coef:
             reference = cast(nn.Module, load_reference(config.model)).to(self._scorer.device)
             self._reference = Scorer(reference, temperature=temperature, dtype=learner.dtype)
+        self.critic: Critic | None = None
+        if config.algorithm.advantage == "gae":
+            start = load_model(config.model, learner, config.critic.path or config.model.path)
+            self.critic = Critic(cast(Any, start).to(self._scorer.device), config)
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write model, tokenizer, optimiser and critic into a folder, and make it."""
+        save_policy(folder, self.model, tokenizer, self.optimizer)
+        if self.critic is not None:
+            self.critic.save(folder)
+
+    def restore(self, folder: Path) -> None:
+        """Take the optimiser's state from a checkpoint, and the critic where it has one."""
+        load_optimizer(folder, self.optimizer)
+        if self.critic is not None and not self.critic.load(folder):
+            _log.info("critic_is_new", checkpoint=str(folder))
 
     def step(self, batch: TrainingBatch, step: int) -> StepReport:
         """Train one batch; the policy's version is `step` afterwards.
@@ -103,18 +123,27 @@ class Trainer:
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
         old_N, reference_N = self._scores_before(batch)
-        token_rewards_N, rewards_S = self._rewards(batch, old_N, reference_N)
-        advantages_N = self._advantages(batch, token_rewards_N, rewards_S)
+        values_N = self._values(batch)
+        credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
+        sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
         weights_N = self._objective.whole_batch_weights(batch, old_N)
-        inputs = StepInputs(batch, step - 1, advantages_N, old_N, reference_N, weights_N)
+        inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
+        if self.critic is not None and credit.targets is not None:
+            self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = _Sums()
         for part_S in self._minibatches(batch):
-            self._update(inputs, part_S, sums)
+            denominators = self._denominators(sample_N[part_S[batch.seq_N]])
+            if step > self.config.critic.warmup_steps:
+                self._update(inputs, part_S, denominators, sums)
+            if self.critic is not None:
+                self.critic.update(self._pack(batch, part_S), denominators)
         numbers = {
             "actor/lr": rate,
             **sums.numbers(),
-            **_spread("critic/advantages", advantages_N),
-            **_spread("critic/rewards", rewards_S),
+            **spread("critic/advantages", advantages_N),
+            **spread("critic/rewards", credit.rewards_S),
+            **({} if self.critic is None else self.critic.numbers()),
+            "training/num_samples": float(credit.samples.num),
             **_mismatch(sums.old, batch, step - 1),
         }
         return StepReport(numbers, time.perf_counter() - start)
@@ -122,18 +151,21 @@ class Trainer:
     # -- named parts of the step -------------------------------------------------------------
 
     def _set_learning_rate(self, step: int) -> float:
+        rate = self._rate(step, self.config.learner.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _rate(self, step: int, base: float) -> float:
         learner = self.config.learner
-        rate = learning_rate(
+        return learning_rate(
             step - 1,
-            base=learner.lr,
+            base=base,
             kind=learner.schedule,
             warmup_steps=learner.warmup_steps,
             total_steps=self.total_steps,
             min_ratio=learner.min_lr_ratio,
         )
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def _pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         sequences, index_N = select(batch, keep_S)
@@ -155,51 +187,17 @@ class Trainer:
         needs_old = self._objective.needs_old(self.config.learner.num_minibatches)
         if not needs_old and self._reference is None:
             return None, None
-        everything = self._pack(batch, torch.ones_like(batch.group_S, dtype=torch.bool))
+        everything = self._pack(batch, _all(batch))
         old_N = _score_all(everything, batch, self._scorer) if needs_old else None
         if self._reference is None:
             return old_N, None
         return old_N, _score_all(everything, batch, self._reference)
 
-    def _rewards(
-        self, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rewards of tokens and of episodes, with what the configuration takes off."""
-        algorithm = self.config.algorithm
-        rewards_S, token_rewards_N = batch.rewards_S, batch.token_rewards_N
-        if algorithm.overlong_buffer:
-            penalty_S = overlong_penalty(
-                batch.lengths_S,
-                self.config.rollout.max_response_tokens,
-                algorithm.overlong_buffer,
-                algorithm.overlong_factor,
-            )
-            rewards_S = rewards_S + penalty_S
-            token_rewards_N = token_rewards_N.clone()
-            token_rewards_N[is_last_of_sequence(batch.seq_N)] += penalty_S
-        if old_N is not None and reference_N is not None and algorithm.kl_in == "reward":
-            token_rewards_N = rewards_with_kl(
-                algorithm.kl_estimator, token_rewards_N, old_N, reference_N, algorithm.kl_coef
-            )
-            rewards_S = sum_by_sequence(token_rewards_N, batch.seq_N, batch.num_seqs)
-        return token_rewards_N, rewards_S
-
-    def _advantages(
-        self, batch: TrainingBatch, token_rewards_N: Tensor, rewards_S: Tensor
-    ) -> Tensor:
-        algorithm = self.config.algorithm
-        return compute_advantages(
-            algorithm.advantage,
-            AdvantageInputs(
-                rewards_S=rewards_S,
-                group_S=batch.group_S,
-                seq_N=batch.seq_N,
-                token_rewards_N=token_rewards_N,
-                turn_N=batch.turn_N,
-                baseline_S=batch.baseline_S,
-                gamma=algorithm.gamma,
-            ),
-        )
+    def _values(self, batch: TrainingBatch) -> Tensor | None:
+        """Ask the critic, where there is one, for the value before each token."""
+        if self.critic is None:
+            return None
+        return self.critic.values_of(self._pack(batch, _all(batch)), batch.num_tokens)
 
     def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
         """Split the groups into contiguous minibatches: a mask over the sequences for each."""
@@ -207,11 +205,15 @@ class Trainer:
         parts = torch.tensor_split(groups, self.config.learner.num_minibatches)
         return [torch.isin(batch.group_S, part) for part in parts if len(part)]
 
-    def _update(self, inputs: StepInputs, part_S: Tensor, sums: _Sums) -> None:
+    def _denominators(self, sample_n: Tensor) -> Denominators:
+        length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens
+        return Denominators.of(sample_n, length)
+
+    def _update(
+        self, inputs: StepInputs, part_S: Tensor, denominators: Denominators, sums: _Sums
+    ) -> None:
         """Make one optimiser update on some of the sequences."""
         batch, algorithm = inputs.batch, self.config.algorithm
-        length = algorithm.loss_agg_length or self.config.rollout.max_response_tokens
-        denominators = Denominators.of(batch.seq_N[part_S[batch.seq_N]], length)
         self.optimizer.zero_grad()
         keep_S = part_S & self._objective.has_gradient(batch, inputs.advantages_N)
         for micro in self._pack(batch, keep_S):
@@ -232,20 +234,16 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
 
 
+def _all(batch: TrainingBatch) -> Tensor:
+    return torch.ones_like(batch.group_S, dtype=torch.bool)
+
+
 @torch.no_grad()
 def _score_all(micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer) -> Tensor:
     scored_N = torch.empty(batch.num_tokens, device=scorer.device)
     for micro in micros:
         scored_N[micro.index_N] = scorer.score(micro.packed).logprobs_N
     return scored_N
-
-
-def _spread(name: str, values: Tensor) -> dict[str, float]:
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
 
 
 def _mismatch(

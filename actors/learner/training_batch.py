@@ -41,6 +41,8 @@ class TrainingBatch:
     """int64: the sequences that are compared: those of one task, and of one role in it."""
     lengths_S: Tensor
     """int64: tokens after the first prompt, observations included."""
+    truncated_S: Tensor
+    """bool: the token limit cut the episode off."""
     baseline_S: Tensor | None
     """float32: return of the greedy episode of the task, where there is one."""
 
@@ -90,6 +92,7 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
         rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
+        truncated_S=torch.tensor([item.finish == "length" for item in trajectories]),
         baseline_S=_baselines(groups),
     )
 

@@ -1,6 +1,6 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...broker.connection import Broker
 from ...broker.jobs import is_final
@@ -83,10 +83,8 @@ class Board:
         return None if entry is None else entry.value
 
     def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user`, for an admin anybody's by its id; raises NotFoundError."""
+        """Return a job of `user`; raises NotFoundError."""
         record = self.find(user, name)
-        if record is None and self.is_admin(user):
-            record = next((one for one in self.records() if one.job == name), None)
         if record is None:
             raise NotFoundError(
                 f"user {user!r} has no job or run {name!r}",
@@ -94,11 +92,28 @@ class Board:
             )
         return record
 
+    def steered(self, user: str, name: str) -> JobRecord:
+        """Return a job that `user` may steer: an own one, for an admin anybody's by its id.
+
+        Raises NotFoundError.
+        """
+        if self.is_admin(user):
+            found = next((one for one in self._every() if one.job == name), None)
+            if found is not None:
+                return found
+        return self.get(user, name)
+
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""
-        every = [entry.value for entry in self._jobs.entries.values()]
-        found = [one for one in every if user is None or one.user == user]
+        found = (one for one in self._every() if user is None or one.user == user)
         return sorted(found, key=lambda record: record.created, reverse=True)
+
+    def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
+        """Return run folder and owner of each job of somebody else."""
+        return [(one.run_dir, one.user) for one in self._every() if one.user != user]
+
+    def _every(self) -> Iterator[JobRecord]:
+        return (entry.value for entry in self._jobs.entries.values())
 
     def names(self, user: str) -> set[str]:
         """Return the names of the runs of a user."""

@@ -88,7 +88,7 @@ class Desk:
 
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
-        return JobReply(record=self._board.told(self._board.get(context.user, request.job)))
+        return JobReply(record=self._board.told(self._board.steered(context.user, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return the user's jobs, or an admin everybody's."""
@@ -124,7 +124,7 @@ class Desk:
 
         A job that has ended stays as it is; a later `now` overrides an earlier drain.
         """
-        record = self._board.get(context.user, request.job)
+        record = self._board.steered(context.user, request.job)
         how = "now" if request.now or record.stop == "now" else "drain"
 
         def ask(current: JobRecord) -> JobRecord:
@@ -143,7 +143,7 @@ class Desk:
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
         async with self._lock:
-            record = self._board.get(context.user, request.job)
+            record = self._board.steered(context.user, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
             if not is_final(record):
@@ -167,7 +167,7 @@ class Desk:
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
-        record = self._board.get(context.user, request.job)
+        record = self._board.steered(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
                 f"job {record.name} is {record.state} and has no actors to scale",
@@ -182,7 +182,7 @@ class Desk:
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
-            check_quota(context.user, slots_of(wanted), self._board.quota(context.user))
+            check_quota(record.user, slots_of(wanted), self._board.quota(record.user))
 
         def resize(current: JobRecord) -> JobRecord:
             actors = scaled(current.actors, request.role, request.count, slots)
@@ -192,7 +192,7 @@ class Desk:
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
         """Change the priority of a job; it matters while the job, or a part of it, waits."""
-        record = self._board.get(context.user, request.job)
+        record = self._board.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
@@ -207,7 +207,7 @@ class Desk:
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""
-        record = self._board.get(context.user, request.job)
+        record = self._board.steered(context.user, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
@@ -221,7 +221,7 @@ class Desk:
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let a paused job go on."""
-        record = self._board.get(context.user, request.job)
+        record = self._board.steered(context.user, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":

@@ -3,13 +3,13 @@
 All jobs of a node run as one user of the operating system, who can read every run folder.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
-from ...schemas.job import JobRecord
 
 
 def refuse_code_of_others(config: JobConfig) -> None:
@@ -22,16 +22,19 @@ def refuse_code_of_others(config: JobConfig) -> None:
         )
 
 
-def refuse_runs_of_others(config: JobConfig, others: Iterable[JobRecord]) -> None:
-    """Raise ConfigError for a value that is a path into the run folder of somebody else."""
-    folders = [(Path(one.run_dir), one.user) for one in others if one.run_dir]
+def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) -> None:
+    """Raise ConfigError for a value that is a path into the run folder of somebody else.
+
+    `others` are those folders, each with its owner; what the owner's runs lie in is fenced, too.
+    """
+    folders = [(Path(folder), user) for folder, user in others if folder]
     fenced = {folder for folder, _ in folders}
     fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
-    if not fenced:
-        return
     for key, value in _texts(config.model_dump(mode="json"), ""):
-        path = Path(value).expanduser().resolve() if "/" in value else None
-        if path is not None and not fenced.isdisjoint((path, *path.parents)):
+        if "/" not in value or "\0" in value:  # no path into another folder
+            continue
+        path = Path(os.path.realpath(os.path.expanduser(value)))  # noqa: PTH111  a strange ~name stays
+        if not fenced.isdisjoint((path, *path.parents)):
             raise ConfigError(
                 f"{key}={value!r} is in a run folder of another user",
                 hint="ask its owner for a copy in a folder that is yours",

@@ -8,6 +8,7 @@ from pathlib import Path
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError, StateError, StorageError
 from ...schemas.job import LAST_STEP, JobRecord
+from ..checkpoint_folders import checkpoint_folders
 
 _FORK = "fork"
 
@@ -41,14 +42,13 @@ def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
 
     Raises NotFoundError.
     """
-    folder = Path(origin.run_dir) / "checkpoints"
-    there = {int(one.name.removeprefix("step_")): one for one in folder.glob("step_*")}
+    there = checkpoint_folders(origin.run_dir)
     number = max(there, default=0) if step == LAST_STEP else int(step)
     if number not in there:
         which = "yet" if step == LAST_STEP else f"of step {number}"
         raise NotFoundError(
-            f"run {origin.name!r} has no checkpoint {which} ({folder})",
-            hint=f"see which there are: ls {folder}",
+            f"run {origin.name!r} has no checkpoint {which} ({origin.run_dir})",
+            hint=f"see which there are: ls {origin.run_dir}/checkpoints",
         )
     return number, there[number]
 

@@ -21,6 +21,7 @@ from ...schemas.errors import (
 from ...schemas.ids import new_id
 from ...schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
+from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
 from .board import Board
@@ -138,7 +139,7 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if self._has_users and not self._board.is_admin(record.user):
             refuse_code_of_others(config)
-            others = [one for one in self._board.records() if one.user != record.user]
+            others = self._board.run_folders_of_others(record.user)
             await asyncio.to_thread(refuse_runs_of_others, config, others)
         actors = actors_for(config, record.kind)
         self._reconciler.refuse_impossible(actors)
@@ -154,12 +155,26 @@ class Submission:
             "actors": actors,
             "run_dir": str(run_dir),
             "fork_dir": fork_dir,
+            "judge": self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
 
     @property
     def _has_users(self) -> bool:
         return self._broker.user != DEFAULT_USER
+
+    def _judge(self, user: str, reward: RewardConfig) -> str | None:
+        """Return the job that judges episodes through the broker; ConfigError if it cannot."""
+        if reward.judge is None or reward.url is not None:
+            return None
+        record = self._board.get(user, reward.judge)
+        if record.kind != "infer" or is_final(record):
+            raise ConfigError(
+                f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
+                f"{record.state}, it judges nothing",
+                hint="serve the judge first (`tinkermq serve …`) and name that job",
+            )
+        return record.job
 
     def _folder_of(self, user: str) -> str:
         """Return the folder for the runs of a user; a pool without users has one for all."""

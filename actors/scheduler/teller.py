@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Iterable
 
 import structlog
+from nats.js.errors import APIError
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
@@ -18,6 +19,7 @@ from ...schemas.errors import BrokerError, ConflictError, NotFoundError
 from ...schemas.job import JobRecord
 
 _TELL_S = 10.0
+_LATER = (BrokerError, TimeoutError, ConflictError, NotFoundError, APIError)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -50,7 +52,7 @@ class Teller:
                 if is_final(record):
                     await settle_job_streams(self._broker, record.scope)
                 await self._jobs.told(record)
-        except (BrokerError, TimeoutError, ConflictError, NotFoundError) as error:  # next turn
+        except _LATER as error:  # next turn
             _log.warning("events_wait", job=record.job, error=str(error))
         finally:
             del self._telling[key]

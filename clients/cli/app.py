@@ -75,6 +75,9 @@ _GROUPS: dict[str, list[_Command]] = {
     "Writing one": [
         _Command("config show", "config:show", "Print the effective configuration."),
         _Command("config schema", "config:schema", "Print every key, or the JSON Schema."),
+        _Command(
+            "data prepare", "data:prepare", "Make data of a published set: gsm8k, math, geo3k."
+        ),
         _Command("env list", "envs:list_games", "List the games."),
         _Command("env check", "envs:check", "Prove that a game is sound, without a model."),
         _Command("env serve", "envs:serve", "Host a run's game in this process."),
@@ -82,6 +85,7 @@ _GROUPS: dict[str, list[_Command]] = {
 }
 _FAMILIES = {
     "config": ("Writing one", "Look at the configuration of a job."),
+    "data": ("Writing one", "Prepare data."),
     "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
     "env": ("Writing one", "List, check and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),

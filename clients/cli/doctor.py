@@ -15,7 +15,9 @@ from typing import NamedTuple
 from ...broker.connection import connect
 from ...broker.presence import list_presences
 from ...broker.server import binary_path
-from ...schemas.errors import NotFoundError, TinkermqError
+from ...envs.sandbox.bubblewrap import Bubblewrap
+from ...envs.sandbox.settings import SandboxSettings
+from ...schemas.errors import NotFoundError, SandboxError, TinkermqError
 from ..home import Home, find_url
 from ..quiet import quiet_logs
 from .options import COMMON, Common
@@ -96,9 +98,11 @@ def _model_cache() -> Finding:
 
 
 def _sandbox() -> Finding:
-    tool = shutil.which("bwrap")
-    detail = f"bubblewrap at {tool}" if tool else "no bubblewrap: games that run code need it"
-    return Finding("sandbox", True, detail, "" if tool else "apt install bubblewrap")
+    """Run the start-up test of games that run programs; they alone need what it tests."""
+    try:
+        return Finding("sandbox", True, Bubblewrap(SandboxSettings(packages=[])).self_test())
+    except SandboxError as error:
+        return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
 
 
 def _disk() -> Finding:

@@ -31,6 +31,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "memory",
         "overhead",
+        "sandbox",
         "scheduler",
         "weights",
     ],

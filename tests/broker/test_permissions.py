@@ -176,6 +176,20 @@ def test_a_server_reads_the_weights_of_the_run_that_it_follows_and_of_no_other()
     assert "tmq.v1.job.ada.j2.weights" in following.subscribe
 
 
+def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None:
+    identity = JobIdentity("ada", "j1", "environment", "environment-0", 1)
+    hosts = job_permissions(identity, None, "j2")
+    assert may_publish(hosts, "tmq.v1.job.ada.j2.infer.chat")
+    assert not may_publish(hosts, "tmq.v1.job.ada.j2.infer.play")
+    assert not may_publish(hosts, "tmq.v1.job.ada.j3.infer.chat")
+    assert not may_publish(job_permissions(identity), "tmq.v1.job.ada.j2.infer.chat")
+    judge = job_permissions(JobIdentity("ada", "j2", "server", "server-0", 1))
+    assert may_publish(judge, "_INBOX_job.ada.j1.environment-0.x.1")
+    assert not may_publish(judge, "_INBOX_job.bob.j1.environment-0.x.1")
+    generator = job_permissions(JobIdentity("ada", "j2", "generator", "generator-0", 1))
+    assert not may_publish(generator, "_INBOX_job.ada.j1.environment-0.x.1")
+
+
 def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
     user, server = user_permissions("ada"), of_role("server")
     assert may_publish(user, f"{JOB}.infer.play")

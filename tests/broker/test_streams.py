@@ -11,6 +11,7 @@ from tinkermq.broker.streams import (
     create_job_streams,
     create_shared,
     delete_job_streams,
+    settle_job_streams,
     stream_info,
     stream_subjects,
 )
@@ -109,3 +110,11 @@ async def test_a_bound_that_the_server_cannot_hold_is_named_with_what_to_do(
     with pytest.raises(BrokerError, match="refuses the stream tmq-local-big-rollout") as raised:
         await create_job_streams(own_broker, JobScope("local", "big"), limits)
     assert "max_file_store" in raised.value.hint
+
+
+async def test_an_ended_job_is_settled_though_a_stream_of_it_was_removed(
+    broker: Broker, scope: JobScope
+) -> None:
+    await broker.api(f"STREAM.DELETE.{scope.stream_task}")
+    await settle_job_streams(broker, scope)
+    assert (await stream_info(broker, scope.stream_batch))["config"]["max_bytes"] == 1

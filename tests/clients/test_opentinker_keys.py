@@ -1,5 +1,7 @@
 """Configurations written for OpenTinker mean the same here, or say why not."""
 
+from typing import Any
+
 import pytest
 from tinkermq.clients.opentinker_keys import TABLE, merged, translate
 from tinkermq.schemas.errors import ConfigError
@@ -94,7 +96,29 @@ def test_two_keys_for_the_same_thing_must_agree() -> None:
         translate({"training": {"batch_size": 8}, "batch_size": 16})
 
 
-def test_a_critic_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match="critic") as caught:
-        translate({"adv_estimator": "gae"})
-    assert "grpo" in caught.value.hint
+@pytest.mark.parametrize(
+    ("keys", "algorithm"),
+    [
+        ({"adv_estimator": "gae"}, {"advantage": "gae"}),
+        (
+            {"multi_turn": {"per_turn_training": True}},
+            {"sample": "turn", "turn_reward": "reward"},
+        ),
+        (
+            {"multi_turn": {"per_turn_training": True, "per_turn_reward_gamma": 0.0}},
+            {"sample": "turn", "turn_reward": "reward"},
+        ),
+        (
+            {"multi_turn": {"per_turn_training": True, "per_turn_reward_gamma": 0.9}},
+            {"sample": "turn", "turn_reward": "return", "gamma": 0.9},
+        ),
+        (
+            {"adv_estimator": "grpo_per_step", "multi_turn": {"per_turn_reward_gamma": 0.9}},
+            {"advantage": "grpo_per_turn", "gamma": 0.9},
+        ),
+    ],
+)
+def test_ppo_and_turns_as_samples_are_asked_for_by_their_old_names(
+    keys: dict[str, Any], algorithm: dict[str, Any]
+) -> None:
+    assert translate(keys) == {"algorithm": algorithm}

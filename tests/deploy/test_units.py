@@ -254,7 +254,7 @@ async def ended(systemd: Systemd) -> None:
     """Ask the host for its game, as a generator does, then cancel the run."""
     async with await connect(systemd.url, name="test", api_key=systemd.key or None) as broker:
         pool = Pool(broker)
-        scope = pool.scope(await pool.find(RUN))
+        scope = (await pool.find(RUN)).scope
         async with await a_generator(systemd, scope) as generator:
             described = await call(
                 generator,

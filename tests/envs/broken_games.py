@@ -102,6 +102,20 @@ class GoldIsWrong(CountingGame):
         return "0"
 
 
+class GoldSucceeds(GoldIsWrong):
+    """Says itself whether it is solved; its return is no measure."""
+
+    succeeds = True
+
+    def step(self, action: str) -> StepResult:
+        result = super().step(action)
+        return StepResult(result.observation, 1.0, result.done, {"success": self.succeeds})
+
+
+class GoldFails(GoldSucceeds):
+    succeeds = False
+
+
 class SlowWhenTold(CountingGame):
     def step(self, action: str) -> StepResult:
         if action == "raise":

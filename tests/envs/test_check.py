@@ -23,6 +23,7 @@ def failures(**config):
         ("broken_games:UsesGlobalGenerator", "the global generator is not used", "draws from ran"),
         ("broken_games:UsesGlobalGenerator", "a seed reproduces an episode", "seed 0 gave two"),
         ("broken_games:GoldIsWrong", "gold answers score full marks", "score 3, full marks are 1"),
+        ("broken_games:GoldFails", "gold answers score full marks", "score 3, full marks are 1"),
     ],
 )
 def test_a_fault_fails_its_question(game, question, detail):
@@ -35,8 +36,9 @@ def test_the_hints_say_what_to_do():
     assert "draw from self.rng" in found["the global generator is not used"].hint
 
 
-def test_a_sound_game_has_no_failures():
-    assert failures(game="broken_games:CountingGame") == {}
+@pytest.mark.parametrize("game", ["CountingGame", "GoldSucceeds"])
+def test_a_sound_game_has_no_failures(game):
+    assert failures(game=f"broken_games:{game}") == {}
 
 
 def test_missing_data_is_told_by_its_path(tmp_path):

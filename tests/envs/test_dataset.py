@@ -162,7 +162,7 @@ def test_a_broken_line_is_named_by_its_row(tmp_path):
         Dataset([path]).record(1)
 
 
-@pytest.mark.parametrize("prompt", [None, "", [], [{"role": "user"}], 7])
+@pytest.mark.parametrize("prompt", [None, "", [{"role": "user"}], 7])
 def test_a_prompt_of_another_form_is_refused(tmp_path, prompt):
     path = write_rows(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "b"}])
     assert f"the prompt of row 0 of {path} is {prompt!r}" in error_of(path)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from broken_games import CountingGame, ReturnsNoText
 from tinkermq.envs import AbstractGame, StepResult
+from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.record import Record
 from tinkermq.schemas.errors import DataError, GameError
@@ -113,6 +114,13 @@ def test_more_image_tags_than_images_are_refused():
 def test_a_reset_that_returns_no_text_is_a_game_error():
     with pytest.raises(GameError, match=r"ReturnsNoText\.reset is 7 \(int\), it must be a str"):
         open_game(ReturnsNoText(), seed=0, record=None, kwargs={})
+
+
+def test_a_row_without_a_prompt_leaves_the_words_to_the_game():
+    game = GuessGame()
+    messages = open_game(game, seed=0, record=Record([], "4"), kwargs={"number": 4})
+    assert messages == [{"role": "user", "content": "guess 0-6"}]
+    assert game.step("4").reward == 1.0
 
 
 def test_an_empty_prompt_is_refused():

@@ -7,7 +7,7 @@ import pytest
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.remote import Environments, HostGone, Start
 from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.errors import GameError, SandboxError
 
 from tests.waiting import PATIENCE_S
 
@@ -19,6 +19,13 @@ MANY = [f"e{number}" for number in range(16)]
 async def hosting(broker, scope, game, **config):
     """Serve a game of broken_games.py; yield the host and its caller."""
     settings = EnvConfig(game=f"broken_games:{game}", **config)
+    async with serving(broker, scope, settings) as host_and_caller:
+        yield host_and_caller
+
+
+@asynccontextmanager
+async def serving(broker, scope, settings):
+    """Serve a game; yield the host and its caller."""
     host = EnvironmentHost(broker, scope, settings, drain_s=0.01)
     stopping = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -124,3 +131,32 @@ async def test_a_host_that_dies_amid_a_step_is_found_out(broker, scope):
         await asyncio.wait_for(stepping, PATIENCE_S)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(caller.reset("b", START), 1)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+async def test_tools_and_their_answers_travel(broker, scope, isolation):
+    kwargs = {"tool_format": "hermes", "sandbox": {"packages": [], "keep_state": True}}
+    code = (
+        '<tool_call>{"name": "code_interpreter", "arguments": {"code": "print(6 * 7)"}}</tool_call>'
+    )
+    settings = {"game": "math_code", "kwargs": kwargs, "isolation": isolation}
+    async with serving(broker, scope, EnvConfig(**settings)) as (host, caller):
+        start = Start("train", None, 7, {"ground_truth": "42"})
+        for started in await together(caller.reset("e1", start), caller.reset("e2", start)):
+            assert [tool["function"]["name"] for tool in started.tools] == ["code_interpreter"]
+        ran, answered = await together(
+            caller.step(host.name, "e1", 0, code), caller.step(host.name, "e2", 0, r"\boxed{42}")
+        )
+        assert (ran.observation, ran.role) == ("42", "tool")
+        assert (answered.reward, answered.role) == (1.0, "user")
+
+
+async def test_a_host_without_a_sandbox_ends_at_once_with_the_remedy(broker, scope, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    kwargs = {"sandbox": {"packages": [], "time_s": 3}}
+    host = EnvironmentHost(broker, scope, EnvConfig(game="math_code", kwargs=kwargs))
+    with pytest.raises(ExceptionGroup) as ended:
+        await host.run(asyncio.Event())
+    (error,) = ended.value.exceptions
+    assert isinstance(error, SandboxError)
+    assert "apt-get install bubblewrap" in error.hint

@@ -10,7 +10,10 @@ import json
 from pathlib import Path
 
 import pytest
+from tinkermq.actors.learner.checkpoint import LearnerState
+from tinkermq.actors.learner.start import task_order
 from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.load_config import parse_config
 
 from tests.configs import small_job
 from tests.jobs import Job
@@ -68,6 +71,51 @@ async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     written = [json.loads(line)["step"] for line in lines]
     assert written == list(range(1, 13))  # … but is written once
+
+
+PPO = {
+    "env": {"game": "tests.games:SlowGuess", "num_val": 0},
+    "rollout": {"max_turns": 3, "max_response_tokens": 64},
+    "algorithm": {"advantage": "gae", "sample": "turn", "gamma": 0.9, "filter_equal_rewards": True},
+    "critic": {"lr": 1e-3, "warmup_steps": 2},
+    "training": {"curriculum": "success_rate", "curriculum_tasks": 6},
+}
+
+
+async def test_a_learner_killed_amid_ppo_over_turns_with_a_curriculum(
+    stack: Stack, model: Path
+) -> None:
+    job = await stack.submit(small_job(model, **PPO))
+    await job.until_step(5)  # the last checkpoint, with its critic, is that of step 3
+    await job.kill("learner")
+    recovered = await job.until_event("training_recovered")
+    assert recovered.data["step"] >= 3
+    await assert_nothing_lost(job)  # replays the critic, too
+    last = (await job.metrics())[-1].values
+    assert last["critic/grad_norm"] > 0
+    assert last["training/num_samples"] > last["rollout/episodes"]
+    assert await assert_choices_are_those_of_the_log(job) > 40
+
+
+async def assert_choices_are_those_of_the_log(job: Job) -> int:
+    """Work out the curriculum's choices again, from the log alone; return how many there were."""
+    config = parse_config(job.record.config)
+    groups = {entry.seq: entry.group for entry in await job.entries() if entry.group is not None}
+    curriculum = task_order(config, None, LearnerState())
+    num_right = 0
+    for record in [None, *await job.batches()]:
+        if record is not None:
+            for dropped in record.dropped:
+                if dropped.seq in groups and dropped.reason == "equal_rewards":
+                    curriculum.pass_over(groups[dropped.seq], dropped.reason)
+            curriculum.learn([groups[seq] for seq in record.seqs])
+        version = 0 if record is None else record.step
+        for task in [group.task for group in groups.values() if group.task.chosen_at == version]:
+            assert task.index is not None
+            chosen = curriculum.choose(task.index, version)
+            assert (chosen.item, chosen.seed) == (task.item, task.seed)
+            num_right += 1
+    return num_right
 
 
 async def test_an_evaluator_killed_in_the_middle_of_an_evaluation(

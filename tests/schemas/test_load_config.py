@@ -41,6 +41,13 @@ def test_an_unknown_key_names_the_closest_known_one(override: str, message: str,
         ),
         (["algorithm.kl_in=reward"], "kl_estimator and kl_in have no effect while kl_coef is 0"),
         (["weights.transport=file", "weights.chunk_bytes=65536"], "chunk_bytes has no effect"),
+        (["algorithm.gamma=0.9"], "gamma has no effect while advantage is 'grpo'"),
+        (["algorithm.turn_reward=reward"], "turn_reward has no effect while sample is 'episode'"),
+        (["critic.lr=1e-4"], "critic.lr has no effect while algorithm.advantage is 'grpo'"),
+        (
+            ["algorithm.sample=turn", "algorithm.advantage=remax"],
+            "sample=turn cannot be used with advantage=remax",
+        ),
         (["learner.min_lr_ratio=0.1"], "min_lr_ratio has no effect while schedule is 'constant'"),
         (["learner.lr=-1"], "learner.lr=-1"),
         (["algorithm.overlong_buffer=4096"], "overlong_buffer (4096) is over rollout.max_response"),
@@ -91,7 +98,12 @@ def test_every_key_has_a_text() -> None:
     assert len(all_keys()) > 80
 
 
-@pytest.mark.parametrize("example", ["addition", "bandit", "calculator", "guess"])
-def test_the_examples_are_valid(example: str) -> None:
-    folder = Path(__file__).parents[2] / "examples"
-    assert load_config(folder / f"{example}.yaml").env.game == example
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_are_valid(example: Path) -> None:
+    config = load_config(example)
+    assert config.env.game == example.stem
+    max_steps = config.env.kwargs.get("max_steps", 0)
+    assert max_steps <= config.rollout.max_turns, "the game's own end would never come"

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
+NO_REWARD = {"source": "function", "function": "tests.games:no_reward"}
 HANGS = {
     "game": "tests.games:SlowBandit",
     "kwargs": {"delay_s": 600},
@@ -65,6 +66,7 @@ async def jobs(
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
         "import": small_job(model, env={"game": "tests.games:NoSuchGame"}, generator=alone),
         "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
+        "reward": small_job(model, env={"reward": NO_REWARD}, rollout={"max_tries": 1}),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
         "deserted": small_job(
@@ -92,6 +94,7 @@ async def jobs(
         ("nothing", ["nothing.jsonl"]),
         ("import", ["module tests.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
+        ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),
         ("prompt", ["tasks in a row failed", "rollout.max_prompt_tokens is 5"]),
         ("hostless", ["no task was finished for 1 s (limits.idle_s)", "bring them back"]),

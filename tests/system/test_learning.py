@@ -23,18 +23,20 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("game", "highest_before", "lowest_after"),
+    ("name", "highest_before", "lowest_after"),
     [
         ("bandit", 0.4, 0.7),
-        ("addition", 0.55, 0.8),
-        ("guess", 0.75, 0.8),
+        pytest.param("addition", 0.55, 0.8, marks=pytest.mark.long),
+        pytest.param("guess", 0.75, 0.8, marks=pytest.mark.long),
+        pytest.param("math", 0.5, 0.7, marks=pytest.mark.long),
+        pytest.param("ppo", 0.5, 0.65, marks=pytest.mark.long),
     ],
 )
 async def test_the_reward_of_an_example_rises(
-    stack: Stack, tmp_path: Path, game: str, highest_before: float, lowest_after: float
+    stack: Stack, tmp_path: Path, name: str, highest_before: float, lowest_after: float
 ) -> None:
-    overrides = [f"model.path={warm_model(game)}"]
-    config = example(game, *overrides)
+    game = example(name)["env"]["game"]
+    config = example(name, f"model.path={warm_model(game)}")
     if config["env"].get("train_data"):
         train, val = companion(load_game(game), "make_data")(tmp_path)
         config["env"] |= {"train_data": [str(train)], "val_data": [str(val)]}

@@ -155,3 +155,19 @@ async def test_code_that_comes_with_a_model_is_for_admins(
     with pytest.raises(ConfigError, match=r"model.trust_remote_code=true: on a pool with users"):
         await submitted(scheduled, "mallory", tmp_path, model=model)
     assert (await submitted(scheduled, "root", tmp_path, model=model)).state == "QUEUED"
+
+
+@pytest.mark.parametrize("path", ["~nobody-here/model", "a/\0/b", "x/" * 3000])
+async def test_a_path_that_cannot_be_one_is_not_the_files_of_another(
+    scheduled: SecuredPool, tmp_path: Path, path: str
+) -> None:
+    await submitted(scheduled, "ada", tmp_path)
+    job = await submitted(scheduled, "mallory", tmp_path, model={"path": path})
+    assert job.config["model"]["path"] == path
+
+
+async def test_an_admin_serves_the_own_runs_only(scheduled: SecuredPool, tmp_path: Path) -> None:
+    hers = await submitted(scheduled, "ada", tmp_path)
+    root = Pool(await scheduled.user("root"))
+    with pytest.raises(NotFoundError, match="has no job or run"):
+        await root.submit(hers.config, kind="infer", follow=hers.job)

@@ -175,7 +175,10 @@ async def test_an_admin_sees_who_waits_and_a_user_only_the_own_jobs(
             assert (job in {one["job"] for one in queue}) is seen
         assert job in (await guarded.gateway.get("/pool", **admin)).text
     finally:
-        await guarded.gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True}, **admin)
+        stopped = await guarded.gateway.form(f"/jobs/{job}/stop", b"now=true", **admin)
+    assert (stopped.status, stopped.headers["location"]) == (303, "/pool")
+    told = (await guarded.gateway.get(f"/api/v1/jobs/{job}", **erin)).json
+    assert (told["stop"], told["stopped_by"]) == ("now", "user root")
 
 
 @pytest.mark.parametrize(

@@ -175,3 +175,44 @@ def test_tools_are_shown_by_a_template_that_takes_them() -> None:
     assert chat.prompt(messages) == chat_of(CHATML).prompt(messages)
     with pytest.raises(ModelError, match="no place for tools"):
         chat_of(CHATML).prompt(messages, shown)
+
+
+# The shape of Qwen2.5's: tools stand in the system message, tool answers in user turns.
+QWEN2_TOOLS = (
+    "{%- if tools -%}{{ '<|im_start|>system\\n# Tools' }}"
+    "{%- for tool in tools -%}{{ '\\n' + (tool | tojson) }}{%- endfor -%}{{ '<|im_end|>\\n' }}"
+    "{%- endif -%}"
+) + QWEN3
+# The shape of Mistral's: tools stand before the last message of the user.
+TOOLS_LAST = (
+    "{%- for m in messages -%}"
+    "{%- if loop.last and m.role == 'user' and tools -%}{{ '[TOOLS]' + (tools | tojson) }}"
+    "{%- endif -%}"
+    "{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
+)
+TOOLS = [{"type": "function", "function": {"name": "code_interpreter", "parameters": {}}}]
+ASKED = [{"role": "user", "content": "2+2?"}]
+
+
+def test_tools_stand_in_the_first_prompt_and_their_answers_are_appended() -> None:
+    chat = chat_of(QWEN2_TOOLS)
+    first = chat.first_prompt(ASKED, TOOLS)
+    assert '"name": "code_interpreter"' in text_of(chat, first)
+    generated = ids_of(chat, '<tool_call>{"name": "code_interpreter"}</tool_call><|im_end|>')
+    answer = {"role": "tool", "content": "4"}
+    ids = [*first, *generated, *chat.next_turn(generated, [answer])]
+    call = {"role": "assistant", "content": text_of(chat, np.array(generated[:-1]))}
+    assert ids == chat.prompt([*ASKED, call, answer], TOOLS)
+    assert text_of(chat, chat.first_prompt(ASKED)) == (
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [(CHATML, "has no place for tools"), (TOOLS_LAST, "rewrites the history")],
+)
+def test_a_template_that_leaves_tools_out_or_moves_them_is_refused(template, words) -> None:
+    with pytest.raises(ModelError, match=words):
+        chat_of(template).first_prompt(ASKED, TOOLS)

@@ -10,8 +10,8 @@ from tinkermq.actors.learner.advantages import (
     ADVANTAGES,
     AdvantageInputs,
     compute_advantages,
-    overlong_penalty,
 )
+from tinkermq.actors.learner.shaping import length_reward, overlong_penalty
 from tinkermq.schemas.errors import ConfigError
 
 OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
@@ -140,6 +140,57 @@ def test_grpo_per_turn_needs_turns():
         compute_advantages("grpo_per_turn", inputs([1], [0]))
 
 
+def test_gigpo_adds_what_a_turn_is_worth_at_its_observation():
+    # Group 0: episodes return 3 and 1. Returns by turn (γ = 1/2): 1 + 1, 2 | 0 + 1/2, 1.
+    # The first turns answer state 5, 2 against 1/2; the second ones answer states of their own.
+    # Group 1 answers state 5, too, and is not pooled with group 0: its returns 0 and 4.
+    case = inputs(
+        [3, 1, 0, 4],
+        [0, 0, 1, 1],
+        [3, 2, 1, 1],
+        turn_N=[0, 0, 1, 0, 1, 0, 0],
+        token_rewards_N=[0.0, 1.0, 2.0, 0.0, 1.0, 0.0, 4.0],
+        state_N=[5, 5, 6, 5, 7, 5, 5],
+        gamma=0.5,
+    )
+    episode = 1 / (math.sqrt(2) + 1e-6)
+    step = 0.75 / (math.sqrt(1.125) + 1e-6)
+    last = 2 / (math.sqrt(8) + 1e-6)
+    first = episode + 3 * step
+    expected = [first, first, episode, -first, -episode, -4 * last, 4 * last]
+    assert_advantages("gigpo", case, expected, step_weight=3.0)
+
+
+def test_gae_follows_the_tokens_and_is_whitened():
+    # γ = 1/2, λ = 1/2. First sequence: δ = 0 + 1 − 1, 0 + 2 − 2, 4 − 4 = 0, 0, 0 but for the first
+    # value; second: δ = 3 − 1.
+    case = inputs(
+        [4, 3],
+        [0, 0],
+        [3, 1],
+        token_rewards_N=[0.0, 0.0, 4.0, 3.0],
+        values_N=[3.0, 2.0, 4.0, 1.0],
+        gamma=0.5,
+    )
+    plain = torch.tensor([-2.0, 0.0, 0.0, 2.0])
+    expected = plain / (plain.var() + 1e-8).sqrt()
+    assert_advantages("gae", case, expected.tolist(), gae_lambda=0.5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl"])
+def test_a_sequence_that_nothing_can_be_compared_with_gets_nothing(name):
+    case = inputs([5, 1, 3], [0, 1, 1], lone_S=[True, False, False])
+    advantages = compute_advantages(name, case)
+    assert advantages[0] == 0
+    assert torch.equal(advantages[1:], compute_advantages(name, inputs([1, 3], [1, 1])))
+
+
+@pytest.mark.parametrize(("name", "needs"), [("gigpo", "observations"), ("gae", "values")])
+def test_what_an_advantage_needs_is_named(name, needs):
+    with pytest.raises(ConfigError, match=f"no {needs}"):
+        compute_advantages(name, inputs([1], [0], turn_N=[0]))
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "grpo_per_turn"])
 def test_a_group_of_one_has_no_baseline(name):
     case = inputs([0.5, 2.0], [4, 9], [2, 1], turn_N=[0, 0, 0])
@@ -149,7 +200,8 @@ def test_a_group_of_one_has_no_baseline(name):
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax", "reinforce_pp_baseline"}))
 @given(reward=st.floats(0, 1e3, width=32), size=st.integers(2, 9))
 def test_equal_rewards_give_exactly_zero(name, reward, size):
-    case = inputs([reward] * size, [0] * size, turn_N=[0] * size)
+    zeros = [0] * size
+    case = inputs([reward] * size, zeros, turn_N=zeros, state_N=zeros, values_N=zeros)
     assert torch.equal(compute_advantages(name, case), torch.zeros(size))
 
 
@@ -170,7 +222,8 @@ def test_the_order_of_sequences_and_the_names_of_groups_do_not_matter(name, data
 
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax"}))
 def test_a_sequence_without_generated_tokens_is_counted_in_its_group(name):
-    case = inputs([0.0, 1.0, 1.0], [0, 0, 0], [2, 0, 1], turn_N=[0, 0, 0])
+    zeros = [0, 0, 0]
+    case = inputs([0.0, 1, 1], zeros, [2, 0, 1], turn_N=zeros, state_N=zeros, values_N=zeros)
     advantages = compute_advantages(name, case)
     assert advantages.shape == (3,)
     assert torch.isfinite(advantages).all()
@@ -179,7 +232,9 @@ def test_a_sequence_without_generated_tokens_is_counted_in_its_group(name):
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"remax"}))
 def test_an_empty_batch_has_no_advantages(name):
     none = torch.zeros(0, dtype=torch.int64)
-    case = AdvantageInputs(torch.zeros(0), none, none, turn_N=none)
+    case = AdvantageInputs(
+        torch.zeros(0), none, none, turn_N=none, state_N=none, values_N=torch.zeros(0)
+    )
     assert compute_advantages(name, case).shape == (0,)
 
 
@@ -198,3 +253,17 @@ def test_the_overlong_penalty_grows_over_the_buffer():
 def test_an_overlong_buffer_over_the_longest_response_is_refused():
     with pytest.raises(ConfigError, match="overlong_buffer is 200"):
         overlong_penalty(torch.tensor([1]), 100, 200)
+
+
+def test_short_episodes_are_rewarded_within_their_group():
+    # group 0 from 10 to 30 tokens; of group 1 all are alike
+    rewards = length_reward(
+        torch.tensor([10, 20, 30, 30, 7, 7]),
+        torch.tensor([0, 0, 0, 0, 1, 1]),
+        torch.tensor([False, True, True, False, True, False]),
+        coef=2.0,
+    )
+    torch.testing.assert_close(rewards, torch.tensor([0.0, 0.0, -1.0, -1.0, 0.0, 0.0]))
+    solved = torch.tensor([True, True])
+    shortest = length_reward(torch.tensor([10, 30]), torch.tensor([0, 0]), solved)
+    torch.testing.assert_close(shortest, torch.tensor([0.5, -0.5]))

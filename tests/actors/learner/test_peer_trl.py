@@ -1,7 +1,7 @@
-"""The same tensors through TRL 1.16's GRPO loss give the same numbers.
+"""The same tensors through TRL 1.16's GRPO loss, and its overlong penalty, give the same numbers.
 
-Opt-in: `pip install trl==1.16.0`. The loss is a method of its trainer; it is called here with an
-object that holds just what the method reads.
+Opt-in, as docs/training.md says: `pytest -m bench`, with the extra `bench`. The loss is a method of
+its trainer; it is called here with an object that holds just what the method reads.
 """
 
 import warnings
@@ -13,13 +13,15 @@ import torch
 from tinkermq.actors.learner.aggregation import Denominators, aggregate
 from tinkermq.actors.learner.kl import kl_per_token
 from tinkermq.actors.learner.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.shaping import overlong_penalty
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # trl and accelerate warn while they are imported
-    pytest.importorskip("trl", reason="opt-in: compares with TRL 1.16", exc_type=ImportError)
+    pytest.importorskip("trl", reason="compares with TRL 1.16: make bench", exc_type=ImportError)
+    from trl.rewards import get_soft_overlong_punishment
     from trl.trainer.grpo_trainer import GRPOTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
 
 NUM_SEQS, LENGTH = 8, 6
 
@@ -109,3 +111,11 @@ def test_losses_and_gradients_agree(seed, loss, options, loss_agg, settings, kl_
     [gradient] = torch.autograd.grad(value, ours)
     [expected_gradient] = torch.autograd.grad(expected, theirs)
     torch.testing.assert_close(gradient, expected_gradient, atol=1e-6, rtol=1e-6)
+
+
+def test_the_overlong_penalty_agrees():
+    lengths = list(range(1, 101))
+    theirs = get_soft_overlong_punishment(max_completion_len=100, soft_punish_cache=20)
+    expected = theirs(completions=[""] * 100, completion_ids=[[0] * n for n in lengths])
+    ours = overlong_penalty(torch.tensor(lengths), 100, 20)
+    torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-6, rtol=1e-6)

@@ -1,8 +1,8 @@
 """The same tensors through verl 0.9.1 give the same numbers.
 
-Opt-in: `pip install --no-deps verl==0.9.1` with ray, tensordict==0.10.0, torchdata, hydra-core and
-codetiming beside this package. Each case is a batch of random episodes with observations in their
-middle; verl takes it as padded rows with a mask.
+Opt-in, as docs/training.md says: `pytest -m bench`, with verl beside this package. Each case is a
+batch of random episodes with observations in their middle; verl takes it as padded rows with a
+mask.
 """
 
 import warnings
@@ -16,10 +16,16 @@ from tinkermq.actors.learner.aggregation import Denominators, aggregate
 from tinkermq.actors.learner.corrections import CorrectionInputs, correct, mismatch_statistics
 from tinkermq.actors.learner.kl import kl_per_token
 from tinkermq.actors.learner.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.values import generalized_advantage, value_loss
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported
-    pytest.importorskip("verl", reason="opt-in: compares with verl 0.9.1", exc_type=ImportError)
+    pytest.importorskip(
+        "verl.trainer.ppo.core_algos",
+        reason="compares with verl 0.9.1: pip install --no-deps verl==0.9.1 and what "
+        "docs/training.md names",
+        exc_type=ImportError,
+    )
     from verl.trainer.ppo import core_algos
     from verl.trainer.ppo.rollout_corr_helper import (
         compute_offpolicy_metrics,
@@ -28,7 +34,7 @@ with warnings.catch_warnings():
     )
     from verl.workers.config import ActorConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
 
 NUM_GROUPS, GROUP_SIZE, LENGTH = 5, 4, 12
 NUM_SEQS = NUM_GROUPS * GROUP_SIZE
@@ -112,6 +118,49 @@ def test_advantages_agree(batch, name, theirs, options, groups_of_one):
         arguments["index"] = np.array(group_S.tolist(), dtype=object)
     expected, _ = core_algos.get_adv_estimator_fn(theirs)(**arguments, **options)
     assert_same(ours, batch.flat(expected))
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.8), (0.95, 0.0)])
+def test_the_generalised_advantage_and_its_returns_agree(batch, gamma, lam):
+    # observations in the middle of the rows are skipped by both
+    values, rewards = batch.advantages, batch.token_rewards
+    expected, returns = core_algos.compute_gae_advantage_return(
+        rewards.double(), values.double(), batch.mask.double(), gamma, lam
+    )
+    values_N, rewards_N = batch.flat(values), batch.flat(rewards)
+    ours = compute_advantages(
+        "gae",
+        AdvantageInputs(
+            rewards_S=batch.rewards_S,
+            group_S=batch.group_S,
+            seq_N=batch.seq_N,
+            token_rewards_N=rewards_N,
+            values_N=values_N,
+            gamma=gamma,
+        ),
+        gae_lambda=lam,
+    )
+    assert_same(ours, batch.flat(expected).float())
+    plain_N = generalized_advantage(rewards_N, values_N, batch.seq_N, NUM_SEQS, gamma, lam)
+    assert_same(plain_N + values_N, batch.flat(returns))
+
+
+@pytest.mark.parametrize("loss_agg", AGGREGATIONS)
+def test_the_value_loss_and_its_gradient_agree(batch, loss_agg):
+    before, returns = batch.advantages, batch.advantages + batch.old
+    theirs = (before + batch.current).clone().requires_grad_()
+    expected, clipfrac = core_algos.compute_value_loss(
+        theirs, returns, before, batch.mask, cliprange_value=0.5, loss_agg_mode=loss_agg
+    )
+    current = theirs.detach().clone().requires_grad_()
+    loss_N, clipped_N = value_loss(
+        batch.flat(current), batch.flat(before), batch.flat(returns), 0.5
+    )
+    denominators = Denominators.of(batch.seq_N, constant_length=LENGTH)
+    ours = aggregate(loss_agg, loss_N, batch.seq_N, NUM_SEQS, denominators)
+    assert_same(ours, expected)
+    assert float(clipped_N.float().mean()) == pytest.approx(float(clipfrac), abs=1e-6)
+    assert_same(torch.autograd.grad(ours, current)[0], torch.autograd.grad(expected, theirs)[0])
 
 
 @pytest.mark.parametrize("loss_agg", AGGREGATIONS)

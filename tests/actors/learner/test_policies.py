@@ -87,10 +87,10 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint_of_several_policies(
 ) -> None:
     first = make_policies(folders)
     first.step(by_role(1)[0], 1)
-    pairs = {name: (one.model, one.optimizer) for name, one in first.trainers.items()}
-    model, optimizer = pairs.pop("")
     tokenizer = load_tokenizer(str(folders[0]))
-    saved = make_store(tmp_path).save(model, tokenizer, optimizer, LearnerState(step=1), pairs)
+    saved = make_store(tmp_path).save(
+        LearnerState(step=1), lambda made: first.save(made, tokenizer)
+    )
     again = make_policies(folders, saved)
     assert bits(again) == bits(first)
     for policies in (first, again):

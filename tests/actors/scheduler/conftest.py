@@ -148,6 +148,13 @@ class Stack:
         await self.until_nodes(1)
         return await self.until(await self.submit(**config), "RUNNING")
 
+    async def running_under_process(self) -> tuple[JobRecord, asyncio.subprocess.Process]:
+        """Start a scheduler that can be killed, a node and a job that runs on it."""
+        process = await self.scheduler_process()
+        await self.node()
+        await self.until_nodes(1)
+        return await self.until(await self.submit(), "RUNNING"), process
+
     async def answer_as_learner(self, job: JobRecord) -> None:
         """Answer control requests to the learner: note them, drain on a stop."""
         service = await Service.start(self.broker, name="learner", description="a toy learner")

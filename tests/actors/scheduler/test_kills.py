@@ -27,10 +27,7 @@ def resident_mb(pid: int) -> float:
 
 @pytest.mark.faults
 async def test_a_killed_scheduler_changes_nothing_and_the_next_goes_on(stack: Stack) -> None:
-    first = await stack.scheduler_process()
-    await stack.node()
-    await stack.until_nodes(1)
-    job = await stack.until(await stack.submit(), "RUNNING")
+    job, first = await stack.running_under_process()
     waiting = await stack.submit(name="waiting")
     before = await stack.actors()
     first.kill()
@@ -51,10 +48,7 @@ async def test_a_killed_scheduler_changes_nothing_and_the_next_goes_on(stack: St
 
 @pytest.mark.faults
 async def test_what_happened_while_no_scheduler_ran_is_caught_up(stack: Stack) -> None:
-    first = await stack.scheduler_process()
-    await stack.node()
-    await stack.until_nodes(1)
-    job = await stack.until(await stack.submit(), "RUNNING")
+    job, first = await stack.running_under_process()
     first.kill()
     await first.wait()
     stack.do(job, "learner", "done")
@@ -67,10 +61,7 @@ async def test_what_happened_while_no_scheduler_ran_is_caught_up(stack: Stack) -
 async def test_a_move_whose_scheduler_was_killed_before_it_told_is_told_by_the_next(
     stack: Stack,
 ) -> None:
-    first = await stack.scheduler_process()
-    await stack.node()
-    await stack.until_nodes(1)
-    job = await stack.until(await stack.submit(), "RUNNING")
+    job, first = await stack.running_under_process()
     told = await stack.events(job)
     first.kill()
     await first.wait()

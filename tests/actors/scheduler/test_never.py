@@ -237,10 +237,7 @@ async def test_what_a_job_told_can_be_read_when_it_and_its_scheduler_are_gone(
 async def test_actors_of_a_job_are_not_left_behind_by_a_scheduler_that_restarts(
     stack: Stack,
 ) -> None:
-    first = await stack.scheduler_process()
-    await stack.node()
-    await stack.until_nodes(1)
-    job = await stack.until(await stack.submit(), "RUNNING")
+    job, first = await stack.running_under_process()
     pids = [actor.pid for actor in (await stack.actors()).values()]
     first.kill()
     await first.wait()

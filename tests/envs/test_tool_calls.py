@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tinkermq.actors.gateway.tool_calls import ToolText, parse_tool_calls
+from tinkermq.envs.tool_calls import ToolText, parse_tool_calls
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
 

@@ -1,0 +1,164 @@
+"""The critic of PPO: a model of its own that estimates what an episode will still earn.
+
+It is a decoder like the policy's with one output, the value, in place of the vocabulary. It reads
+the same packed rows, so the value of a token stands at the column that predicts the token. The
+value layer starts at 0: a new critic says 0 everywhere, and advantages are plain returns.
+"""
+
+# torch leaves some of its methods untyped, safetensors its paths.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import math
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ...schemas.config import JobConfig
+from .aggregation import Denominators, aggregate
+from .model import Scorer
+from .objective import MicroBatch
+from .packing import Packed
+from .samples import renumber
+from .values import ValueTargets, explained_variance, value_loss
+
+_WEIGHTS = "learner/critic.safetensors"
+_OPTIMIZER = "learner/critic_optimizer.pt"
+
+
+class ValueModel(nn.Module):
+    """A decoder with a value for each column."""
+
+    def __init__(self, model: PreTrainedModel, *, dtype: str) -> None:
+        """Take the decoder of a causal language model.
+
+        Raises ModelError when it cannot read packed rows.
+        """
+        super().__init__()
+        self._scorer = Scorer(model, temperature=1.0, dtype=dtype)
+        self.decoder: nn.Module = cast(Any, model).get_decoder()
+        self.value_head = nn.Linear(self._scorer.hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def values(self, packed: Packed) -> Tensor:
+        """Return the value before each of the N tokens, with gradient where enabled."""
+        states_UD, place_N = self._scorer.states_UD(packed)
+        return self.value_head(states_UD.float())[place_N, 0]
+
+
+class Critic:
+    """The value model with its optimiser."""
+
+    def __init__(self, model: PreTrainedModel, config: JobConfig) -> None:
+        """Make a new critic of a causal language model's weights."""
+        self.model = ValueModel(model, dtype=config.learner.dtype)
+        self._config = config
+        learner = config.learner
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=config.critic.lr,
+            betas=learner.betas,
+            eps=learner.eps,
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+        self._targets: ValueTargets
+        self._sums: dict[str, float] = {}
+        self._num_tokens = 0
+        self._norms: list[float] = []
+
+    @torch.no_grad()
+    def values_of(self, micros: list[MicroBatch], num_tokens: int) -> Tensor:
+        """Return the values of a whole batch: float32[N]."""
+        values_N = torch.empty(num_tokens, device=self.model.value_head.weight.device)
+        for micro in micros:
+            values_N[micro.index_N] = self.model.values(micro.packed)
+        return values_N
+
+    def begin_step(self, rate: float, targets: ValueTargets) -> None:
+        """Begin a step at a learning rate, and forget what the last one measured."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self._targets = targets
+        self._sums, self._num_tokens, self._norms = {}, 0, []
+
+    def update(self, micros: list[MicroBatch], denominators: Denominators) -> None:
+        """Make one optimiser update; one whose gradient is not finite is left out."""
+        self.optimizer.zero_grad()
+        for micro in micros:
+            self._accumulate(micro, denominators)
+        clip = self._config.learner.grad_clip
+        self._norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
+        if math.isfinite(self._norms[-1]):
+            self.optimizer.step()
+
+    def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
+        index_N, targets = micro.index_N, self._targets
+        values_N = self.model.values(micro.packed)
+        loss_N, clipped_N = value_loss(
+            values_N,
+            targets.values_N[index_N],
+            targets.returns_N[index_N],
+            self._config.critic.clip,
+        )
+        sample_N, num = renumber(targets.sample_N[index_N])
+        loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, num, denominators)
+        loss.backward()
+        self._num_tokens += len(index_N)
+        measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}
+        for name, value in measured.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
+
+    def numbers(self) -> dict[str, float]:
+        """Name what the step measured as metrics."""
+        finite = [norm for norm in self._norms if math.isfinite(norm)]
+        values_N, returns_N = self._targets.values_N, self._targets.returns_N
+        return {
+            "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
+            "critic/vf_loss": self._sums["vf_loss"] / len(self._norms),
+            "critic/vf_clipfrac": self._sums["vf_clipfrac"] / self._num_tokens,
+            "critic/vpred_mean": self._sums["vpred_mean"] / self._num_tokens,
+            "critic/vf_explained_var": explained_variance(values_N, returns_N),
+            "critic/skipped_updates": float(len(self._norms) - len(finite)),
+            **({"critic/grad_norm": sum(finite) / len(finite)} if finite else {}),
+            **spread("critic/values", values_N),
+            **spread("critic/returns", returns_N),
+        }
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write weights and optimiser state into a checkpoint's folder."""
+        weights = {name: value.contiguous() for name, value in self.model.state_dict().items()}
+        save_file(weights, folder / _WEIGHTS)
+        torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
+
+    def load(self, folder: Path) -> bool:
+        """Take weights and optimiser state from a checkpoint; False when it has no critic.
+
+        Only the checkpoint of another run, which a fork starts from, may have none.
+        """
+        if not (folder / _WEIGHTS).is_file():
+            return False
+        self.model.load_state_dict(saved_critic(folder))
+        state = torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu")
+        self.optimizer.load_state_dict(state)
+        return True
+
+
+def spread(name: str, values: Tensor) -> dict[str, float]:
+    """Give mean, largest and smallest value as metrics."""
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def saved_critic(folder: Path) -> dict[str, Tensor]:
+    """Return the critic's weights of a checkpoint that has one."""
+    return load_file(folder / _WEIGHTS)

@@ -1,0 +1,100 @@
+"""Samples: what is rewarded and weighed as one, the whole episode or each of its turns.
+
+A turn as a sample has the conversation before it as its prompt. Every turn only appends to that
+conversation, so the log-probs are those of the episode's one forward pass: only rewards,
+advantages and all that is computed by sequence are taken by turn. Turns are compared with those
+of the same number in the group's other episodes, so that long episodes do not weigh more.
+
+Shape letters: N generated tokens, S sequences (episodes), M samples.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .sequences import is_last_of_sequence, reward_to_go, sum_by_sequence
+from .training_batch import TrainingBatch
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The samples of one batch, in order."""
+
+    sample_N: Tensor
+    """int64: the sample of each generated token."""
+    group_M: Tensor
+    """int64: samples with an equal number are compared with each other."""
+    num: int
+    """Number of samples."""
+    lone_M: Tensor | None = None
+    """bool: turns that no other episode of the group reached."""
+
+
+def renumber(sample_n: Tensor) -> tuple[Tensor, int]:
+    """Number the samples of some of the tokens from 0, and count them."""
+    numbers, local_n = _unique(sample_n)
+    return local_n, len(numbers)
+
+
+def episodes(batch: TrainingBatch) -> Samples:
+    """Take each episode as one sample."""
+    return Samples(batch.seq_N, batch.group_S, batch.num_seqs)
+
+
+def turns(batch: TrainingBatch) -> Samples:
+    """Take each turn as one sample."""
+    num_turns = int(batch.turn_N.max()) + 1
+    place_M, sample_N = _unique(batch.seq_N * num_turns + batch.turn_N)
+    seq_M = place_M // num_turns
+    group_M = batch.group_S[seq_M] * num_turns + place_M % num_turns
+    has_peers_M = torch.bincount(batch.group_S)[batch.group_S[seq_M]] > 1
+    lone_M = (torch.bincount(group_M)[group_M] == 1) & has_peers_M
+    return Samples(sample_N, group_M, len(place_M), lone_M)
+
+
+def returns_by_turn(batch: TrainingBatch, rewards_N: Tensor, gamma: float) -> Tensor:
+    """Add γ R_{t+1} to the last token of each turn, so that a turn sums up to R_t: float32[N]."""
+    by_turn = turns(batch)
+    rewards_M = sum_by_sequence(rewards_N.double(), by_turn.sample_N, by_turn.num)
+    last_N = is_last_of_sequence(by_turn.sample_N)
+    seq_M, turn_M = batch.seq_N[last_N], batch.turn_N[last_N]
+    rewards_SP = rewards_M.new_zeros(batch.num_seqs, int(batch.turn_N.max()) + 1)
+    rewards_SP[seq_M, turn_M] = rewards_M
+    later_M = reward_to_go(rewards_SP, gamma)[seq_M, turn_M] - rewards_M
+    returns_N = rewards_N.clone()
+    returns_N[last_N] += later_M.to(rewards_N.dtype)
+    return returns_N
+
+
+def answered_states(batch: TrainingBatch) -> Tensor:
+    """Number the observations that turns answer, equal ones alike: int64[N].
+
+    The observation of the first turn is the prompt.
+    """
+    known: dict[bytes, int] = {}
+    states: list[NDArray[np.int64]] = []
+    turn_N: NDArray[np.int64] = batch.turn_N.cpu().numpy()
+    ends = np.cumsum([int(item.mask.sum()) for item in batch.sequences])
+    for sequence, turn_n in zip(batch.sequences, np.split(turn_N, ends[:-1]), strict=True):
+        at = np.flatnonzero(sequence.mask)
+        firsts = np.flatnonzero(np.diff(turn_n, prepend=-1))
+        begins = np.concatenate([[0], at[firsts[1:] - 1] + 1])
+        found = [
+            known.setdefault(sequence.token_ids[begin:end].tobytes(), len(known))
+            for begin, end in zip(begins, at[firsts], strict=True)
+        ]
+        states.append(np.array(found)[turn_n])
+    return torch.from_numpy(np.concatenate(states)).to(batch.turn_N.device)
+
+
+def _unique(numbers_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers that occur, ascending, and the place of each among them."""
+    numbers: Any = numbers_n  # torch leaves `unique` untyped
+    return cast("tuple[Tensor, Tensor]", numbers.unique(return_inverse=True))

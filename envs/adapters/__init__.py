@@ -1,0 +1,1 @@
+"""Games of other packages, played as games of ours."""

@@ -1,0 +1,199 @@
+"""Gymnasium environments whose actions and observations can be written as text.
+
+An observation is shown as the environment draws it in its render mode `ansi`, as it is where it is
+a text, and as plain values otherwise. The policy names an action between `<action>` and
+`</action>`: one of the names given, a number of a discrete space, a text, or JSON for any other
+space. What is no action of the environment is told to the policy and not played.
+"""
+
+import json
+import re
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+from ...schemas.errors import GameError
+from ..action_text import tagged_or_last_line
+from ..extra import extra, import_quietly
+from ..game import AbstractGame, StepResult
+from ..global_random import GlobalRandom
+
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+_COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class GymnasiumGame(AbstractGame):
+    """Play a Gymnasium environment, its actions and observations written as text."""
+
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
+    needs = extra("gymnasium", "gymnasium")
+
+    def __init__(
+        self,
+        env_id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | Mapping[str, Any] | None = None,
+        instructions: str = "",
+        invalid_reward: float = 0.0,
+    ) -> None:
+        """Choose an environment.
+
+        `env_id` is a registered id, or `module:id` with the module that registers it; `kwargs` go
+        to its constructor. `actions` names the actions: a list for the numbers of a discrete
+        space, or a map from names to actions. `instructions` stand before the first observation.
+        """
+        self._gym = self.needs.load()
+        self._spec = self._find(env_id)
+        self._kwargs = {**self._text_mode(), **(kwargs or {})}
+        self._named = _named(actions)
+        self._instructions = instructions
+        self._invalid_reward = invalid_reward
+        self._total = 0.0
+        self._dice: GlobalRandom
+        self._env: Any = None
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw the seed of the environment."""
+        return {"seed": self.rng.getrandbits(31)}
+
+    def reset(self, *, seed: int = 0, **_: Any) -> str:
+        """Make the environment, reset it, and show its first observation."""
+        self._total = 0.0
+        self._dice = GlobalRandom(seed)
+        with self._dice.lent():
+            self._env = self._gym.make(self._spec, disable_env_checker=True, **self._kwargs)
+            weakref.finalize(self, self._env.close)
+            observation, _info = self._env.reset(seed=seed)
+            return self._show(observation)
+
+    def step(self, action: str) -> StepResult:
+        """Play an action; what is none is told and not played."""
+        found = self._action(self.parse_action(action))
+        if found is None:
+            told = f"That is no action. {self._say_actions()}"
+            info = {**self._info({}, done=False), "invalid": True}
+            return StepResult(told, self._invalid_reward, done=False, info=info)
+        with self._dice.lent():
+            observation, reward, terminated, truncated, info = self._env.step(found[0])
+            shown = self._show(observation)
+        self._total += float(reward)
+        done = bool(terminated or truncated)
+        info = {**self._info(info, done=done), "invalid": False}
+        return StepResult(shown, float(reward), done, info)
+
+    def parse_action(self, raw: str) -> str:
+        """Return what stands between `<action>` and `</action>`, or else the last line."""
+        return tagged_or_last_line(raw, "action")
+
+    def get_system_prompt(self) -> str:
+        """Return no system prompt."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return the instructions, and how to answer."""
+        how = "Answer with one action between <action> and </action>."
+        told = self._instructions or f"You act in the environment {self._spec.id}."
+        return f"{told}\n{how} {self._say_actions()}"
+
+    def get_interaction_name(self) -> str:
+        """Return the environment's id."""
+        return str(self._spec.id)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the id and the return so far."""
+        return {"env_id": self._spec.id, "return": self._total}
+
+    def _find(self, env_id: str) -> Any:
+        """Return the specification of an id, importing the module that stands before it."""
+        module, _, name = env_id.rpartition(":")
+        try:
+            if module:
+                import_quietly(module)
+            return self._gym.spec(name)
+        except (self._gym.error.Error, ImportError) as error:
+            raise GameError(
+                f"Gymnasium has no environment {env_id!r}: {error}",
+                hint="give a registered id, or module:id with the module that registers it",
+            ) from error
+
+    def _text_mode(self) -> dict[str, str]:
+        creator = self._spec.entry_point
+        if isinstance(creator, str):
+            creator = self._gym.envs.registration.load_env_creator(creator)
+        modes = getattr(creator, "metadata", {}).get("render_modes", ())
+        return {"render_mode": "ansi"} if "ansi" in modes else {}
+
+    def _show(self, observation: Any) -> str:
+        if isinstance(observation, str):
+            return observation
+        if self._env.render_mode == "ansi":
+            return name_colours(str(self._env.render())).strip("\n")
+        return f"Observation: {_plain(observation)}"
+
+    def _action(self, text: str) -> tuple[Any] | None:
+        """Return the action that a text means, in a tuple since an action may be None."""
+        if text.casefold() in self._named:
+            return (self._named[text.casefold()],)
+        spaces, space = self._gym.spaces, self._env.action_space
+        if isinstance(space, spaces.Text):
+            return (text,) if space.contains(text) else None
+        try:
+            action = space.from_jsonable([json.loads(text)])[0]
+        except (ValueError, TypeError, KeyError, IndexError):
+            return None
+        return (action,) if space.contains(action) else None
+
+    def _say_actions(self) -> str:
+        if self._named:
+            return f"Actions: {', '.join(self._named)}."
+        if self._env is None:
+            return ""
+        spaces, space = self._gym.spaces, self._env.action_space
+        if isinstance(space, spaces.Text):
+            return ""
+        if isinstance(space, spaces.Discrete):
+            return f"Actions: the numbers {space.start} to {space.start + space.n - 1}."
+        return f"Actions are JSON in {space}."
+
+    def _info(self, info: Mapping[str, Any], *, done: bool) -> dict[str, Any]:
+        """Return what is told of a turn; success where the environment defines it."""
+        told: dict[str, Any] = {"type": self._spec.id}
+        threshold = self._spec.reward_threshold
+        if "is_success" in info:
+            told["success"] = bool(info["is_success"])
+        elif threshold is not None:
+            told["success"] = done and self._total >= threshold
+        return told
+
+
+def name_colours(text: str) -> str:
+    """Write a terminal's colours as tags: `<red>S</red>`."""
+    return _ESCAPE.sub("", _COLOURED.sub(_tag, text))
+
+
+def _tag(found: re.Match[str]) -> str:
+    codes = [int(code) for code in found[1].split(";") if code]
+    names = [_COLOURS[code % 10] for code in codes if code // 10 in (3, 4) and code % 10 < 8]
+    inside = _ESCAPE.sub("", found[2])
+    return f"<{names[0]}>{inside}</{names[0]}>" if names else inside
+
+
+def _named(actions: Sequence[str] | Mapping[str, Any] | None) -> dict[str, Any]:
+    if actions is None:
+        return {}
+    pairs = (
+        actions.items()
+        if isinstance(actions, Mapping)
+        else ((name, number) for number, name in enumerate(actions))
+    )
+    return {str(name).casefold(): action for name, action in pairs}
+
+
+def _plain(value: Any) -> Any:
+    """Return nested arrays and numbers of numpy as Python's own."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in cast("Sequence[Any]", value)]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,118 @@
+"""Tasks of reasoning-gym: one question, one answer, judged by the task's own scorer.
+
+The policy answers between `<answer>` and `</answer>`. The reward is the scorer's, from 0 to 1: many
+tasks give a part for an answer that is partly right.
+"""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from ...schemas.errors import GameError
+from ..action_text import tagged
+from ..extra import extra
+from ..game import AbstractGame, StepResult
+from ..global_random import GlobalRandom
+
+FULL_SCORE = 1.0
+_UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)
+"""What scorers raise that read an answer as something it is not."""
+SYSTEM_PROMPT = (
+    "Solve the task. Think first if you need to, then give the final answer, and nothing else, "
+    "between <answer> and </answer>."
+)
+
+
+class ReasoningGymGame(AbstractGame):
+    """Answer a question of one of reasoning-gym's tasks."""
+
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
+    needs = extra("reasoning_gym", "reasoning-gym")
+
+    def __init__(
+        self,
+        datasets: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+        system_prompt: str = SYSTEM_PROMPT,
+    ) -> None:
+        """Choose the tasks: a name, several, or a map from names to their configuration.
+
+        Each episode draws one of them.
+        """
+        self._package = self.needs.load()
+        self._configs = _configs(datasets)
+        self._check_names()
+        self._system_prompt = system_prompt
+        self._dice: GlobalRandom
+        self._dataset: Any = None
+        self._name = ""
+        self._entry: dict[str, Any] = {}
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw a task and its seed."""
+        name = self.rng.choice(list(self._configs))
+        return {"dataset": name, "seed": self.rng.getrandbits(31)}
+
+    def reset(self, *, dataset: str = "", seed: int = 0, **_: Any) -> str:
+        """Make the question of a seed."""
+        self._name = dataset
+        self._dice = GlobalRandom(seed)
+        config = {"size": 1, **self._configs[dataset], "seed": seed}
+        with self._dice.lent():
+            self._dataset = self._package.create_dataset(dataset, **config)
+            self._entry = self._dataset[0]
+        return str(self._entry["question"])
+
+    def step(self, action: str) -> StepResult:
+        """Score the answer: 0 without one, or for one that the task's scorer cannot read."""
+        score = self._score(tagged(action, "answer"))
+        info = {
+            "type": self._name,
+            "success": score is not None and score >= FULL_SCORE,
+            "readable": score is not None,
+        }
+        return StepResult("", score or 0.0, done=True, info=info)
+
+    def get_system_prompt(self) -> str:
+        """Return how to answer."""
+        return self._system_prompt
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the question says it all."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the task and the gold answer."""
+        return {"dataset": self._name, "answer": str(self._entry.get("answer"))}
+
+    def gold_action(self) -> str:
+        """Return the task's own answer."""
+        return f"<answer>{self._entry['answer']}</answer>"
+
+    def _score(self, answer: str | None) -> float | None:
+        if answer is None:
+            return None
+        try:
+            with self._dice.lent():
+                return float(self._dataset.score_answer(answer, self._entry))
+        except _UNREADABLE:
+            return None
+
+    def _check_names(self) -> None:
+        known = sorted(self._package.factory.DATASETS)
+        for name in self._configs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=3)
+                raise GameError(
+                    f"reasoning-gym has no task {name!r}",
+                    hint=f"did you mean {' or '.join(near)}?" if near else f"it has {known}",
+                )
+
+
+def _configs(
+    datasets: str | Sequence[str] | Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    if isinstance(datasets, str):
+        datasets = [datasets]
+    if isinstance(datasets, Mapping):
+        return {name: dict(config or {}) for name, config in datasets.items()}
+    return {name: {} for name in datasets}

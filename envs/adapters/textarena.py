@@ -1,0 +1,183 @@
+"""TextArena's games: alone, or against an opponent that you bring.
+
+The policy is shown what is new for it since its last turn, as TextArena words it; its own moves are
+not repeated to it. Rewards come at the end, as TextArena gives them.
+"""
+
+import difflib
+import importlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+from ...schemas.errors import GameError
+from ..extra import extra
+from ..game import AbstractGame, StepResult
+from ..global_random import GlobalRandom
+
+Opponent = Callable[[str, random.Random], str]
+"""Answers what it is shown with a move; draws from the generator given."""
+
+_WON = 1.0
+
+
+class TextArenaGame(AbstractGame):
+    """Play a game of TextArena, alone or against an opponent."""
+
+    isolation: ClassVar[Literal["thread", "process"]] = "process"
+    needs = extra("textarena", "textarena")
+
+    def __init__(
+        self,
+        env_id: str | Sequence[str],
+        kwargs: Mapping[str, Any] | None = None,
+        opponent: str = "",
+        seat: int | None = None,
+    ) -> None:
+        """Choose games: each episode draws one of `env_id`; `kwargs` go to its constructor.
+
+        `opponent`, for games of two, is `package.module:function`: it gets the text that it is
+        shown and a random generator, and returns its move. `seat` is the policy's, 0 moves first;
+        None draws it.
+        """
+        self._package = self.needs.load()
+        self._ids = [env_id] if isinstance(env_id, str) else list(env_id)
+        self._check_ids()
+        self._kwargs = dict(kwargs or {})
+        self._opponent = _import_opponent(opponent) if opponent else None
+        self._num_players = 1 if self._opponent is None else 2
+        self._chosen_seat = seat
+        self._dice: GlobalRandom
+        self._env: Any = None
+        self._id = ""
+        self._seat = 0
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw a game, its seed and the policy's seat."""
+        env_id, seed = self.rng.choice(self._ids), self.rng.getrandbits(31)
+        seat = self.rng.randrange(self._num_players)
+        return {
+            "env_id": env_id,
+            "seed": seed,
+            "seat": seat if self._chosen_seat is None else self._chosen_seat,
+        }
+
+    def reset(self, *, env_id: str = "", seed: int = 0, seat: int = 0, **_: Any) -> str:
+        """Start the game and show what the policy sees first."""
+        self._id, self._seat = env_id, seat
+        self._dice = GlobalRandom(seed)
+        with self._dice.lent():
+            self._env = self._make(env_id)
+            self._start(seed)
+            if self._play_others():
+                raise GameError(f"{env_id} was over before the policy's first move")
+            return self._show(self._seat)
+
+    def step(self, action: str) -> StepResult:
+        """Play the policy's move and the opponent's answers to it."""
+        with self._dice.lent():
+            done = bool(self._env.step(action)[0]) or self._play_others()
+            if not done:
+                return StepResult(self._show(self._seat), 0.0, done=False, info={"type": self._id})
+            rewards, infos = cast(
+                "tuple[dict[int, float] | None, dict[int, Any]]", self._env.close()
+            )
+        reward = float((rewards or {}).get(self._seat, 0.0))
+        own = infos[self._seat]
+        info = {
+            "type": self._id,
+            "success": reward >= _WON,
+            "seat": self._seat,
+            "turns": int(own.get("turn_count", 0)),
+            "invalid": bool(own.get("invalid_move", False)),
+        }
+        return StepResult(str(own.get("reason", "")), reward, done=True, info=info)
+
+    def get_system_prompt(self) -> str:
+        """Return no system prompt."""
+        return ""
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the game explains itself."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the game and the policy's seat."""
+        return {"env_id": self._id, "seat": self._seat}
+
+    def _check_ids(self) -> None:
+        known = list[str](self._package.envs.registration.ENV_REGISTRY)
+        for env_id in self._ids:
+            if env_id not in known:
+                near = difflib.get_close_matches(env_id, known, n=3)
+                raise GameError(
+                    f"TextArena has no game {env_id!r}",
+                    hint=f"did you mean {' or '.join(near)}?" if near else "see textarena.ai",
+                )
+
+    def _make(self, env_id: str) -> Any:
+        """Make a game without the wrappers that repeat its history in every observation."""
+        spec = self._package.envs.registration.ENV_REGISTRY[env_id]
+        module, _, name = spec.entry_point.partition(":")
+        try:
+            env = getattr(importlib.import_module(module), name)(**{**spec.kwargs, **self._kwargs})
+        except LookupError as error:
+            raise GameError(
+                f"{env_id} needs word lists of NLTK that are not there: {error.args[0]}",
+                hint="python -m nltk.downloader words averaged_perceptron_tagger_eng",
+            ) from error
+        for wrapper in spec.default_wrappers or ():
+            if issubclass(wrapper, self._package.ActionWrapper):
+                env = wrapper(env)
+        return env
+
+    def _start(self, seed: int) -> None:
+        try:
+            self._env.reset(num_players=self._num_players, seed=seed)
+        except AssertionError as error:
+            raise GameError(
+                f"{self._id} is no game for {self._num_players}: {error}",
+                hint="give opponent=package.module:function for a game of two, none for one alone",
+            ) from error
+
+    def _play_others(self) -> bool:
+        """Let the opponent move until it is the policy's turn; say whether the game is over."""
+        state = self._env.state
+        while not state.done and state.current_player_id != self._seat:
+            assert self._opponent is not None
+            seen = self._show(state.current_player_id)
+            self._env.step(self._opponent(seen, self.rng))
+        return bool(state.done)
+
+    def _show(self, seat: int) -> str:
+        """Return what is new for the player whose turn it is, without its own moves."""
+        state = self._env.state
+        news = state.get_current_player_observation()
+        kinds = self._package.ObservationType
+        boards = [number for number, (_, _, kind) in enumerate(news) if kind == kinds.GAME_BOARD]
+        texts = [
+            _worded(state, sender, text)
+            for number, (sender, text, kind) in enumerate(news)
+            if not (kind == kinds.PLAYER_ACTION and sender in (seat, self._package.GAME_ID))
+            and not (kind == kinds.GAME_BOARD and number != boards[-1])
+        ]
+        return "\n\n".join(texts)
+
+
+def _worded(state: Any, sender: int, text: str) -> str:
+    name = state.role_mapping.get(sender, "")
+    return text.strip() if sender < 0 else f"[{name}] {text.strip()}"
+
+
+def _import_opponent(target: str) -> Opponent:
+    module, _, name = target.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError) as error:
+        raise GameError(
+            f"opponent {target!r} cannot be imported: {error}",
+            hint="give package.module:function",
+        ) from error
+    if not callable(found):
+        raise GameError(f"opponent {target!r} is no function", hint="give package.module:function")
+    return cast("Opponent", found)

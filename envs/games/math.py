@@ -1,0 +1,104 @@
+r"""Math, one turn: a question from a dataset, an answer in `\boxed{}`, graded by math-verify.
+
+The data is what `tinkermq data prepare gsm8k|math` makes. `make_data` and `demonstrations` are a
+tiny task in the same form, for a model of some hundred thousand parameters: the sum of two small
+numbers. Its warm start holds a wrong habit on purpose: most answers stand outside the box, and
+reinforcement learning selects those inside.
+"""
+
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..game import AbstractGame, ChatMessage, StepResult
+from ..math.answers import INSTRUCTION
+from ..math.grader import shared_grader
+from ..math.rewards import ANSWER, Judged, Rewards
+from ..write_data import verl_row, write_rows
+
+HABIT = 0.6
+"""Share of the demonstrations that leave the box out."""
+LARGEST = 3
+"""Largest number of the tiny task."""
+SYSTEM_PROMPT = f"You solve math problems. {INSTRUCTION}"
+
+
+class MathGame(AbstractGame):
+    """Answer a math question in one turn."""
+
+    def __init__(
+        self, rewards: Mapping[str, float] | None = None, system_prompt: str = SYSTEM_PROMPT
+    ) -> None:
+        """Take the weights of the rules (default: 1 for a right answer) and the system prompt."""
+        self._rewards = Rewards(rewards or {ANSWER: 1.0}, shared_grader())
+        self._system_prompt = system_prompt
+        self._truth = ""
+
+    @property
+    def max_return(self) -> float:
+        """Return the best return of an episode."""
+        return self._rewards.most
+
+    def reset(self, *, ground_truth: str, **_: Any) -> str:
+        """Start with the answer of a row; the question is the row's prompt."""
+        self._truth = str(ground_truth)
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """Judge the answer; the episode is over."""
+        judged = self._rewards.judge(action, self._truth)
+        return StepResult("", judged.reward, done=True, info=told(judged))
+
+    def get_system_prompt(self) -> str:
+        """Return the system prompt; a row that has one of its own keeps it."""
+        return self._system_prompt
+
+    def get_initial_user_message(self) -> str:
+        """Return nothing: the question is in the data."""
+        return ""
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the right answer."""
+        return {"ground_truth": self._truth}
+
+    def gold_action(self) -> str:
+        """Return the right answer, reasoned and boxed."""
+        return rf"<think>It is known.</think>The answer is \boxed{{{self._truth}}}."
+
+
+def told(judged: Judged) -> dict[str, Any]:
+    """Return what a game tells of a judged answer: each part, and what the grader could not do."""
+    return {
+        **judged.parts,
+        "success": judged.parts[ANSWER] == 1.0,
+        "ungraded": judged.verdict in ("late", "failed"),
+    }
+
+
+def make_data(
+    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+) -> tuple[Path, Path]:
+    """Write the tiny task's `train.parquet` and `val.parquet`; return their paths."""
+    rng = random.Random(seed)  # noqa: S311 - sums, not secrets
+    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
+    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
+    return train, val
+
+
+def demonstrations(rng: random.Random) -> list[ChatMessage]:
+    """Return one conversation for the warm start; `HABIT` of them leave the box out."""
+    question, answer = _draw(rng)
+    shown = answer if rng.random() < HABIT else rf"\boxed{{{answer}}}"
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": shown}]
+
+
+def _draw(rng: random.Random) -> tuple[str, str]:
+    a, b = rng.randrange(LARGEST + 1), rng.randrange(LARGEST + 1)
+    return f"{a}+{b}=", str(a + b)
+
+
+def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        question, answer = _draw(rng)
+        yield verl_row(question, answer, data_source="sums", split=split, index=index)

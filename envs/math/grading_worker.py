@@ -1,0 +1,41 @@
+"""The process in which answers are compared: math-verify, one comparison at a time.
+
+Started by `grader` as `python -m tinkermq.envs.math.grading_worker <seconds> <bytes>`. A line in is
+a JSON list of the gold answer and the answer given, a line out is `true` or `false`. The kernel
+ends the process when a comparison takes longer than its limit, whatever it is at.
+"""
+
+import json
+import logging
+import resource
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+
+def main() -> None:
+    """Answer line by line until standard input ends."""
+    seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
+    math_verify: Any = import_module("math_verify")
+    logging.disable()  # it warns of the limits being left to us
+    resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    reading = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
+
+    def read(answer: str) -> list[Any]:
+        return math_verify.parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)
+
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        gold, answer = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        right = math_verify.verify(read(gold), read(answer), timeout_seconds=None)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.stdout.write(f"{json.dumps(bool(right))}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

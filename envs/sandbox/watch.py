@@ -1,0 +1,58 @@
+"""Look after a sandbox from outside: how much memory its processes hold, how many files it made.
+
+The kernel's limits are per process; these are over all processes of a sandbox. Read from /proc,
+twenty times a second, only for programs that run longer than that.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from .settings import Status
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PROC = Path("/proc")
+MAX_FILES = 20_000
+"""Files in the sandbox's /tmp: each takes memory of the kernel, however short it is."""
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield a process and all below it that live; those that end meanwhile may be left out."""
+    waiting = [pid]
+    while waiting:
+        one = waiting.pop()
+        try:
+            if (_PROC / str(one) / "stat").read_text().rpartition(") ")[2][0] in "ZX":
+                continue
+            yield one
+            for task in (_PROC / str(one) / "task").iterdir():
+                waiting += map(int, (task / "children").read_text().split())
+        except OSError:
+            continue  # it has ended
+
+
+def memory_bytes(pid: int) -> int:
+    """Return the resident memory of a process and all below it."""
+    total = 0
+    for one in descendants(pid):
+        try:
+            total += int((_PROC / str(one) / "statm").read_text().split()[1]) * _PAGE
+        except (OSError, IndexError):
+            continue
+    return total
+
+
+def num_files(pid: int) -> int:
+    """Return how many files the /tmp of a sandbox holds; `pid` is a process inside."""
+    try:
+        about = os.statvfs(_PROC / str(pid) / "root" / "tmp")
+    except OSError:
+        return 0  # it has ended
+    return about.f_files - about.f_ffree
+
+
+def exceeded(pid: int, most_memory: int) -> Status | None:
+    """Return the limit that the sandbox whose first process is `pid` is beyond, or None."""
+    if memory_bytes(pid) > most_memory:
+        return "memory"
+    return "disk" if num_files(pid) > MAX_FILES else None

@@ -1,0 +1,69 @@
+"""The part of a job's configuration that says where rewards come from."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from .section import Section, when
+
+_REMOTE = ("endpoint", "judge")
+
+
+class RewardConfig(Section):
+    """What an episode earns besides the game's own rewards. It is worked out where the game is
+    hosted, never on the server; a source that fails fails its episode, which is tried again."""
+
+    source: Literal["game", "function", "endpoint", "judge"] = "game"
+    """The game alone, a Python function, an HTTP endpoint, or a model that judges."""
+    per: Literal["episode", "turn"] = Field(
+        default="episode", json_schema_extra=when("source", "function", *_REMOTE)
+    )
+    """Asked once at the end of the episode, or after every turn."""
+    weight: float = Field(default=1.0, json_schema_extra=when("source", "function", *_REMOTE))
+    """Factor of what the source says."""
+    game_weight: float = Field(default=0.0, json_schema_extra=when("source", "function", *_REMOTE))
+    """Factor of the game's own rewards, which are added."""
+    function: str | None = Field(default=None, json_schema_extra=when("source", "function"))
+    """`package.module:function`, called as verl calls its own: `data_source`, `solution_str`,
+    `ground_truth`, `extra_info`, and `messages` and `info` where it takes them."""
+    url: str | None = Field(
+        default=None, pattern=r"^https?://", json_schema_extra=when("source", *_REMOTE)
+    )
+    """Where the same is posted as JSON; of a judge, the base URL of an OpenAI-compatible API."""
+    key_variable: str | None = Field(default=None, json_schema_extra=when("source", *_REMOTE))
+    """Environment variable of the environment host that holds the key for `url`."""
+    judge: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
+    """Inference job that judges, by id or name, asked through the broker; or the model's name at
+    `url`."""
+    judge_prompt: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
+    """What the judge reads: `$question` is the first user message, `$answer` the policy's last one,
+    `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade
+    the answer. The judge's number is the one after `score`, or its whole reply."""
+    judge_scale: float = Field(default=10.0, gt=0, json_schema_extra=when("source", "judge"))
+    """The judge's best score, which earns 1."""
+    judge_tokens: int = Field(default=256, ge=1, json_schema_extra=when("source", "judge"))
+    """Tokens that the judge may write."""
+    timeout_s: float = Field(
+        default=60.0, gt=0, json_schema_extra=when("source", "function", *_REMOTE)
+    )
+    """Longest time that one reward may take, all tries together."""
+    tries: int = Field(default=4, ge=1, json_schema_extra=when("source", *_REMOTE))
+    """Tries while the endpoint or the judge cannot be reached, is busy or is slow."""
+    max_requests: int = Field(
+        default=64, ge=1, json_schema_extra=when("source", "function", *_REMOTE)
+    )
+    """Rewards that one host works out at the same time."""
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Self:
+        missing = {
+            "function": self.function is None,
+            "endpoint": self.url is None,
+            "judge": self.judge is None,
+        }
+        if missing.get(self.source):
+            key = "url" if self.source == "endpoint" else self.source
+            raise ValueError(f"source={self.source} needs {key}: set env.reward.{key}")
+        if self.key_variable is not None and self.url is None:
+            raise ValueError("key_variable has no effect without url")
+        return self

@@ -1,0 +1,261 @@
+"""PPO's step makes the gradients of a plain implementation, for policy and critic, and the same
+bits when it goes on from a checkpoint; turns as samples are trained as if they were episodes.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState
+from tinkermq.actors.learner.critic import ValueModel
+from tinkermq.actors.learner.model import load_model
+from tinkermq.actors.learner.step import Trainer
+from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.rollout import Group, Trajectory
+from torch import Tensor, nn
+
+from tests.groups import make_group, random_group
+from tests.models import make_tiny_model
+
+from .plain_step import Episodes, Tokens, plain_step
+
+torch.set_num_threads(1)
+
+STEP = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def _config(folder: Path, **sections: dict[str, Any]) -> JobConfig:
+    learner = {"lr": 0.1, "eps": 1.0, "grad_clip": 1e9} | sections.pop("learner", {})
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "learner": learner,
+            "rollout": {"max_prompt_tokens": 16, "max_turn_tokens": 16, "max_response_tokens": 48},
+            **sections,
+        }
+    )
+
+
+def _groups(num: int = 3, seed: int = 0) -> list[Group]:
+    rng = np.random.default_rng(seed)
+    return [random_group(rng, number, turns=3, version=STEP - 1) for number in range(num)]
+
+
+def _trainer(config: JobConfig) -> Trainer:
+    """A trainer whose critic has an opinion."""
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=10)
+    if trainer.critic is not None:
+        torch.manual_seed(5)
+        nn.init.normal_(trainer.critic.model.value_head.weight, std=0.2)
+        nn.init.constant_(trainer.critic.model.value_head.bias, 0.3)
+    return trainer
+
+
+def _plain_values(model: ValueModel, trajectories: list[Trajectory]) -> Tokens:
+    """The value before each generated token, one episode after the other."""
+    values: Tokens = []
+    for item in trajectories:
+        ids = torch.from_numpy(item.token_ids.astype(np.int64))[None]
+        states = model.decoder(input_ids=ids, use_cache=False).last_hidden_state[0]
+        values.append(model.value_head(states[np.flatnonzero(item.mask) - 1])[:, 0])
+    return values
+
+
+def _plain_gae(item: Trajectory, values: Tensor, gamma: float, lam: float) -> Tensor:
+    rewards = np.zeros(len(item.mask))
+    rewards[item.turn_ends] = item.rewards
+    rewards = rewards[np.flatnonzero(item.mask)]
+    advantages, later, next_value = [0.0] * len(rewards), 0.0, 0.0
+    for at in reversed(range(len(rewards))):
+        delta = rewards[at] + gamma * next_value - float(values[at])
+        later = delta + gamma * lam * later
+        advantages[at], next_value = later, float(values[at])
+    return torch.tensor(advantages)
+
+
+def _recorded(batch: TrainingBatch, items: list[Trajectory]) -> Episodes:
+    counts = [item.num_generated for item in items]
+    lags = (STEP - 1 - batch.versions_N).float()
+    behaviour = list(batch.behaviour_N.split(counts))
+    return Episodes(items, list(range(len(items))), behaviour, list(lags.split(counts)), [])
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_policy_and_critic_train_as_a_plain_implementation_does(folder: Path) -> None:
+    gamma, lam, clip = 0.9, 0.8, 0.05
+    algorithm = {"advantage": "gae", "gamma": gamma, "gae_lambda": lam, "correction": "none"}
+    config = _config(folder, algorithm=algorithm, critic={"lr": 1e-3, "clip": clip})
+    trainer = _trainer(config)
+    assert trainer.critic is not None
+    groups = _groups()
+    items = [item for group in groups for item in group.sampled]
+    policy, critic = copy.deepcopy(trainer.model), copy.deepcopy(trainer.critic.model)
+
+    values = _plain_values(critic, items)
+    gae = [_plain_gae(i, v.detach(), gamma, lam) for i, v in zip(items, values, strict=True)]
+    returns = torch.cat(gae) + torch.cat(values).detach()
+    before = torch.cat(values).detach()
+    plain = (torch.cat(values) - returns) ** 2
+    bounded = (torch.cat(values).clamp(before - clip, before + clip) - returns) ** 2
+    loss = 0.5 * torch.maximum(plain, bounded).mean()
+    loss.backward()
+    flat = torch.cat(gae)
+    whitened = (flat - flat.mean()) / (flat.var() + 1e-8).sqrt()
+    batch = assemble(groups)
+    data = _recorded(batch, items)
+    data.advantages = list(whitened.split([item.num_generated for item in items]))
+    plain_step(policy, policy, config, data)
+
+    report = trainer.step(batch, STEP)
+    torch.testing.assert_close(_gradients(trainer.model), _gradients(policy), rtol=1e-4, atol=1e-5)
+    wanted = _gradients(critic)
+    assert wanted.abs().max() > 1e-2
+    torch.testing.assert_close(_gradients(trainer.critic.model), wanted, rtol=1e-4, atol=1e-5)
+    numbers = report.numbers
+    assert numbers["critic/vf_loss"] == pytest.approx(float(loss.detach()))
+    assert numbers["critic/values/mean"] == pytest.approx(float(before.mean()), rel=1e-5)
+    assert numbers["critic/returns/max"] == pytest.approx(float(returns.max()), rel=1e-5)
+    assert numbers["critic/advantages/mean"] == pytest.approx(0, abs=1e-6)
+    assert numbers["critic/rewards/mean"] == pytest.approx(np.mean([i.reward for i in items]))
+
+
+def _turns_as_episodes(groups: list[Group]) -> list[Trajectory]:
+    """Every turn as a trajectory of its own, with the conversation before it as its prompt."""
+    turns: list[Trajectory] = []
+    for item in [item for group in groups for item in group.sampled]:
+        begin = 0
+        for end, reward in zip(item.turn_ends, item.rewards, strict=True):
+            keep = (np.arange(len(item.mask)) >= begin).astype(np.uint8)
+            turns.append(
+                item.model_copy(
+                    update={
+                        "token_ids": item.token_ids[: end + 1],
+                        "mask": (item.mask * keep)[: end + 1],
+                        "turn_ends": np.array([end], np.int32),
+                        "rewards": np.array([reward], np.float32),
+                    }
+                )
+            )
+            begin = end + 1
+    return turns
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"loss": "gspo", "clip_low": 0.01, "clip_high": 0.02},
+        {"correction": "tis", "correction_level": "sequence"},
+        {"correction": "geometric"},
+    ],
+    ids=str,
+)
+def test_a_turn_as_a_sample_is_trained_as_an_episode_of_its_own(
+    folder: Path, algorithm: dict[str, Any]
+) -> None:
+    by_turn = {"sample": "turn", "turn_reward": "reward", "loss_agg": "seq-mean-token-mean"}
+    config = _config(folder, algorithm={**by_turn, "advantage": "reinforce_pp", **algorithm})
+    trainer = _trainer(config)
+    plain = copy.deepcopy(trainer.model)
+    groups, items = _groups(), _turns_as_episodes(_groups())
+    batch = assemble(groups)
+    rewards = torch.cat([torch.full((i.num_generated,), i.reward) for i in items])
+    whitened = (rewards - rewards.mean()) / (rewards.var() + 1e-8).sqrt()
+    # near enough to the policy for sequence corrections to keep some turns
+    batch.behaviour_N[:] = -5.5
+    data = _recorded(batch, items)
+    data.advantages = list(whitened.split([item.num_generated for item in items]))
+    plain_step(plain, plain, config, data)
+    report = trainer.step(batch, STEP)
+    assert report.numbers["training/num_samples"] == len(items)
+    assert _gradients(plain).abs().max() > 1e-4
+    torch.testing.assert_close(_gradients(trainer.model), _gradients(plain), rtol=1e-4, atol=1e-5)
+
+
+def _ppo(folder: Path, **critic: Any) -> JobConfig:
+    learner = {"lr": 1e-3, "eps": 1e-8, "num_minibatches": 2}
+    algorithm = {"advantage": "gae"}
+    return _config(folder, algorithm=algorithm, learner=learner, critic={"lr": 1e-3, **critic})
+
+
+def _train(trainer: Trainer, steps: range) -> None:
+    for step in steps:
+        trainer.step(assemble(_groups(2, step)), step)
+
+
+def _bits(trainer: Trainer) -> list[bytes]:
+    assert trainer.critic is not None
+    tensors = [*trainer.model.state_dict().values(), *trainer.critic.model.state_dict().values()]
+    return [tensor.numpy().tobytes() for tensor in tensors]
+
+
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits(
+    folder: Path, tmp_path: Path
+) -> None:
+    config = _ppo(folder)
+    whole = Trainer(load_model(config.model, config.learner), config, total_steps=9)
+    _train(whole, range(1, 3))
+    tokenizer = load_tokenizer(str(folder))
+    saved = CheckpointStore(tmp_path, keep_last=1, keep_every=0).save(
+        LearnerState(step=2), lambda made: whole.save(made, tokenizer)
+    )
+    _train(whole, range(3, 5))
+    restored = Trainer(load_model(config.model, config.learner, saved), config, total_steps=9)
+    restored.restore(saved)
+    _train(restored, range(3, 5))
+    assert _bits(restored) == _bits(whole)
+
+
+def test_the_policy_waits_for_the_critic_to_warm_up(folder: Path) -> None:
+    config = _ppo(folder, warmup_steps=2)
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=9)
+    assert trainer.critic is not None
+    policy = copy.deepcopy(trainer.model.state_dict())
+
+    def moved() -> bool:
+        now = trainer.model.state_dict()
+        return any(not torch.equal(policy[name], now[name]) for name in policy)
+
+    _train(trainer, range(1, 3))
+    assert not moved()
+    assert trainer.critic.model.value_head.bias.item() != 0
+    _train(trainer, range(3, 4))
+    assert moved()
+
+
+def test_a_critic_learns_what_an_episode_earns(folder: Path) -> None:
+    """Episodes whose prompt begins with one character earn 1, with another 0: it says so."""
+    config = _ppo(folder, lr=3e-3, warmup_steps=99)
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=99)
+    explained: list[float] = []
+    for step in range(1, 31):
+        groups = _groups(4, step)
+        for number, group in enumerate(groups):
+            for item in group.trajectories:
+                item.token_ids[0] = 9 + number % 2
+                item.rewards[:] = 0.0
+                item.rewards[-1] = number % 2
+        report = trainer.step(assemble(groups), step)
+        explained.append(report.numbers["critic/vf_explained_var"])
+    assert np.mean(explained[:3]) < 0.3
+    assert np.mean(explained[-3:]) > 0.6
+
+
+def test_an_episode_of_one_group_may_stand_alone(folder: Path) -> None:
+    trainer = _trainer(_ppo(folder))
+    alone = [make_group([group.sampled[0]], number) for number, group in enumerate(_groups())]
+    assert np.isfinite(trainer.step(assemble(alone), STEP).numbers["actor/pg_loss"])

@@ -1,0 +1,21 @@
+"""A taskset of verifiers whose tasks need more than a conversation."""
+
+import verifiers.v1 as vf
+
+
+class BoxedTask(vf.Task[vf.TaskData]):
+    NEEDS_CONTAINER = True
+
+    @vf.reward
+    async def passed(self, runtime: vf.Runtime) -> float:
+        return float(bool(runtime))
+
+
+class BoxedTaskset(vf.Taskset[BoxedTask]):
+    """One task, to be solved in a container."""
+
+    def load(self):
+        yield BoxedTask(vf.TaskData(prompt="repair it"), self.config.task)
+
+
+__all__ = ["BoxedTaskset"]

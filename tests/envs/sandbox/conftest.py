@@ -1,0 +1,45 @@
+"""A proven sandbox with low limits, which never leaves a process or an open file behind."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
+from tinkermq.envs.sandbox.settings import Outcome, SandboxSettings
+from tinkermq.envs.sandbox.watch import descendants
+
+LIMITS = {"time_s": 8, "memory_mb": 128, "processes": 6, "disk_mb": 16, "at_once": 4}
+
+
+@pytest.fixture(scope="session")
+def bubblewrap() -> Bubblewrap:
+    """Return a sandbox; fails with the remedy where there can be none."""
+    sandbox = Bubblewrap(SandboxSettings(packages=[], **LIMITS))
+    sandbox.self_test()
+    return sandbox
+
+
+@pytest.fixture
+def sandbox(bubblewrap: Bubblewrap) -> Iterator[Bubblewrap]:
+    """The same, with a look at what is left when the test is over."""
+    before, files = set(descendants(os.getpid())), _num_open_files()
+    yield bubblewrap
+    assert set(descendants(os.getpid())) <= before
+    assert _num_open_files() == files
+
+
+def _num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def run(sandbox: Bubblewrap) -> Callable[..., Outcome]:
+    """Run one program by itself."""
+
+    def run_one(code: str, time_s: float | None = None) -> Outcome:
+        with contextlib.closing(sandbox.session()) as session:
+            return session.run(code, time_s)
+
+    return run_one

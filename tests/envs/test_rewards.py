@@ -1,0 +1,221 @@
+"""Rewards from functions, endpoints and judges: what they are told, and how they fail."""
+
+import contextlib
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from hosting import error_of, hosting
+from pydantic import ValidationError
+from tinkermq.broker.rpc import call
+from tinkermq.envs.reward_function import load_function
+from tinkermq.envs.rewards import read_score
+from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.env import StepReply, StepRequest
+from tinkermq.schemas.errors import ConfigError, RewardError
+from tinkermq.schemas.reward import RewardConfig
+
+
+def _function(name, **more):
+    return {"source": "function", "function": f"reward_functions:{name}", **more}
+
+
+async def _play(client, episode="a", turns=3, sample=None):
+    await client.reset(episode, sample=sample)
+    return [await client.step(episode, turn) for turn in range(turns)]
+
+
+async def _finish(client, episode, turn):
+    """Say that the policy plays no more, as a generator does at a limit."""
+    request = StepRequest(episodes=[episode], turns=[turn], actions=[""], final=[True], wait_s=9)
+    subject = client.scope.env(client.host.name, "step")
+    reply = await call(
+        client.broker, subject, request, StepReply, timeout_s=10, waiting_for="the host"
+    )
+    for failed in reply.failed:
+        raise failed.error.to_error()
+    return reply.rewards[0], reply.infos[0]
+
+
+@contextlib.contextmanager
+def http_server(*answers):
+    """Answer requests one after the other with (status, body); the last one over and over."""
+    heard = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            heard.append((self.path, body, self.headers.get("Authorization")))
+            status, answer = answers[min(len(heard), len(answers)) - 1]
+            if status is None:
+                return  # hang up without a word
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", heard
+        finally:
+            server.shutdown()
+
+
+async def test_a_function_is_called_as_verl_calls_its_own(broker, scope, tmp_path):
+    row = verl_row("2+2?", "go", data_source="sums", split="train", index=0)
+    row["extra_info"]["level"] = 5
+    data = str(write_rows(tmp_path / "rows.parquet", [row]))
+    options = {"train_data": [data], "reward": _function("verl_style")}
+    async with hosting(broker, scope, **options) as client:
+        first, second, last = await _play(client, sample=0)
+        assert (first.reward, second.reward, last.reward) == (0, 0, 1)
+        assert last.info == {"source": "sums", "level": 5, "game_reward": 3.0}
+        assert first.info == {"game_reward": 1.0}
+
+
+async def test_a_reward_by_turn_is_added_to_the_games_own(broker, scope):
+    reward = _function("says_all", per="turn", weight=10, game_weight=0.5)
+    async with hosting(broker, scope, reward=reward) as client:
+        answers = await _play(client)
+        # after system prompt and first user message: the policy's 1st, 2nd, 3rd answer
+        assert [answer.reward for answer in answers] == [30.5, 50.5, 70.5]
+        known = ["data_source", "extra_info", "ground_truth", "info", "messages", "solution_str"]
+        assert answers[0].info["known"] == known
+        assert (await _finish_of_another(client))[0] == 0
+
+
+async def _finish_of_another(client):
+    await client.reset("b")
+    await client.step("b", 0)
+    return await _finish(client, "b", 1)
+
+
+async def test_an_episode_that_a_limit_ends_is_rewarded_all_the_same(broker, scope):
+    async with hosting(broker, scope, reward=_function("says_all")) as client:
+        reward, info = await _finish_of_another(client)
+        assert reward == 4
+        assert info["game_reward"] == 1
+        assert await _finish(client, "b", 1) == (reward, info)  # asked again
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("raises", "reward_functions:raises raised KeyError: 'no rubric'"),
+        ("says_nothing", "answered None, which is no finite reward"),
+        ("says_text", "answered '1.0', which is no finite reward"),
+        ("says_nan", "answered nan, which is no finite reward"),
+        ("hangs", "no reward came within 0.2 s"),
+    ],
+)
+async def test_a_function_that_fails_is_no_reward_of_0(broker, scope, name, words):
+    reward = _function(name, per="turn", timeout_s=0.2 if name == "hangs" else 9)
+    async with hosting(broker, scope, reward=reward) as client:
+        await client.reset("a")
+        error = await error_of(client.step("a", 0), RewardError)
+        assert words in error.message
+        await client.reset("b")  # the host lives
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("reward_functions:nowhere", "has no attribute 'nowhere'"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("reward_functions:not_a_function", "is int, not a function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_named(target, words):
+    with pytest.raises(ConfigError) as raised:
+        load_function(target)
+    assert words in raised.value.message
+
+
+async def test_an_endpoint_is_asked_again_while_it_is_busy(broker, scope, monkeypatch):
+    monkeypatch.setenv("REWARD_KEY", "secret")
+    with http_server((503, b"busy"), (None, b""), (200, {"reward": 0.25, "why": "ok"})) as (
+        url,
+        heard,
+    ):
+        reward = {"source": "endpoint", "url": f"{url}/compute_reward"}
+        reward["key_variable"] = "REWARD_KEY"
+        async with hosting(broker, scope, reward=reward) as client:
+            last = (await _play(client))[-1]
+    assert last.reward == 0.25
+    assert last.info["why"] == "ok"
+    assert len(heard) == 3
+    path, body, key = heard[-1]
+    assert (path, key) == ("/compute_reward", "Bearer secret")
+    assert body["solution_str"] == "go"
+    assert len(body["messages"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "num_asked"),
+    [
+        ((400, b"no such rubric"), "refused: status 400: no such rubric", 1),
+        ((200, b"<html>"), "answered what is no JSON", 1),
+        ((200, {"points": 3}), "which is no finite reward", 1),
+        ((500, b"broken"), "gave no reward in 2 tries", 2),
+    ],
+)
+async def test_an_endpoint_that_fails_is_no_reward_of_0(broker, scope, answer, words, num_asked):
+    with http_server(answer) as (url, heard):
+        reward = {"source": "endpoint", "url": url, "per": "turn", "tries": 2}
+        async with hosting(broker, scope, reward=reward) as client:
+            await client.reset("a")
+            error = await error_of(client.step("a", 0), RewardError)
+    assert words in error.message
+    assert len(heard) == num_asked
+
+
+async def test_a_judge_behind_an_api_reads_the_answer_and_writes_a_score(broker, scope):
+    def says(text):
+        return (200, {"choices": [{"message": {"role": "assistant", "content": text}}]})
+
+    with http_server(says("Fine.\nScore: 7.5"), says("I cannot say"), says("Score: 11")) as (
+        url,
+        heard,
+    ):
+        reward = {"source": "judge", "url": f"{url}/v1", "judge": "grader", "per": "turn"}
+        reward["judge_prompt"] = "Was $answer good for $question, $ground_truth, 0 to $scale?"
+        async with hosting(broker, scope, reward=reward) as client:
+            await client.reset("a", start=7)
+            assert (await client.step("a", 0)).reward == 0.75
+            for episode in ("b", "c"):
+                await client.reset(episode)
+                error = await error_of(client.step(episode, 0), RewardError)
+                assert "the judge grader gave no score from 0 to 10" in error.message
+    path, body, _ = heard[0]
+    assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", "grader", 0)
+    assert body["messages"][0]["content"] == "Was go good for Go.\n\nfrom 7, None, 0 to 10?"
+
+
+def test_numbers_of_any_kind_are_read():
+    import numpy as np
+
+    assert read_score(np.float32(0.5), "f").value == 0.5
+    assert read_score(True, "f").value == 1.0
+    assert read_score({"score": np.int64(3), "n": 2}, "f").info == {"n": 2}
+    with pytest.raises(RewardError, match="cannot travel"):
+        read_score({"score": 1, "what": object()}, "f")
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"source": "function"}, "source=function needs function"),
+        ({"source": "endpoint"}, "source=endpoint needs url"),
+        ({"source": "judge", "url": "http://x"}, "source=judge needs judge"),
+        ({"source": "endpoint", "url": "ftp://x"}, "url"),
+        ({"weight": 2}, "weight has no effect while source is 'game'"),
+        ({"source": "judge", "judge": "x", "key_variable": "K"}, "no effect without url"),
+    ],
+)
+def test_a_source_that_is_not_complete_is_refused(values, words):
+    with pytest.raises(ValidationError, match=words):
+        RewardConfig.model_validate(values)

@@ -1,0 +1,43 @@
+"""Programs of the policy run in the sandbox of a pool's environment host, and are trained on."""
+
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.warm_start import warm_start
+from tinkermq.envs.registry import companion, load_game
+
+from tests.configs import example
+from tests.stack import Stack
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+
+
+async def test_an_asynchronous_run_trains_on_programs_that_it_wrote(
+    stack: Stack, tmp_path: Path
+) -> None:
+    warm_start("math_code", tmp_path / "model", steps=60)
+    train, val = companion(load_game("math_code"), "make_data")(tmp_path)
+    overrides = [
+        f"model.path={tmp_path / 'model'}",
+        f"env.train_data=[{train}]",
+        f"env.val_data=[{val}]",
+        "env.num_val=4",
+        "env.kwargs.rewards={answer: 1, boxed: 0.1}",
+        "rollout.group_size=4",
+        "training.batch_size=4",
+        "training.num_steps=3",
+        "training.keep_rollouts=true",
+        "training.test_freq=0",
+    ]
+    job = await stack.submit(example("math_code", *overrides))
+    await job.until("COMPLETED")
+    groups = [entry.group for entry in await job.entries() if entry.group is not None]
+    played = [one for group in groups for one in group.trajectories]
+    answered = [one for one in played if one.info.get("programs")]
+    assert len(played) >= 4 * 4 * 3
+    assert answered, "no program was run"
+    roles = [[message["role"] for message in one.messages] for one in answered]
+    assert ["user", "assistant", "user", "assistant"] in roles
+    assert all(one.messages[1]["content"].startswith("```py") for one in answered)
+    assert len(await job.metrics()) == 3
+    assert await job.dead() == []
