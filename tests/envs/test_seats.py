@@ -115,6 +115,20 @@ async def test_turns_and_rewards_are_for_roles_that_exist(broker, scope, action,
             await act(caller, host, "sun", 0, action)
 
 
+async def test_the_users_rewards_are_for_each_roles_own_conversation(broker, scope):
+    reward = {"source": "function", "function": "reward_functions:says_all"}
+    async with hosting(broker, scope, "TurnsGame", reward=reward) as (_, caller):
+        host, (sun, moon) = await sit_down(caller)
+        await sun
+        waiting = act(caller, host, "sun", 0, "one")
+        await moon
+        await act(caller, host, "moon", 0, "again")
+        last, heard = await act(caller, host, "moon", 1, "end"), await waiting
+        # as many as the conversation has messages, in place of what the game gave
+        assert (heard.reward, heard.info["game_reward"]) == (3.0, 1.0 + 10.0 + 5.0)
+        assert (last.reward, last.info["game_reward"]) == (5.0, 10.0 + 1.0 + 1.0)
+
+
 async def test_many_tables_are_played_at_once_and_none_is_left_behind(broker, scope):
     rng = random.Random(0)
 

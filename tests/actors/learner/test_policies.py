@@ -26,20 +26,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_model(made / "one"), save_tiny_model(made / "two", width=32, seed=5)
 
 
-def config_of(main: Path, own: Path) -> JobConfig:
+def config_of(main: Path, own: Path, advantage: str = "grpo") -> JobConfig:
     return JobConfig.model_validate(
         {
             "model": {"path": str(main)},
             "policies": {"buyer": str(own)},
             "env": {"game": "none"},
             "learner": {"lr": 1e-3, "schedule": "cosine"},
+            "algorithm": {"advantage": advantage},
         }
     )
 
 
-def make_policies(folders: tuple[Path, Path], checkpoint: Path | None = None) -> Policies:
+def make_policies(
+    folders: tuple[Path, Path], advantage: str = "grpo", checkpoint: Path | None = None
+) -> Policies:
     torch.set_num_threads(1)
-    config = config_of(*folders)
+    config = config_of(*folders, advantage)
     models = load_models(config, checkpoint)
     return Policies(config, models, total_steps=20, folder=checkpoint)
 
@@ -61,9 +64,11 @@ def by_role(seed: int) -> tuple[list[Group], dict[str, list[Group]]]:
 
 
 def bits(policies: Policies) -> list[bytes]:
+    trainers = policies.trainers.values()
+    critics = [trainer.critic.model for trainer in trainers if trainer.critic is not None]
     return [
         value.numpy().tobytes()
-        for model in policies.models.values()
+        for model in (*policies.models.values(), *critics)
         for value in model.state_dict().values()
     ]
 
@@ -82,16 +87,18 @@ def test_each_policy_is_trained_on_its_own_roles_alone(folders: tuple[Path, Path
             assert torch.equal(model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize(("advantage", "measured"), [("grpo", "actor/lr"), ("gae", "critic/lr")])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint_of_several_policies(
-    folders: tuple[Path, Path], tmp_path: Path
+    folders: tuple[Path, Path], tmp_path: Path, advantage: str, measured: str
 ) -> None:
-    first = make_policies(folders)
-    first.step(by_role(1)[0], 1)
+    first = make_policies(folders, advantage)
+    numbers = first.step(by_role(1)[0], 1).numbers
+    assert {measured, f"policy/buyer/{measured}"} <= numbers.keys()
     tokenizer = load_tokenizer(str(folders[0]))
     saved = make_store(tmp_path).save(
         LearnerState(step=1), lambda made: first.save(made, tokenizer)
     )
-    again = make_policies(folders, saved)
+    again = make_policies(folders, advantage, saved)
     assert bits(again) == bits(first)
     for policies in (first, again):
         policies.step(by_role(2)[0], 2)
