@@ -10,7 +10,8 @@ import random
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Self, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import numpy as np
 
@@ -47,11 +48,15 @@ class AbstractGame(ABC):
     Each episode has an instance of its own. Draw every random number from `self.rng`: the host
     sets it to a generator seeded for this episode before it calls anything but the constructor,
     so that a seed reproduces an episode. Methods run in a worker thread or process, never on the
-    event loop, and never two at a time for one instance.
+    host's event loop, and never two at a time for one instance. `reset` and `step` may be written
+    with `async def`: all episodes of such a game wait together in one event loop of their own.
     """
 
     rng: random.Random
     """The episode's own random generator."""
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
+    """Where the game runs unless the configuration says it: a game that may crash, hang or use
+    much memory says `process`."""
     roles: tuple[str, ...] = ()
     """Names of the players of a game for several; empty: a game for one.
 
@@ -231,9 +236,9 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
     """
     if isinstance(error, TinkermqError):
         return error
-    frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
-    own = [frame for frame in frames if frame.filename not in _OWN_FILES]
-    lines = "".join(traceback.format_list(own)) + "".join(
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename not in _OUR_FILES]
+    lines = "".join(traceback.format_list(own[-_NUM_FRAMES:])) + "".join(
         traceback.format_exception_only(type(error), error)
     )
     return GameError(
@@ -242,4 +247,6 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
     )
 
 
-_OWN_FILES = frozenset({__file__})
+_OUR_FILES = frozenset(
+    str(Path(__file__).with_name(name)) for name in ("game.py", "episodes.py", "prompt.py")
+)

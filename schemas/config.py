@@ -49,8 +49,14 @@ class EnvConfig(Section):
     """Environment hosts that the pool runs; 0: the client hosts the game (`GameEnvironment`)."""
     workers: int = Field(default=4, ge=1)
     """Games that step at the same time in one host."""
-    isolation: Literal["thread", "process"] = "thread"
-    """Where games run. A hung game in a process is killed; in a thread it can only be given up."""
+    isolation: Literal["thread", "process"] | None = None
+    """Where games run; default: as the game's class says (`isolation`), threads where it says
+    nothing. A hung game in a process is killed; in a thread it can only be given up."""
+    worker_memory_mb: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("isolation", "process")
+    )
+    """Memory that the games of one worker process may use, beyond what it takes to load them; one
+    that wants more fails its episode. Default: no bound."""
     reset_timeout_s: float = Field(default=30.0, gt=0)
     """A reset that takes longer fails its episode."""
     step_timeout_s: float = Field(default=30.0, gt=0)

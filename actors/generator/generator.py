@@ -25,16 +25,10 @@ from ...schemas.config import JobConfig
 from ...schemas.job import JobRecord
 from ...schemas.task import DeadLetter
 from ..job_weights import open_weights
-from ..model_folder import (
-    check_tokenizer,
-    load_model_config,
-    load_stop_token_ids,
-    load_tokenizer,
-)
 from ..policies import MAIN, policy_folder
 from ..runtime import JobContext, settle_memory
 from .agent_loop import EpisodeSampling
-from .chat import ChatTokenizer
+from .chat import ChatTokenizer, open_chat
 from .engine import Engine, EngineStats
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner
@@ -71,13 +65,7 @@ def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
-    model = config.model
-    trust = model.trust_remote_code
-    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
-    check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
-    chat = ChatTokenizer(
-        tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
-    )
+    chat = open_chat(config.model)
     chat.check_template(multi_turn=config.rollout.max_turns > 1)
     return chat
 

@@ -8,15 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
+from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, Trajectory
 
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
 
 
 def group_numbers(
-    groups: Sequence[Group], version: int, max_response_tokens: int
+    groups: Sequence[Group], version: int, max_response_tokens: int, success_reward: float
 ) -> dict[str, float]:
-    """Describe the groups that a step trains; `version` is the policy's before the step."""
+    """Describe the groups that a step trains; `version` is the policy's before the step.
+
+    An episode whose return is above `success_reward` is solved, unless its game says so itself.
+    """
     episodes = [item for group in groups for item in group.sampled]
     rewards = np.array([item.reward for item in episodes])
     prompts = np.array([int(np.argmax(item.mask)) for item in episodes])
@@ -45,6 +49,9 @@ def group_numbers(
         **_histogram(lags),
         **_finishes(Counter(item.finish for item in episodes), len(episodes)),
         **_game_numbers(groups),
+        "game/success_rate": float(
+            np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
+        ),
         **_role_numbers(episodes),
     }
 

@@ -63,7 +63,12 @@ class Reporter:
     ) -> None:
         """Publish the numbers of a step, unless they were before a restart."""
         config = self.context.config
-        numbers = group_numbers(groups, step - 1, config.rollout.max_response_tokens)
+        numbers = group_numbers(
+            groups,
+            step - 1,
+            config.rollout.max_response_tokens,
+            config.evaluation.success_reward,
+        )
         step_s = waited_s + train_s
         tokens = numbers["rollout/generated_tokens"]
         self._shares.append((waited_s, train_s, _environment_share(groups)))
