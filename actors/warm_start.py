@@ -72,7 +72,8 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = [_tokens(chat, next(conversations)) for _ in range(recipe.batch)]
-            (packed,) = pack(rows, row_tokens=_ROW_TOKENS, microbatch_tokens=_BATCH_TOKENS)
+            longest = max(_ROW_TOKENS, *(len(row.mask) for row in rows))
+            (packed,) = pack(rows, row_tokens=longest, microbatch_tokens=_BATCH_TOKENS)
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
             loss.backward()
