@@ -23,14 +23,11 @@ from .training_batch import assemble
 def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedModel]:
     """Load the model of every policy, from a checkpoint if there is one.
 
-    Raises ConfigError for models that do not read the same tokens.
+    Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
+    no policy for a role.
     """
     models = {
-        name: load_model(
-            policy_config(config, name).model,
-            config.learner,
-            None if folder is None else policy_folder(folder, name),
-        )
+        name: load_model(policy_config(config, name).model, config.learner, _source(folder, name))
         for name in policy_names(config)
     }
     sizes = {name: vocab_size(model) for name, model in models.items()}
@@ -42,6 +39,16 @@ def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedM
             hint="take models of one family",
         )
     return models
+
+
+def _source(folder: Path | None, policy: str) -> Path | None:
+    source = None if folder is None else policy_folder(folder, policy)
+    if source is not None and not source.is_dir():
+        raise ConfigError(
+            f"policies.{policy}: checkpoint {folder} has no policy for this role",
+            hint="fork a run that trained one, or start a new run",
+        )
+    return source
 
 
 def vocab_size(model: PreTrainedModel) -> int:

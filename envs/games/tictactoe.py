@@ -9,6 +9,7 @@ win.
 
 import random
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from ..conversations import converse
@@ -18,7 +19,7 @@ from .board_players import make_player
 
 SELF = "self"
 ILLEGAL = -1.0
-HABIT = 0.35
+HABIT = 0.2
 """Share of the demonstrations' answers that name any cell, free or not."""
 _ROLES = {X: "x", O: "o"}
 
@@ -36,10 +37,19 @@ class TicTacToeGame(AbstractGame):
         """Draw who the policy is, where it has another opponent than itself."""
         return {"policy": self.rng.choice(self.roles)}
 
-    def reset(self, *, policy: str = "x", opponent: str | None = None, **_: Any) -> str:
-        """Begin with an empty board; another opponent moves first if it is x."""
+    def reset(
+        self,
+        *,
+        policy: str = "x",
+        opponent: str | None = None,
+        moves: Sequence[int] = (),
+        **_: Any,
+    ) -> str:
+        """Begin with an empty board, or after `moves`; another opponent moves if it is its turn."""
         self._start(opponent or self._default, policy)
-        if self._player is not None and policy == "o":
+        for cell in moves:
+            self._board.play(cell - 1)
+        if self._player is not None and policy != _ROLES[self._board.turn]:
             self._board.play(self._player(self._board, self.rng))
         self.role = _ROLES[self._board.turn]
         return self._shown()
@@ -111,5 +121,16 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
         free = [symbol for symbol in messages[-1]["content"] if symbol.isdecimal()]
         return rng.choice("123456789" if rng.random() < HABIT else free)
 
-    told, _ = converse(TicTacToeGame, act, seed=rng.getrandbits(32))
+    moves = [cell + 1 for cell in _position(rng)]
+    told, _ = converse(TicTacToeGame, act, seed=rng.getrandbits(32), reset_kwargs={"moves": moves})
     return told[rng.choice(sorted(told))]
+
+
+def _position(rng: random.Random) -> list[int]:
+    """Draw moves that win nothing: on a fuller board there is more to see."""
+    board = Board(3, 3)
+    for _ in range(rng.randint(0, 6)):
+        quiet = [cell for cell in board.free() if not board.completes(cell, board.turn)]
+        if quiet:
+            board.play(rng.choice(quiet))
+    return board.moves

@@ -25,17 +25,21 @@ SHORT = {
 
 
 @pytest.mark.learns
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
-    ("game", "measure", "highest_before", "rise"),
+    ("name", "measure", "highest_before", "rise"),
     [
         ("tictactoe", "val_game/win_rate", 0.35, 0.12),
-        ("negotiation", "val_game/good_deal_rate", 0.45, 0.12),
+        ("negotiation", "val/mean_score", 0.03, 0.07),
+        ("gomoku_small", "val_game/win_rate/random", 0.4, 0.15),
     ],
 )
 async def test_a_game_is_learnt_by_self_play(
-    stack: Stack, game: str, measure: str, highest_before: float, rise: float
+    stack: Stack, name: str, measure: str, highest_before: float, rise: float, seed: int
 ) -> None:
-    job = await stack.submit(example(game, f"model.path={warm_model(game)}"))
+    game = example(name)["env"]["game"]
+    job = await stack.submit(example(name, f"seed={seed}", f"model.path={warm_model(game)}"))
     await job.until("COMPLETED", deadline_s=500)
     results = await job.validations()
     before, after = results[0][measure], results[max(results)][measure]

@@ -113,6 +113,11 @@ def test_a_policy_whose_roles_had_no_turn_stays_as_it_is(folders: tuple[Path, Pa
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+def test_a_checkpoint_without_a_policy_for_the_role_is_refused(folders: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match=r"policies.buyer: checkpoint .* has no policy"):
+        load_models(config_of(*folders), folders[0])
+
+
 def test_policies_that_read_other_tokens_are_refused(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
