@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 # -qq: errors only; warnings about package indexes help nobody here
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 
+# The tests start hundreds of processes; without byte code each of them compiles all it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs test test-long extras lint format check docs screenshots bench
 
@@ -20,9 +23,9 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/dev.stamp programs  ## Run the tests that take minutes each: more games learn
+test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an

@@ -8,6 +8,7 @@ the same for the same seed.
 """
 
 import argparse
+import itertools
 import os
 import random
 import shutil
@@ -34,6 +35,7 @@ from .tiny_model import save_tiny_model
 ChatMessage = dict[str, Any]
 _ROW_TOKENS = 128
 _BATCH_TOKENS = 1 << 16
+_MAX_CONVERSATIONS = 8192
 
 
 def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
@@ -67,12 +69,14 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
-    conversations = _conversations(game, seed)
+    count = min(steps * recipe.batch, _MAX_CONVERSATIONS)
+    known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
+    longest = max(_ROW_TOKENS, *(len(row.mask) for row in known))
+    rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
-            rows = [_tokens(chat, next(conversations)) for _ in range(recipe.batch)]
-            longest = max(_ROW_TOKENS, *(len(row.mask) for row in rows))
+            rows = rng.choices(known, k=recipe.batch)
             (packed,) = pack(rows, row_tokens=longest, microbatch_tokens=_BATCH_TOKENS)
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()

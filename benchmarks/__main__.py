@@ -26,6 +26,7 @@ NAMES = (
     "asynchrony",
     "environment",
     "sandbox",
+    "adapters",
     "engine",
     "weights",
     "overhead",

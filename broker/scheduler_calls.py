@@ -23,6 +23,7 @@ from ..schemas.message import Empty, Message
 from ..schemas.node import NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.subjects import rpc
+from ..schemas.user import Quota
 from .connection import Broker
 from .rpc import call
 
@@ -125,6 +126,10 @@ class SchedulerCalls:
     async def nodes(self) -> list[NodeStatus]:
         """Return the nodes of the pool, by name."""
         return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def quota(self) -> Quota:
+        """Return what the user's jobs may hold at once."""
+        return await self._ask("quota", Empty(), Quota)
 
     async def _change(self, method: str, request: Message) -> JobRecord:
         return (await self._ask(method, request, JobReply)).record

@@ -7,12 +7,15 @@ from contextlib import aclosing
 from typing import Any, TypeAlias
 
 from ..broker.feed import follow
+from ..broker.presence import INTERVAL_S, list_presences
 from ..schemas.errors import NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Event, LogLines, Metric
+from ..schemas.metric import Event, LogLines, Metric, Presence
 from .pool import Pool
 
-Update: TypeAlias = Metric | Event | JobRecord
+Crew: TypeAlias = tuple[Presence, ...]
+"""The actors of a run, as their heartbeats tell of them."""
+Update: TypeAlias = Metric | Event | JobRecord | Crew
 POLL_S = 0.5
 QUIET_S = 0.5
 """After the end of a run its last metrics are waited for until the feed is quiet this long."""
@@ -20,15 +23,18 @@ _QUEUE_LENGTH = 256
 
 
 async def follow_run(
-    pool: Pool, record: JobRecord, *, from_start: bool = True
+    pool: Pool, record: JobRecord, *, from_start: bool = True, with_crew: bool = False
 ) -> AsyncGenerator[Update, None]:
     """Yield metrics and events of a run in order, and its record whenever it has changed.
 
-    The last update is the record in its final state. Survives restarts of broker and scheduler.
-    Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is removed.
+    `with_crew` also yields its actors every two seconds, while it runs. The last update is the
+    record in its final state. Survives restarts of broker and scheduler. Leave it through
+    `contextlib.aclosing`. Raises NotFoundError when the job is removed.
     """
     follower = _Follower(pool, record, from_start)
-    parts: tuple[Coroutine[Any, Any, None], ...] = (follower.pump(), follower.watch())
+    parts: list[Coroutine[Any, Any, None]] = [follower.pump(), follower.watch()]
+    if with_crew:
+        parts.append(follower.ask_crew())
     tasks = [asyncio.create_task(follower.guard(part), name="follow_run") for part in parts]
     try:
         while True:
@@ -45,7 +51,7 @@ async def follow_run(
 
 
 class _Follower:
-    """Two readers, of the feed and of the record, and the queue that they fill."""
+    """The readers of feed, record and heartbeats, and the queue that they fill."""
 
     def __init__(self, pool: Pool, record: JobRecord, from_start: bool) -> None:
         self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue(_QUEUE_LENGTH)
@@ -99,6 +105,13 @@ class _Follower:
         while (left := self._heard + QUIET_S - time.monotonic()) > 0:  # noqa: ASYNC110  quiet is the absence of events
             await asyncio.sleep(left)
         await self.updates.put(self._record)
+
+    async def ask_crew(self) -> None:
+        """Read the heartbeats now and then."""
+        while not self._ended:
+            found = await list_presences(self._pool.broker, self._record.scope.key)
+            await self.updates.put(tuple(entry.value for entry in found))
+            await asyncio.sleep(INTERVAL_S)
 
     @property
     def _ended(self) -> bool:

@@ -37,6 +37,11 @@ class Pool(SchedulerCalls):
             hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
 
+    async def everybodys_jobs(self, *, all: bool = False) -> list[JobRecord]:
+        """Return the jobs of all users as the scheduler tells them to an admin, newest first."""
+        records = await self.told_jobs(widest=True)
+        return [record for record in records if all or record.state not in FINAL_STATES]
+
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs that have not ended, or all, newest first."""
         records = await self._jobs.list_jobs(self.broker.user)

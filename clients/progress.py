@@ -2,16 +2,18 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.metric import Event, Metric
+from ..schemas.metric import Event, Metric, Presence
 
 REWARD = "training_step_reward"
 VALIDATION = "val/mean_score"
 _RECENT_STEPS = 10
 _BARS = "▁▂▃▄▅▆▇█"
+_LAG_SHARE = "staleness/lag_share/"
 _QUIET_EVENTS = frozenset({"bottleneck"})
 
 
@@ -27,6 +29,8 @@ class RunProgress:
     values: dict[str, float] = field(default_factory=dict[str, float])
     bottleneck: str = ""
     event: Event | None = None
+    phases: dict[str, int] = field(default_factory=dict[str, int])
+    """Episodes under way by what they wait for; empty before anybody told."""
     _times: dict[int, float] = field(default_factory=dict[int, float])
 
     def __post_init__(self) -> None:
@@ -58,6 +62,21 @@ class RunProgress:
         if event.kind not in _QUIET_EVENTS:
             self.event = event
 
+    def take_crew(self, crew: Sequence[Presence]) -> None:
+        """Take what generators, evaluators and environment hosts say of their episodes."""
+
+        def total(name: str, *roles: str) -> int:
+            return int(sum(one.numbers.get(name, 0.0) for one in crew if one.role in roles))
+
+        generating = total("running", "generator", "evaluator")
+        queued = total("waiting", "generator", "evaluator")
+        opened = total("episodes", "environment")
+        self.phases = {
+            "generating": generating,
+            "waiting for the engine": queued,
+            "in the environment": max(opened - generating - queued, 0),
+        }
+
     def take_metric(self, metric: Metric) -> bool:
         """Take the numbers of a step; return whether they tell of a new training step."""
         self.values.update(metric.values)
@@ -79,6 +98,14 @@ class RunProgress:
         """Return the newest finite value of a metric."""
         value = self.values.get(name)
         return value if value is not None and math.isfinite(value) else None
+
+    def lag_shares(self) -> dict[str, float]:
+        """Return the share of the newest step's tokens by lag in versions, smallest lag first."""
+        return {
+            name.removeprefix(_LAG_SHARE): value
+            for name, value in self.values.items()
+            if name.startswith(_LAG_SHARE)
+        }
 
     def last_validation(self) -> tuple[int, float] | None:
         """Return step and score of the newest validation."""

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ..broker.connection import Broker, connect
+from ..broker.learner_calls import write_checkpoint
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
@@ -100,6 +101,11 @@ class AsyncSchedulerClient:
         pool = await self._connected()
         record = await pool.find(job_id)
         return self._summary(await pool.stop(record.job, complete=True))
+
+    async def save_checkpoint(self, job_id: str) -> str:
+        """Have a training job write a checkpoint; see `SchedulerClient.save_checkpoint`."""
+        pool = await self._connected()
+        return await write_checkpoint(pool.broker, await pool.find(job_id))
 
     async def _connected(self) -> Pool:
         if self._pool is None:
@@ -203,6 +209,13 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
     def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
         return self._run(self.aio.complete_job(job_id))
+
+    def save_checkpoint(self, job_id: str) -> str:
+        """Have a training job write a checkpoint between two steps; return its folder on the pool.
+
+        Raises StateError for a job that does not train, StorageError when the disk is full.
+        """
+        return self._run(self.aio.save_checkpoint(job_id))
 
 
 async def open_broker(url: str, api_key: str | None) -> Broker:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 _Z95 = 1.959964
 _RESAMPLES = 2000
+_DRAWS_AT_ONCE = 1 << 18
 _TYPE_KEYS = ("type", "task_type")
 
 
@@ -174,6 +175,11 @@ def _bootstrap(differences: NDArray[np.float64]) -> Interval:
     if len(differences) < 2:
         return mean_with_interval(differences)
     rng = np.random.default_rng(0)
-    means = np.array([rng.choice(differences, len(differences)).mean() for _ in range(_RESAMPLES)])
+    num_tasks = len(differences)
+    at_once = max(_DRAWS_AT_ONCE // num_tasks, 1)
+    means: list[float] = []
+    while len(means) < _RESAMPLES:
+        drawn = rng.integers(num_tasks, size=(min(at_once, _RESAMPLES - len(means)), num_tasks))
+        means += differences[drawn].mean(axis=1).tolist()
     low, high = np.quantile(means, [0.025, 0.975])
     return Interval(float(differences.mean()), float(low), float(high))

@@ -219,14 +219,12 @@ def check_tools(game: AbstractGame) -> list[dict[str, Any]]:
     """Return the game's tools if they are function schemas, else raise GameError."""
     tools: Any = game.get_tools()
     for tool in cast("list[Any]", tools) if isinstance(tools, list) else [tools]:
-        function = _field(tool, "function")
-        if not isinstance(_field(function, "name"), str):
-            _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
+        match tool:
+            case {"function": {"name": str()}}:
+                continue
+            case _:
+                _refuse(game, "get_tools", tool, '{"type": "function", "function": {…}}')
     return cast("list[dict[str, Any]]", tools)
-
-
-def _field(value: Any, name: str) -> Any:
-    return cast("dict[str, Any]", value).get(name) if isinstance(value, dict) else None
 
 
 def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:

@@ -311,10 +311,10 @@ class EnvironmentHost:
         held.touch()
         try:
             if not held.is_repeat(turn):
-                held.turn += 1
-                self.counts.steps += 1
                 held.answer = self._answer(held.player, episode, action, final)
                 held.answer.add_done_callback(partial(self._settle, held))
+                held.turn += 1
+                self.counts.steps += 1
         except TinkermqError as error:
             return error
         assert held.answer is not None

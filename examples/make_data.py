@@ -1,7 +1,8 @@
 """Write the data of a game that has some: `python examples/make_data.py calculator`.
 
-Makes `train.parquet` and `val.parquet` in outputs/data/<game>, in verl's columns; the same seed
-always gives the same rows. Games that generate their states need none.
+Makes `train.parquet` and `val.parquet` in outputs/data/<game>, in verl's columns (alfworld:
+`train.jsonl`, `seen.jsonl` and `unseen.jsonl`); the same seed always gives the same rows. Games
+that generate their states need none.
 """
 
 import argparse
@@ -11,7 +12,7 @@ from tinkermq.envs.registry import companion, load_game
 
 
 def main() -> None:
-    """Parse the arguments and write the two files."""
+    """Parse the arguments and write the files."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("game", help="registered name or package.module:Class")
     parser.add_argument("--folder", type=Path, help="default: outputs/data/<game>")

@@ -22,8 +22,8 @@ settings.load_profile("any machine")
 _numbers = itertools.count(1)
 _LONGEST = (
     "test_quickstart",
-    "test_learning",
     "test_house",
+    "test_docs",
     "test_secured",
     "test_kills",
     "test_inference",
@@ -32,6 +32,9 @@ _LONGEST = (
     "test_membership",
     "test_backup",
     "test_bad_input",
+    "test_units",
+    "test_stack",
+    "test_command_line",
 )
 
 

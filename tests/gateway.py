@@ -119,13 +119,13 @@ def start(nats: str, folder: Path, *words: str) -> "subprocess.Popen[bytes]":
 
 @contextlib.asynccontextmanager
 async def run_gateway(
-    nats: str, folder: Path, tls: Certificate | None = None
+    nats: str, folder: Path, *words: str, tls: Certificate | None = None
 ) -> AsyncIterator[Gateway]:
     """Run a gateway until the block ends, with `tls` one of HTTPS; it must end at SIGTERM."""
-    port, words, scheme = free_port(), list[str](), "http"
+    port, scheme = free_port(), "http"
     if tls is not None:
         scheme = "https"
-        words = ["--certificate", str(tls.certificate), "--certificate-key", str(tls.key)]
+        words += ("--certificate", str(tls.certificate), "--certificate-key", str(tls.key))
     process = start(nats, folder, "--port", str(port), *words)
     gateway = Gateway(
         f"{scheme}://127.0.0.1:{port}",

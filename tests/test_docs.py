@@ -6,8 +6,6 @@ import io
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from tinkermq.schemas.secret import JobSecrets
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.topics import STORES, TOPICS
 
-from tests.pages import Block, blocks, environment, prose, run, save, succeed
+from tests.pages import Block, blocks, prose, run, save, succeed
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -220,11 +218,11 @@ def test_every_python_example_imports_what_exists(block: Block) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_code_of_the_training_guide_trains(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_code_of_the_training_guide_trains(tmp_path: Path, model: Path) -> None:
     """Run what the guides show, with a tiny model and few steps in the place of large ones."""
     for block in [*blocks(FIRST_GAME), *blocks(ROOT / "docs" / "training.md")]:
         if block.title:
-            block.text = block.text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(tiny_model))
+            block.text = block.text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model))
             save(block, tmp_path)
     up = run("tinkermq up --port 0 --slots 6 --json", tmp_path)
     assert up.returncode == 0, up.stdout
@@ -241,15 +239,3 @@ def test_the_code_of_the_training_guide_trains(tmp_path: Path, tiny_model: Path)
     finally:
         down = run("tinkermq down", tmp_path)
     assert down.stdout == "stopped\n"
-
-
-@pytest.fixture
-def tiny_model(tmp_path: Path) -> Path:
-    folder = tmp_path / "tiny"
-    code = (
-        "from pathlib import Path\n"
-        "from tinkermq.actors.tiny_model import save_tiny_model\n"
-        f"save_tiny_model(Path({str(folder)!r}), width=64, layers=1, seed=0)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment(tmp_path))
-    return folder

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ...broker.learner_calls import write_checkpoint
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError, MessageError
 from ...schemas.job import JobRecord, Priority
@@ -76,6 +77,7 @@ class EmptyBody(Body):
 
 BODIES: dict[str, type[Body]] = {
     "stop": StopBody,
+    "checkpoint": EmptyBody,
     "pause": EmptyBody,
     "resume": EmptyBody,
     "scale": ScaleBody,
@@ -91,6 +93,10 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
         return await scheduler.scale(job, body.role, body.count)
     if isinstance(body, PriorityBody):
         return await scheduler.priority(job, body.priority)
+    if action == "checkpoint":
+        record = await scheduler.get(job)
+        await write_checkpoint(scheduler.broker, record)
+        return record
     return await (scheduler.pause(job) if action == "pause" else scheduler.resume(job))
 
 

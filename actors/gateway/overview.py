@@ -35,10 +35,12 @@ async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[
 def possible(record: JobRecord) -> dict[str, bool]:
     """Return which actions the state of a job allows."""
     ended = record.state in FINAL_STATES
+    trains = record.kind == "train" and record.stop == "no"
     return {
         "stop": not ended and record.stop == "no",
         "stop_now": not ended and record.stop != "now",
-        "pause": record.state == "RUNNING" and record.stop == "no",
+        "checkpoint": trains and record.state in ("RUNNING", "PAUSED"),
+        "pause": trains and record.state == "RUNNING",
         "resume": (ended and record.configured) or record.state == "PAUSED",
         "scale": not ended and record.configured,
         "prioritize": not ended,

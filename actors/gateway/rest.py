@@ -53,6 +53,7 @@ OPERATIONS: tuple[Operation, ...] = (
         Operation("POST", f"{_JOB}/{name}", api.act_on_job, text, body=BODIES[name])
         for name, text in (
             ("stop", "Stop a job, with a checkpoint unless `now`"),
+            ("checkpoint", "Have a training job write a checkpoint now"),
             ("pause", "Let a running job stand still"),
             ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
             ("scale", "Change the number of generators, environment hosts or servers"),

@@ -31,6 +31,8 @@ _HEAVY = (
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.generation",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
 )
 
 

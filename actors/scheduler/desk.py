@@ -22,6 +22,7 @@ from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.subjects import rpc
+from ...schemas.user import Quota
 from .board import Board
 from .messenger import tell_learner
 from .pool import Pool
@@ -70,6 +71,7 @@ class Desk:
             ("pause", JobRequest, self.pause),
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
+            ("quota", Empty, self.quota),
             ("key", Empty, self.key),
             ("secrets", SecretsRequest, self.secrets),
         ]
@@ -104,6 +106,10 @@ class Desk:
         if not self._board.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         return NodeList(nodes=nodes)
+
+    async def quota(self, _: Empty, context: RequestContext) -> Quota:
+        """Return what the user's jobs may hold."""
+        return self._board.quota(context.user)
 
     async def key(self, _: Empty) -> SealingKey:
         """Return the key to which clients seal secrets."""

@@ -31,6 +31,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("attach", "train:watch", "Watch a run live: another name of `watch`."),
         _Command("notify", "notify:notify", "Be told when a run finishes, fails or stagnates."),
         _Command("stop", "runs:stop", "Stop a run, with a checkpoint."),
+        _Command("checkpoint", "runs:checkpoint", "Have a run write a checkpoint now."),
         _Command("pause", "runs:pause", "Let a run stand still."),
         _Command(
             "resume", "runs:resume", "Let a run go on: after a pause, or from its last checkpoint."

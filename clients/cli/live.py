@@ -14,10 +14,10 @@ from rich.text import Text
 
 from ...schemas.job import JobRecord
 from ...schemas.metric import Event, Metric
+from ..follow import Update
 from ..progress import RunProgress, sparkline
 from .output import duration, is_terminal, print_json_line, say, say_plain, stdout
 
-Update = Metric | Event | JobRecord
 _STATE_STYLES = {
     "RUNNING": "green",
     "COMPLETED": "bold green",
@@ -26,11 +26,17 @@ _STATE_STYLES = {
     "LOST": "red",
 }
 _SPARK_WIDTH = 40
+_LAG_WIDTH = 10
 _SHOWN_EVENTS = 3
 
 
 class Display(Protocol):
     """Something that shows a run as it goes on."""
+
+    @property
+    def wants_crew(self) -> bool:
+        """Whether it shows what the run's actors say of themselves."""
+        ...
 
     def show(self, update: Update) -> None:
         """Take one update of the run."""
@@ -54,11 +60,15 @@ def open_display(progress: RunProgress, *, as_json: bool) -> Iterator[Display]:
 class JsonDisplay:
     """One JSON document a line: `{"metric": …}`, `{"event": …}` or `{"job": …}`."""
 
+    wants_crew = False
+
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
 
     def show(self, update: Update) -> None:
         """Print the update."""
+        if isinstance(update, tuple):
+            return
         take(self._progress, update)
         kind = "job" if isinstance(update, JobRecord) else type(update).__name__.lower()
         fields = update.model_dump(exclude={"config"})
@@ -67,6 +77,8 @@ class JsonDisplay:
 
 class LineDisplay:
     """One line for each step, validation, event and change of state."""
+
+    wants_crew = False
 
     def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
@@ -85,6 +97,8 @@ class LineDisplay:
             if update.kind == "bottleneck" and update.message == known:
                 return
             say_plain(f"{update.kind}: {update.message}".rstrip(": "))
+        elif isinstance(update, tuple):
+            return
         elif stepped:
             say_plain(step_line(progress))
         elif update.step in progress.validation:
@@ -92,7 +106,9 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """Progress bar, reward, validation, lag, tokens/s, time left, and the bottleneck."""
+    """Progress, reward, validation, lag, tokens/s, time left, episodes, and the bottleneck."""
+
+    wants_crew = True
 
     def __init__(self, progress: RunProgress, live: Live) -> None:
         self._progress = progress
@@ -117,6 +133,8 @@ def take(progress: RunProgress, update: Update) -> bool:
         return progress.take_metric(update)
     if isinstance(update, Event):
         progress.take_event(update)
+    elif isinstance(update, tuple):
+        progress.take_crew(update)
     else:
         progress.take_record(update)
     return False
@@ -141,6 +159,9 @@ def render(progress: RunProgress, events: list[Event]) -> Group:
         )
     ]
     lines += [_bar(progress), *_curves(progress), _figures_line(progress)]
+    if any(progress.phases.values()) and not progress.ended:
+        told = "   ".join(f"{count} {phase}" for phase, count in progress.phases.items())
+        lines.append(Text(f"episodes    {told}"))
     if progress.bottleneck and not progress.ended:
         lines.append(Text(progress.bottleneck, style="yellow"))
     lines += [Text.from_markup(_event_line(event)) for event in events]
@@ -174,7 +195,18 @@ def _curves(progress: RunProgress) -> list[Table]:
         scores = [score for _, score in sorted(progress.validation.items())]
         line = sparkline(scores).ljust(_SPARK_WIDTH)
         row.add_row("validation", f"[magenta]{line}[/]", f"{last[1]:.3f} at step {last[0]}")
+    if any(progress.lag_shares().values()):
+        row.add_row("lag       ", _lags(progress), "of the step's tokens")
     return [row]
+
+
+def _lags(progress: RunProgress) -> str:
+    """Return a histogram: a bar for each lag that tokens of the newest step have."""
+    return "  ".join(
+        f"{lag} [blue]{'█' * max(round(share * _LAG_WIDTH), 1)}[/] {share:.0%}"
+        for lag, share in progress.lag_shares().items()
+        if share > 0
+    )
 
 
 def _figures(progress: RunProgress) -> list[tuple[str, str]]:

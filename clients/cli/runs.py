@@ -1,15 +1,18 @@
-"""`tinkermq ps`, `stop`, `resume`, `fork` and `scale`."""
+"""`tinkermq ps`, `stop`, `checkpoint`, `pause`, `resume`, `fork` and `scale`."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 from nats.js.errors import NotFoundError as StreamNotFound
 
+from ...broker.learner_calls import write_checkpoint
+from ...broker.metering import held_slots
 from ...broker.presence import list_presences
 from ...broker.recent import recent_values, run_row
-from ...schemas.errors import ConfigError
+from ...schemas.errors import BrokerError, ConfigError
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.load_config import apply_override
 from ...schemas.metric import Presence
@@ -19,7 +22,7 @@ from ..progress import RunProgress
 from ..secrets import secrets_for
 from .live import announce
 from .options import COMMON, Common
-from .output import duration, note, print_json, print_table, say
+from .output import duration, note, print_json, print_table, say, say_plain
 from .session import with_pool
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
@@ -38,50 +41,81 @@ _ROLES: dict[str, Literal["generator", "environment", "server"]] = {
 def ps(
     *,
     all: Annotated[bool, Parameter(alias="-a")] = False,
+    everyone: bool = False,
     common: Common = COMMON,
 ) -> int:
     """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
+
+    Where the user has a quota, the last line tells how many slots of it are held.
 
     Parameters
     ----------
     all
         Also runs that have ended.
+    everyone
+        Those of all users, for admins.
     """
-    rows = with_pool(common.nats_url, lambda pool: _list(pool, all=all))
+    rows, told = with_pool(common.nats_url, lambda pool: _list(pool, all=all, everyone=everyone))
     if common.json:
         print_json(rows)
-    elif not rows:
+        return 0
+    if not rows:
         note("no runs" if all else "no runs; `tinkermq ps --all` shows those that have ended")
     else:
-        columns = (
-            *("run", "state", "step", "reward", "validation", "tokens/s", "slots", "age"),
-            "restarts",
-        )
-        explained = any(_why(row) for row in rows)
-        print_table(
-            (*columns, "why") if explained else columns,
-            [[*_cells(row), _why(row)] if explained else _cells(row) for row in rows],
-        )
+        _print_rows(rows, everyone=everyone)
+    if told:
+        note(told)
     return 0
 
 
-async def _list(pool: Pool, *, all: bool) -> list[dict[str, Any]]:
-    records = await pool.list_jobs(all=all)
-    return list(await asyncio.gather(*(_row(pool, record) for record in records)))
+def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
+    columns = ["run", "state", "step", "reward", "validation", "tokens/s", "slots", "age"]
+    columns += ["restarts"]
+    cells = [_cells(row) for row in rows]
+    if everyone:
+        columns = ["user", *columns]
+        cells = [[row["user"], *line] for row, line in zip(rows, cells, strict=True)]
+    if any(_why(row) for row in rows):
+        columns = [*columns, "why"]
+        cells = [[*line, _why(row)] for row, line in zip(rows, cells, strict=True)]
+    print_table(columns, cells)
+
+
+async def _list(pool: Pool, *, all: bool, everyone: bool) -> tuple[list[dict[str, Any]], str]:
+    """Return a row for each run, and what is to be said of the user's quota."""
+    if everyone:
+        records = await pool.everybodys_jobs(all=all)
+    else:
+        records = await pool.list_jobs(all=all)
+    rows = await asyncio.gather(*(_row(pool, record) for record in records))
+    return list(rows), await _quota(pool)
+
+
+async def _quota(pool: Pool) -> str:
+    try:
+        quota = await pool.quota()
+    except BrokerError as error:  # runs are told of while the scheduler is down
+        return f"quota unknown: {error.message}"
+    if quota.max_slots is None:
+        return ""
+    live = await pool.list_jobs()
+    held = sum(sum(held_slots(record).values()) for record in live)
+    return f"{held} of {quota.max_slots} slots of your quota are held"
 
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
-    """Return what is known of a run, its figures from its newest metrics."""
-    scope = record.scope
-    try:
-        values = await recent_values(pool.broker, scope)
-    except StreamNotFound:
-        values = {}  # its streams were removed
-    actors = [entry.value for entry in await list_presences(pool.broker, scope.key)]
+    """Return what is known of a run, its figures from its newest metrics if it is the user's."""
+    values: dict[str, float] = {}
+    actors: list[Presence] = []
+    if record.user == pool.broker.user:
+        with contextlib.suppress(StreamNotFound):  # its streams were removed
+            values = await recent_values(pool.broker, record.scope)
+        actors = [entry.value for entry in await list_presences(pool.broker, record.scope.key)]
     learner = next((one for one in actors if one.role == "learner"), None)
     live = record.state not in FINAL_STATES
     return {
         "run": record.name,
+        "user": record.user,
         **run_row(record, values),
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "serves": record.serves,
@@ -125,8 +159,8 @@ def _number(value: float | None, shape: str) -> str:
     return "" if value is None else format(value, shape)
 
 
-def stop(run: str, /, *, now: bool = False, common: Common = COMMON) -> int:
-    """Stop a run after it has written a checkpoint.
+def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Common = COMMON) -> int:
+    """Stop a run after it has written a checkpoint; it ends as CANCELLED.
 
     Parameters
     ----------
@@ -134,13 +168,38 @@ def stop(run: str, /, *, now: bool = False, common: Common = COMMON) -> int:
         Name or job id.
     now
         Do not wait for a checkpoint.
+    complete
+        Let it end as COMPLETED: what it has learned is enough.
     """
-    record = with_pool(common.nats_url, _on_run(run, lambda pool, job: pool.stop(job, now=now)))
+    record = with_pool(
+        common.nats_url,
+        _on_run(run, lambda pool, job: pool.stop(job, now=now, complete=complete)),
+    )
     if record.state in FINAL_STATES:
         told = f"{record.name} is {record.state} already"
     else:
         told = f"{record.name} stops {'at once' if now else 'after a checkpoint'}"
     return _tell(record, told, as_json=common.json)
+
+
+def checkpoint(run: str, /, *, common: Common = COMMON) -> int:
+    """Have a run write a checkpoint now, between two steps; prints its folder on the pool.
+
+    Parameters
+    ----------
+    run
+        Name or job id.
+    """
+
+    async def work(pool: Pool) -> str:
+        return await write_checkpoint(pool.broker, await pool.find(run))
+
+    folder = with_pool(common.nats_url, work)
+    if common.json:
+        print_json({"folder": folder})
+    else:
+        say_plain(folder)
+    return 0
 
 
 def pause(run: str, /, *, common: Common = COMMON) -> int:

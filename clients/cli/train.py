@@ -101,7 +101,8 @@ async def show_run(pool: Pool, record: JobRecord, *, as_json: bool = False) -> R
     """Show a run until its end; return what became of it."""
     progress = RunProgress(record)
     with open_display(progress, as_json=as_json) as display:
-        async with aclosing(follow_run(pool, record)) as updates:
+        updates = follow_run(pool, record, with_crew=display.wants_crew)
+        async with aclosing(updates):
             async for update in updates:
                 display.show(update)
     return progress

@@ -23,6 +23,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
 @pytest.mark.parametrize(
     "name",
     [
+        "adapters",
         pytest.param("against_trl", marks=needs("trl", "datasets")),
         "asynchrony",
         "dashboard",

@@ -8,11 +8,12 @@ import pytest
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_metric
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.presence import presences
 from tinkermq.clients.follow import Update, follow_run
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.errors import NotFoundError
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.metric import Event, Metric
+from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.subjects import JobScope
 
 from tests.waiting import PATIENCE_S
@@ -42,6 +43,19 @@ async def test_updates_come_in_order_and_end_with_the_last_state(
     last = updates[-1]
     assert isinstance(last, JobRecord)
     assert last.state == "COMPLETED"
+
+
+async def test_who_wants_them_is_told_of_the_actors(
+    broker: Broker, scope: JobScope, record: JobRecord
+) -> None:
+    presence = Presence(
+        actor="generator-0", role="generator", host="h", pid=1, state="working", time=time.time()
+    )
+    await presences(broker).put(f"{scope.key}.generator-0", presence)
+    updates = follow_run(Pool(broker), record, with_crew=True)
+    async with asyncio.timeout(PATIENCE_S), aclosing(updates):
+        crew = await anext(update async for update in updates if isinstance(update, tuple))
+    assert [one.actor for one in crew] == ["generator-0"]
 
 
 async def test_a_run_that_has_ended_is_shown_from_its_start(

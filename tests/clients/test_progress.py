@@ -1,12 +1,13 @@
 """What a display shows is computed from metrics and events alone."""
 
+import io
 import math
 
 import pytest
 from tinkermq.clients.cli.live import LineDisplay, render, step_line
 from tinkermq.clients.progress import RunProgress, sparkline
 from tinkermq.clients.text_plot import text_plot
-from tinkermq.schemas.metric import Event, Metric
+from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.subjects import JobScope
 
 from tests.clients.conftest import new_record
@@ -58,21 +59,47 @@ def test_a_line_tells_the_step_and_its_figures(progress: RunProgress) -> None:
 
 
 def test_the_live_display_shows_bar_curves_figures_and_bottleneck(progress: RunProgress) -> None:
-    from rich.console import Console
-
     for step in (1, 2):
         progress.take_metric(metric(step, time=step, **{"staleness/lag_mean": 0.5}))
     hint = "the learner waits 71 % of the time: add generators"
     progress.take_event(Event(kind="bottleneck", source="learner", message=hint, time=0))
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(render(progress, []))
-    console.file.close()
-    text = console.export_text()
+    text = shown(progress)
     assert "run-of-a  RUNNING" in text
     assert "2/3" in text
     assert "▁" in text
     assert "lag 0.50" in text
     assert hint in text
+
+
+def test_the_live_display_shows_lags_and_episodes_by_phase(progress: RunProgress) -> None:
+    shares = {"0": 0.75, "1": 0.25, "2": 0.0}
+    progress.take_metric(
+        metric(1, **{f"staleness/lag_share/{lag}": share for lag, share in shares.items()})
+    )
+    progress.take_crew(
+        [
+            presence("generator", running=5.0, waiting=2.0),
+            presence("evaluator", running=1.0),
+            presence("environment", episodes=10.0),
+        ]
+    )
+    text = shown(progress)
+    assert "0 ████████ 75%  1 ██ 25%" in text
+    assert "6 generating   2 waiting for the engine   2 in the environment" in text
+
+
+def presence(role: str, **numbers: float) -> Presence:
+    return Presence(
+        actor=role, role=role, host="h", pid=1, state="working", numbers=numbers, time=0.0
+    )
+
+
+def shown(progress: RunProgress) -> str:
+    from rich.console import Console
+
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render(progress, []))
+    return console.export_text()
 
 
 def test_a_bottleneck_that_stays_the_same_is_told_once(

@@ -77,12 +77,23 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def hosting(broker, scope, game=COUNTING, *, seed=0, max_episodes=100, drain_s=5, **config):
+async def hosting(
+    broker,
+    scope,
+    game=COUNTING,
+    *,
+    seed=0,
+    judge_job=None,
+    max_episodes=100,
+    drain_s=5,
+    **config,
+):
     host = EnvironmentHost(
         broker,
         scope,
         EnvConfig(game=game, **config),
         seed=seed,
+        judge_job=judge_job,
         max_episodes=max_episodes,
         drain_s=drain_s,
     )

@@ -8,13 +8,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hosting import error_of, hosting
 from pydantic import ValidationError
-from tinkermq.broker.rpc import call
+from tinkermq.broker.parts import PartsService
+from tinkermq.broker.rpc import Service, call
 from tinkermq.envs.reward_function import load_function
 from tinkermq.envs.rewards import read_score
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.env import StepReply, StepRequest
-from tinkermq.schemas.errors import ConfigError, RewardError
+from tinkermq.schemas.errors import BusyError, ConfigError, RewardError
+from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
 from tinkermq.schemas.reward import RewardConfig
+from tinkermq.schemas.subjects import JobScope
 
 
 def _function(name, **more):
@@ -193,6 +196,35 @@ async def test_a_judge_behind_an_api_reads_the_answer_and_writes_a_score(broker,
     path, body, _ = heard[0]
     assert (path, body["model"], body["temperature"]) == ("/v1/chat/completions", "grader", 0)
     assert body["messages"][0]["content"] == "Was go good for Go.\n\nfrom 7, None, 0 to 10?"
+
+
+async def test_a_judge_of_the_pool_is_asked_through_the_broker_and_again_while_it_is_busy(
+    broker, scope
+):
+    heard = []
+
+    async def judge(request, _):
+        heard.append(request)
+        if len(heard) == 1:
+            raise BusyError("all slots are taken", hint="ask later")
+        text = "Score: 4" if request.messages[0]["content"] == "go of 8" else "I cannot say"
+        return InferPart(deltas=[Delta(choice=0, text=text)])
+
+    reward = {"source": "judge", "judge": "grader", "judge_prompt": "$answer of $scale"}
+    reward |= {"judge_scale": 8, "judge_tokens": 5, "game_weight": 10}
+    judging = JobScope(scope.user, "j-judge")
+    async with (
+        await Service.start(broker, name="judge", description="judges") as service,
+        hosting(broker, scope, reward=reward, judge_job=judging.job) as client,
+    ):
+        served = PartsService(broker, service)
+        await served.endpoint("chat", judging.infer("chat"), ChatRequest, InferPart, judge)
+        assert [answer.reward for answer in await _play(client)] == [10, 10, 10.5]
+        await _play(client, "b", turns=2)
+        error = await error_of(client.step("b", 2, "stop"), RewardError)
+    assert "the judge grader gave no score from 0 to 8: 'I cannot say'" in error.message
+    assert len(heard) == 3
+    assert (heard[1].decoding.max_tokens, heard[1].decoding.temperature) == (5, 0)
 
 
 def test_numbers_of_any_kind_are_read():

@@ -82,6 +82,7 @@ PPO = {
 }
 
 
+@pytest.mark.long
 async def test_a_learner_killed_amid_ppo_over_turns_with_a_curriculum(
     stack: Stack, model: Path
 ) -> None:

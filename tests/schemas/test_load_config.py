@@ -1,8 +1,10 @@
 """The configuration: its order, and what the user is told about each mistake."""
 
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tinkermq.envs.registry import GROUP
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.load_config import all_keys, load_config, parse_yaml
 
@@ -99,11 +101,17 @@ def test_every_key_has_a_text() -> None:
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
+GAMES = {entry.name for entry in entry_points(group=GROUP)}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_are_valid(example: Path) -> None:
     config = load_config(example)
-    assert config.env.game == example.stem
+    assert config.env.game in GAMES
+    assert config.env.game == example.stem or example.stem not in GAMES
     max_steps = config.env.kwargs.get("max_steps", 0)
     assert max_steps <= config.rollout.max_turns, "the game's own end would never come"
+
+
+def test_every_game_has_an_example() -> None:
+    assert {example.stem for example in EXAMPLES} >= GAMES

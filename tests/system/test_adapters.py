@@ -7,7 +7,7 @@ import pytest
 from tests.configs import example, small_job
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 
 @pytest.mark.parametrize("name", ["gymnasium", "textarena"])

@@ -196,7 +196,10 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     assert set().union(*map(listening_ports, [*pids, *stack.pids])) == set()
     assert b"cli-run has priority 3" in (await run("priority", "cli-run", "3")).stdout
     assert (await run("scale", "cli-run", "generators=2")).returncode == 0
-    assert (await run("stop", "cli-run", "--now")).returncode == 0
+    saved = Path((await run("checkpoint", "cli-run")).stdout.decode().strip())
+    assert saved.parent == tmp_path / "cli-run" / "checkpoints"
+    assert (saved / "model.safetensors").is_file()
+    assert (await run("stop", "cli-run", "--complete")).returncode == 0
     watched = await run("attach", "cli-run", "--json")
     last = json.loads(watched.stdout.splitlines()[-1])
-    assert last["job"]["state"] == "CANCELLED"
+    assert last["job"]["state"] == "COMPLETED"

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient
-from tinkermq.schemas.errors import ConfigError, NotFoundError
 
 from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 from tests.stack_fixtures import warm_model
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 
 async def test_a_served_model_judges_every_episode(
@@ -35,13 +34,3 @@ async def test_a_served_model_judges_every_episode(
     scores = {round(item.reward - 10 * item.info["game_reward"], 4) for item in episodes}
     assert len(scores) == 1  # a judge is greedy
     assert scores <= {round(digit / 6, 4) for digit in range(7)}
-
-
-async def test_only_a_job_that_answers_can_judge(stack: Stack, model: Path) -> None:
-    run = await stack.submit(small_job(model, training={"num_steps": 1}))
-    deaf = small_job(model, env={"reward": {"source": "judge", "judge": run.record.name}})
-    with pytest.raises(ConfigError, match="it judges nothing"):
-        await stack.submit(deaf)
-    nobody = small_job(model, env={"reward": {"source": "judge", "judge": "nobody"}})
-    with pytest.raises(NotFoundError, match="nobody"):
-        await stack.submit(nobody)

@@ -17,6 +17,7 @@ from tests.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.learns,
+    pytest.mark.long,
     pytest.mark.timeout(900),
     pytest.mark.asyncio(loop_scope="session"),
 ]
@@ -26,10 +27,10 @@ pytestmark = [
     ("name", "highest_before", "lowest_after"),
     [
         ("bandit", 0.4, 0.7),
-        pytest.param("addition", 0.55, 0.8, marks=pytest.mark.long),
-        pytest.param("guess", 0.75, 0.8, marks=pytest.mark.long),
-        pytest.param("math", 0.5, 0.7, marks=pytest.mark.long),
-        pytest.param("ppo", 0.5, 0.65, marks=pytest.mark.long),
+        ("addition", 0.55, 0.8),
+        ("guess", 0.75, 0.8),
+        ("math", 0.5, 0.7),
+        ("ppo", 0.5, 0.65),
     ],
 )
 async def test_the_reward_of_an_example_rises(

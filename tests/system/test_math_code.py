@@ -3,22 +3,25 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.warm_start import warm_start
 from tinkermq.envs.registry import companion, load_game
 
 from tests.configs import example
 from tests.stack import Stack
+from tests.stack_fixtures import warm_model
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 
 async def test_an_asynchronous_run_trains_on_programs_that_it_wrote(
     stack: Stack, tmp_path: Path
 ) -> None:
-    warm_start("math_code", tmp_path / "model", steps=60)
     train, val = companion(load_game("math_code"), "make_data")(tmp_path)
     overrides = [
-        f"model.path={tmp_path / 'model'}",
+        f"model.path={warm_model('math_code')}",
         f"env.train_data=[{train}]",
         f"env.val_data=[{val}]",
         "env.num_val=4",
@@ -33,11 +36,15 @@ async def test_an_asynchronous_run_trains_on_programs_that_it_wrote(
     await job.until("COMPLETED")
     groups = [entry.group for entry in await job.entries() if entry.group is not None]
     played = [one for group in groups for one in group.trajectories]
-    answered = [one for one in played if one.info.get("programs")]
     assert len(played) >= 4 * 4 * 3
-    assert answered, "no program was run"
-    roles = [[message["role"] for message in one.messages] for one in answered]
-    assert ["user", "assistant", "user", "assistant"] in roles
-    assert all(one.messages[1]["content"].startswith("```py") for one in answered)
+    answers = [
+        (one.messages[0]["content"], one.messages[2])
+        for one in played
+        if one.messages[1]["content"] == f"```py\n{one.messages[0]['content']}\n```"
+    ]
+    assert answers, "no program was run"
+    for question, answer in answers:
+        left, right = question.split("*")
+        assert answer == {"role": "user", "content": str(int(left) * int(right))}
     assert len(await job.metrics()) == 3
     assert await job.dead() == []

@@ -24,6 +24,7 @@ from tinkermq.schemas.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
 from tests.configs import small_job
+from tests.secrets_on_disk import files_with
 from tests.waiting import PATIENCE_S, eventually
 
 
@@ -87,6 +88,7 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert users["root"]["role"] == "admin"
     assert "key_hash" not in users["ada"]
     assert operator.told("user", "quota", "bob", "--slots", "4", key="root")["max_slots"] == 4
+    assert "0 of 4 slots of your quota are held" in operator.run("ps", key="bob").err
     denied = operator.run("user", "list", key="ada")
     assert denied.code != 0
     assert "may not do this" in denied.err
@@ -164,15 +166,16 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         await broker.close()
     for record in records.values():
         assert not [text for text in ("tmq_", "tmqj.") if text in str(record.model_dump())]
+    for name, shown in (("root", {"ada", "bob"}), ("ada", {"ada"})):
+        listed = operator.told("ps", "--everyone", "--all", key=name)
+        assert {row["user"] for row in listed} == shown
     assert operator.run("logs", "run-ada", key="ada").code == 0
     assert operator.run("rollouts", "run-ada", key="ada").code == 0
     assert operator.run("logs", "run-ada", key="bob").code != 0
     attached = operator.run("attach", "run-ada", key="bob")
     assert (attached.code, "there is no run 'run-ada'" in attached.err) == (2, True)
-    written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    written += list((operator.home / "logs").iterdir())
     for key in [*operator.keys.values(), "tmqj."]:
-        assert not [path for path in written if key.encode() in path.read_bytes()]
+        assert not files_with(key, tmp_path / "runs", operator.home / "logs")
 
 
 @pytest.mark.timeout(400)
@@ -238,12 +241,6 @@ def holders(secret: str) -> set[str]:
     return found
 
 
-def files_with(secret: str, folder: Path) -> list[Path]:
-    """Return the files that hold a secret, those of the broker's store among them."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if secret.encode() in path.read_bytes()]
-
-
 @pytest.mark.timeout(400)
 async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
     operator: Operator, model: Path, tmp_path: Path
@@ -282,7 +279,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_and_stands_nowhere(
 
         await eventually(ended, "the run to end", 150)
         assert secret not in str(await pool.find("tracked"))
-    assert not [*files_with(secret, tmp_path), *files_with(secret, operator.home)]
+    assert not files_with(secret, tmp_path, operator.home)
 
 
 def test_a_broker_for_the_world_needs_authentication(tmp_path: Path) -> None:

@@ -1,10 +1,19 @@
 """The dashboard in a real browser: submit, watch, look into, cancel; nothing hostile runs."""
 
+import re
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 from playwright.async_api import Page, expect
+from tinkermq.broker.feed import publish_log
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rpc import Service
+from tinkermq.schemas.metric import LogLines
+from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
+from tinkermq.schemas.subjects import BUCKET_NODES, JobScope
+from tinkermq.schemas.subjects import node as node_subject
 
 from tests.actors.gateway.test_rest import HOSTILE, finished_job
 from tests.browser import PATIENCE_MS, Browser, watched_page
@@ -66,6 +75,14 @@ async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
 
         await page.click("nav.tabs >> text=Logs")
         await expect(page.locator(".log li").first).to_be_visible()
+        job = page.url.split("/jobs/")[1].split("/")[0]
+        late = LogLines(actor="learner", attempt=1, lines=["said later"], time=time.time())
+        await publish_log(stack.broker, JobScope("local", job), late)
+        await expect(page.locator(".log li", has_text="said later")).to_be_visible()
+        await page.click("nav.tabs >> text=Curves")
+        await page.click("main button:text('Checkpoint')")
+        await page.click("nav.tabs >> text=Checkpoints")
+        await expect(page.locator("a[href*='/checkpoints/']").first).to_be_visible()
         await page.click("nav.tabs >> text=Curves")
         await page.click("text=Pause")
         await expect(page.locator("[data-part=head]")).to_contain_text("paused")
@@ -76,6 +93,36 @@ async def test_a_job_is_submitted_watched_looked_into_and_cancelled(
         )
         await page.goto("/jobs?state=cancelled")
         await expect(page.locator("a.name", has_text="from-the-browser")).to_be_visible()
+
+
+async def test_the_pool_shows_gpus_at_work_and_lets_waiting_jobs_overtake(
+    stack: Stack, gateway: Gateway, browser: Browser, model: Path
+) -> None:
+    gpu = Gpu(index=3, model="H200", memory_bytes=2**37, used_bytes=2**36, utilization=0.97)
+    status = NodeStatus(node="gpus", host="h", slots=0, gpus=[gpu], time=time.time())
+
+    async def sync(_: NodeSync) -> NodeStatus:
+        return status
+
+    nodes = Bucket(stack.broker, BUCKET_NODES, NodeStatus)
+    async with await Service.start(stack.broker, name="gpus", description="no slots") as service:
+        await service.endpoint("sync", node_subject("gpus", "sync"), NodeSync, sync)
+        await nodes.put("gpus", status)
+        held = await stack.submit(small_job(model, generator={"slots": 20}))
+        waits = await stack.submit(small_job(model, generator={"slots": 20}))
+        async with watched_page(browser, gateway.url) as page:
+            await page.goto("/pool")
+            await expect(page.locator(".gpu")).to_have_text(
+                re.compile(r"3 · H200 +97 % · 68.7 GB of 137.4 GB"), timeout=PATIENCE_MS
+            )
+            name = (await waits.read()).name
+            field = page.get_by_label(f"Priority of {name}")
+            await field.fill("7", timeout=PATIENCE_MS)
+            await field.press("Enter")
+            await page.wait_for_url("**/jobs/*")
+        assert (await waits.read()).priority == 7
+        assert (await held.read()).priority == 0
+    await nodes.delete("gpus")
 
 
 async def test_what_jobs_say_is_text_and_never_runs(
@@ -96,6 +143,8 @@ async def test_what_jobs_say_is_text_and_never_runs(
             assert await page.evaluate("window.hacked === undefined")
             assert await page.locator("img[src=x]").count() == 0
             assert HOSTILE in await page.inner_text("body") or "submit" in path
+        await page.goto(f"/jobs/{record.job}/rollouts/1/0")
+        assert await page.locator(".m-user img").evaluate("image => image.naturalWidth") == 1
         await page.goto(f"/jobs/{record.job}")
         await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
         assert await last_step(page) == 5

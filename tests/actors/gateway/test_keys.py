@@ -21,7 +21,7 @@ from tinkermq.broker.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared
 from tinkermq.broker.user_calls import ask_users
-from tinkermq.schemas.user import NameUser, UserReply
+from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
 from tests.browser import Browser, watched_page
 from tests.certificates import self_signed
@@ -252,7 +252,9 @@ async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_no
     guarded: Guarded, tmp_path: Path
 ) -> None:
     with environment(**{CREDENTIALS_VARIABLE: guarded.credentials}):
-        async with run_gateway(guarded.pool.server.url, tmp_path, self_signed(tmp_path)) as gateway:
+        async with run_gateway(
+            guarded.pool.server.url, tmp_path, tls=self_signed(tmp_path)
+        ) as gateway:
             answer = await gateway.form("/login", f"key={guarded.key('alice')}".encode())
             assert answer.status == 303
             cookie = answer.headers["set-cookie"]
@@ -265,6 +267,15 @@ async def test_with_a_certificate_everything_is_encrypted_and_cookies_are_for_no
             plain = Gateway(gateway.url.replace("https", "http"), gateway.process, gateway.log)
             with pytest.raises((OSError, HTTPException)):
                 await plain.get("/healthz")
+
+
+async def test_behind_a_proxy_that_speaks_tls_cookies_are_for_nothing_else(
+    guarded: Guarded, tmp_path: Path
+) -> None:
+    with environment(**{CREDENTIALS_VARIABLE: guarded.credentials}):
+        async with run_gateway(guarded.pool.server.url, tmp_path, "--behind-tls") as gateway:
+            answer = await gateway.form("/login", f"key={guarded.key('alice')}".encode())
+            assert "Secure" in answer.headers["set-cookie"]
 
 
 @pytest.mark.parametrize(
@@ -301,6 +312,21 @@ async def test_a_revoked_key_ends_the_session(guarded: Guarded) -> None:
 
     await eventually(shut_out, "the session to end")
     assert (await guarded.gateway.get("/jobs", **guarded.bearer("carol"))).status == 303
+
+
+async def test_a_key_that_has_run_out_is_told_to_be_expired_or_wrong(guarded: Guarded) -> None:
+    admin = await guarded.pool.connected(guarded.pool.admin_key)
+    added = AddUser(user="brief", days=1 / 86_400)
+    key = (await ask_users(admin, "add", added, NewKey)).secret
+
+    async def shut_out() -> bool:
+        return (await guarded.gateway.get("/api/v1/jobs", **bearer(key))).status == 401
+
+    await eventually(shut_out, "the key to run out")
+    error = (await guarded.gateway.get("/api/v1/jobs", **bearer(key))).json["error"]
+    assert error["message"] == "the broker refuses this key"
+    assert "expired" in error["hint"]
+    assert "tinkermq user rotate" in error["hint"]
 
 
 async def test_idle_connections_make_room_for_others(own_server: NatsServer) -> None:

@@ -23,7 +23,7 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.subjects import JobScope
 
-from tests.actors.gateway.test_episodes import two_turns
+from tests.actors.gateway.test_episodes import PNG, two_turns
 from tests.configs import small_job
 from tests.gateway import Gateway, free_port, run_gateway, start
 from tests.groups import make_group
@@ -56,7 +56,8 @@ async def finished_job(stack: Stack, gateway: Gateway, **fields: Any) -> JobReco
         stack.broker, scope, LogLines(actor="learner", attempt=1, lines=[HOSTILE], time=1.0)
     )
     episode = two_turns(info={HOSTILE: HOSTILE})
-    episode.messages[0]["content"] = HOSTILE
+    told = [{"type": "text", "text": HOSTILE}, {"type": "image", "image": PNG}]
+    episode.messages[0]["content"] = told
     await RolloutLog(stack.broker, scope).append(make_group([episode]))
 
     async def listed() -> bool:

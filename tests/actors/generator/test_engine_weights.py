@@ -28,7 +28,7 @@ async def test_new_weights_serve_running_requests_and_every_token_has_its_versio
         for i, p in enumerate(prompts)
     ]
     for version in (1, 2):
-        enough = version * 30 * MAX_SLOTS
+        enough = version * 10 * MAX_SLOTS
         await until(lambda enough=enough: engine.stats().generated_tokens >= enough)
         await engine.load_weights(version, weights[version], "recompute")
         assert engine.version == version

@@ -18,12 +18,13 @@ from tests.waiting import PATIENCE_S, until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 NOBODY = "nats://127.0.0.1:1"
+IDLE_S = 1.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[ForkServer]:
     """One fork server for the module: to import torch takes seconds."""
-    made = ForkServer()
+    made = ForkServer(idle_s=IDLE_S)
     yield made
     await made.close()
 
@@ -103,16 +104,14 @@ async def test_actors_die_with_the_server_and_the_next_one_comes_with_another(
     await asyncio.wait_for(again.child.wait(), PATIENCE_S)
 
 
-async def test_a_server_without_actors_ends_after_a_while() -> None:
-    server = ForkServer(idle_s=0.2)
+async def test_a_server_without_actors_ends_after_a_while(server: ForkServer) -> None:
     actor = await Actor.start(server)
     pid = server.pid
     assert pid is not None
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(1.5 * IDLE_S)
     assert alive(pid), "an actor of it runs"
     os.kill(actor.child.pid, signal.SIGKILL)
     async with asyncio.timeout(PATIENCE_S):
         while alive(pid):
             await asyncio.sleep(0.02)
     assert server.pid is None
-    await server.close()

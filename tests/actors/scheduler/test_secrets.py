@@ -28,6 +28,7 @@ from tinkermq.schemas.secret import (
 )
 from tinkermq.schemas.subjects import BUCKET_SECRETS, JobScope, rpc
 
+from tests.secrets_on_disk import files_with
 from tests.waiting import PATIENCE_S, eventually, until
 
 from .conftest import Stack
@@ -45,12 +46,6 @@ def found_in_processes(secret: str) -> list[str]:
         if secret.encode() in line:
             lines.append(str(process))
     return lines
-
-
-def found_in_files(secret: str, folder: Path) -> list[Path]:
-    """Return the files with a secret: logs, run folders, and what the broker has stored."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path for path in files if secret.encode() in path.read_bytes()]
 
 
 async def shown(stack: Stack, job: JobRecord, actor: str) -> str:
@@ -87,7 +82,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_alone(stack: Stack, tmp_
     assert await shown(stack, job, "learner") == digest
     assert await is_kept(stack, job)
     assert not found_in_processes(SECRET)
-    assert not found_in_files(SECRET, tmp_path)
+    assert not files_with(SECRET, tmp_path)
     assert SECRET not in str(await stack.get(job))
     events = await stack.events(job)
     assert SECRET not in str(events)
@@ -98,7 +93,7 @@ async def test_the_key_of_a_tracker_reaches_the_learner_alone(stack: Stack, tmp_
         return not await is_kept(stack, job)
 
     await eventually(gone, "the secret to be removed")
-    assert not found_in_files(SECRET, tmp_path)
+    assert not files_with(SECRET, tmp_path)
 
 
 async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Stack) -> None:
@@ -200,7 +195,7 @@ async def test_the_end_of_a_run_is_told_while_its_client_sleeps(
 
     await eventually(gone, "the URL to be removed")
     assert len(letterbox.letters) == 1
-    assert not found_in_files(SECRET, tmp_path)
+    assert not files_with(SECRET, tmp_path)
     assert not found_in_processes(SECRET)
 
 

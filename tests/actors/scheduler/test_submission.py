@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from tinkermq.schemas.errors import (
 )
 from tinkermq.schemas.job import (
     ConfigureRequest,
+    JobRecord,
     JobRequest,
     ListRequest,
     ScaleRequest,
@@ -196,3 +198,21 @@ async def test_only_inference_jobs_follow_and_only_live_runs_are_followed(stack:
     chained = stack.request().model_copy(update={"kind": "infer", "follow": job.name})
     with pytest.raises(StateError, match="has no new versions"):
         await stack.ask("submit", chained)
+
+
+async def test_only_an_inference_job_of_the_user_judges(stack: Stack) -> None:
+    await stack.scheduler()
+    run = await stack.submit()
+    infer = await stack.ask("submit", stack.request().model_copy(update={"kind": "infer"}))
+
+    def judged_by(name: str, user: str = "local") -> Awaitable[JobRecord]:
+        reward = {"source": "judge", "judge": name}
+        env = {"game": "bandit", "hosts": 0, "num_val": 0, "reward": reward}
+        return stack.ask("submit", stack.request(env=env), user)
+
+    assert (await judged_by(infer.name)).judge == infer.job
+    with pytest.raises(ConfigError, match="it judges nothing"):
+        await judged_by(run.name)
+    for name, user in (("nobody", "local"), (infer.name, "ada")):
+        with pytest.raises(NotFoundError, match=name):
+            await judged_by(name, user)

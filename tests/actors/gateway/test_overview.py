@@ -1,0 +1,25 @@
+"""A job's page offers what the job can do."""
+
+import pytest
+from tinkermq.actors.gateway.overview import possible
+from tinkermq.schemas.subjects import JobScope
+
+from tests.clients.conftest import new_record
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "stop", "offered"),
+    [
+        ("train", "RUNNING", "no", {"checkpoint", "pause", "stop", "stop_now"}),
+        ("train", "RUNNING", "drain", {"stop_now"}),
+        ("train", "PAUSED", "no", {"checkpoint", "resume", "stop", "stop_now"}),
+        ("infer", "RUNNING", "no", {"stop", "stop_now"}),
+        ("train", "COMPLETED", "no", {"resume"}),
+    ],
+)
+def test_a_job_offers_what_its_state_and_kind_allow(
+    kind: str, state: str, stop: str, offered: set[str]
+) -> None:
+    changes = {"kind": kind, "state": state, "stop": stop, "configured": True}
+    can = possible(new_record(JobScope("local", "a")).model_copy(update=changes))
+    assert {name for name, may in can.items() if may} - {"scale", "prioritize"} == offered

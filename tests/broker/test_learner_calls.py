@@ -1,0 +1,22 @@
+"""A job that does not train is not asked for a checkpoint."""
+
+import pytest
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.learner_calls import write_checkpoint
+from tinkermq.schemas.errors import StateError
+from tinkermq.schemas.subjects import JobScope
+
+from tests.clients.conftest import new_record
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "told"),
+    [("infer", "RUNNING", "trains nothing"), ("train", "QUEUED", "is QUEUED")],
+)
+async def test_a_job_that_does_not_train_has_no_checkpoint_to_write(
+    broker: Broker, kind: str, state: str, told: str
+) -> None:
+    changes = {"kind": kind, "state": state}
+    record = new_record(JobScope("local", "a")).model_copy(update=changes)
+    with pytest.raises(StateError, match=f"job run-of-a {told}"):
+        await write_checkpoint(broker, record)
