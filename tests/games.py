@@ -62,18 +62,22 @@ class DuetGame(AbstractGame):
 
     roles = ("high", "low")
 
+    def __init__(self, per_letter: float = 0.0) -> None:
+        self._per_letter = per_letter
+
     def reset(self, **_: Any) -> str:
         """Let one of them begin."""
         self.turns, self.role = 0, self.rng.choice(self.roles)
         return ""
 
     def step(self, action: str) -> StepResult:
-        """1 to who sings, and 2 to who listens, at every turn."""
+        """1 to who sings, and more by the letter, and 2 to who listens, at every turn."""
         listener = self.roles[self.role == "high"]
         self.turns += 1
         self.role = listener
         rewards = {listener: 2.0}
-        return StepResult(f"heard {len(action)}", 1.0, self.turns == 4, rewards=rewards)
+        reward = 1.0 + self._per_letter * len(action)
+        return StepResult(f"heard {len(action)}", reward, self.turns == 4, rewards=rewards)
 
     def get_system_prompt(self) -> str:
         """Name the voice."""

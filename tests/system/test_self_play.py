@@ -53,7 +53,7 @@ async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     other = save_tiny_model(tmp_path / "other", width=32, layers=1, seed=7)
     config = small_job(
         model,
-        env={"game": "tests.games:DuetGame", "num_val": 2},
+        env={"game": "tests.games:DuetGame", "num_val": 2, "kwargs": {"per_letter": 0.5}},
         rollout=SHORT,
         policies={"low": str(other)},
         self_play={"past_share": 0.6, "pool_every": 2, "pool_size": 2},
