@@ -3,8 +3,8 @@
 A free cell shows its number, and an answer is the number of one. By default the policy plays both
 roles, against itself; `opponent` names another player for one of them (`random`, `alphabeta:9`,
 which never loses, …: see `board_players`), for evaluations. The warm start's demonstrations play
-at random, and name a taken cell about every third time: self-play learns the rules first, then to
-win.
+at random, from positions of all kinds, and every fifth answer names any cell: self-play learns the
+rules first, then to win.
 """
 
 import random
