@@ -32,7 +32,6 @@ SHORT = {
     [
         ("tictactoe", "val_game/win_rate", 0.25, 0.08),
         ("negotiation", "val/mean_score", 0.1, 0.03),
-        ("gomoku_small", "val_game/win_rate/random", 0.4, 0.15),
     ],
 )
 async def test_a_game_is_learnt_by_self_play(
