@@ -29,7 +29,6 @@ RECIPES = {
     "calculator": Recipe(steps=640),
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
-    "gomoku": Recipe(steps=80, batch=16, width=64),
     "tictactoe": Recipe(steps=300, batch=32, width=64),
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),

@@ -4,8 +4,7 @@ The policy plays X or O and answers with `<move>row,col</move>`. Prompt, moves, 
 are those of OpenTinker's gomoku, with its mistakes left out: the colour to move is the one whose
 turn it is by the stones on the board, an action is played before the game is over for its length,
 and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
-two roles, each with a conversation of its own. The warm start's demonstrations put stones anywhere
-on a small board, on a taken cell at times: self-play learns to make rows.
+two roles, each with a conversation of its own.
 """
 
 import random
@@ -13,8 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ..conversations import converse
-from ..game import AbstractGame, ChatMessage, StepResult
+from ..game import AbstractGame, StepResult
 from .board import SYMBOLS, Board, O, X
 from .board_players import Player, make_player
 
@@ -26,8 +24,6 @@ MAX_INVALID = 100
 """Invalid actions in a row that end the game."""
 MIN_SIZE, MAX_SIZE = 3, 26
 SELF = "self"
-SMALL = {"board_size": 4, "win_length": 3, "max_total_steps": 6, "max_initial_moves": 2}
-"""The board of the warm start, and of `examples/gomoku_small.yaml`."""
 COLOURS = {"x": X, "o": O}
 NAMES = {X: "x", O: "o"}
 _OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
@@ -264,15 +260,3 @@ def draw_position(
     while any(board.completes(cell, board.turn) for cell in board.free()):
         board.undo()
     return [divmod(cell, size) for cell in board.moves]
-
-
-def demonstrations(rng: random.Random) -> list[ChatMessage]:
-    """Return one role's conversation for the warm start."""
-
-    def act(_: str, __: list[ChatMessage]) -> str:
-        row, column = (rng.randrange(SMALL["board_size"]) for _ in range(2))
-        return f"<move>{row},{column}</move>"
-
-    kwargs = {**SMALL, "opponent": SELF}
-    told, _ = converse(GomokuGame, act, seed=rng.getrandbits(32), kwargs=kwargs)
-    return told[rng.choice(sorted(told))]
