@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from ..broker.weights import TensorBytes, WeightStore
 from .generator.engine import TensorSource
+from .policies import MAIN, prefix_of
 from .runtime import JobContext
 
 
@@ -19,6 +20,11 @@ def open_weights(context: JobContext) -> WeightStore:
     )
 
 
-def as_sources(tensors: Mapping[str, TensorBytes]) -> dict[str, TensorSource]:
-    """Give fetched tensors in the form that an engine takes."""
-    return {name: (item.dtype, item.shape, item.data) for name, item in tensors.items()}
+def as_sources(tensors: Mapping[str, TensorBytes], policy: str = MAIN) -> dict[str, TensorSource]:
+    """Give the fetched tensors of a policy in the form that an engine takes."""
+    prefix = prefix_of(policy)
+    return {
+        name.removeprefix(prefix): (item.dtype, item.shape, item.data)
+        for name, item in tensors.items()
+        if (name.startswith(prefix) if prefix else "/" not in name)
+    }

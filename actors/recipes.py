@@ -29,6 +29,8 @@ RECIPES = {
     "calculator": Recipe(steps=640),
     "guess": Recipe(steps=150),
     "bandit": Recipe(steps=60, width=64),
+    "tictactoe": Recipe(steps=300, batch=32, width=64),
+    "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
 }

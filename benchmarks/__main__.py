@@ -34,6 +34,7 @@ NAMES = (
     "memory",
     "dashboard",
     "scheduler",
+    "gomoku",
 )
 
 

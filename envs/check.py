@@ -6,30 +6,24 @@ meaningless are left out.
 
 import contextlib
 import random
-import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError, TinkermqError
-from .episodes import Episodes, Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_data import HostData
-from .prompt import open_game
-from .record import Record
+from .local import LocalEpisode, LocalGame, TooSlow
 from .registry import load_game
-from .thread_runner import hung
 
-T = TypeVar("T")
 NUM_EPISODES = 8
 MAX_TURNS = 100
 MAX_PROMPT_CHARACTERS = 32_000
-FULL_MARKS = 1.0
-"""Best return of an episode, unless the class says another as `max_return`."""
+SENSELESS = ("", "?", "0")
+"""What a policy that has learnt nothing may say."""
+_WORTH_TELLING = 0.1
 
 
 @dataclass(frozen=True)
@@ -47,73 +41,84 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class _Transcript:
+class Transcript:
     """An episode as a policy sees it."""
 
     messages: list[ChatMessage]
+    """The first prompt."""
+    actions: list[str]
+    """What was said, turn by turn."""
     results: list[StepResult]
+    """The game's answers."""
+    full: float
+    """The best return that there is."""
 
-    @property
-    def total(self) -> float:
-        return sum(result.reward for result in self.results)
+
+def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> Transcript:
+    """Play given actions, or the gold ones, until the game is done or they are."""
+    episode = game.start(number)
+    said: list[str] = []
+    for action in _gold_actions(episode) if actions is None else actions:
+        said.append(action)
+        if episode.step(action).done:
+            break
+    return Transcript(episode.messages, said, episode.results, episode.max_return)
+
+
+def has_gold(game_class: type[AbstractGame]) -> bool:
+    """Whether a game can tell the right answer to its present state."""
+    return hasattr(game_class, "gold_action")
+
+
+def _gold_actions(episode: LocalEpisode) -> Iterator[str]:
+    for _ in range(MAX_TURNS):
+        yield episode.gold_action()
 
 
 class _Checker:
-    def __init__(self, config: EnvConfig, game_class: type[AbstractGame], data: HostData) -> None:
-        self.config = config
-        self.game_class = game_class
-        self.data = data
+    def __init__(self, game: LocalGame) -> None:
+        self.game = game
+        self.gold_is_told = has_gold(game.game_class)
 
-    def opening(self, number: int) -> Opening:
-        return Opening(episode=f"check-{number}", seed=number, record=self._record(number))
+    def limits(self) -> str:
+        """Reset and step take no longer than they may."""
+        config = self.game.config
+        num_calls, slowest_s = 0, 0.0
+        for number in range(NUM_EPISODES):
+            for call in self._timed(number):
+                num_calls, slowest_s = num_calls + 1, max(slowest_s, call)
+        limit_s = min(config.reset_timeout_s, config.step_timeout_s)
+        told = (
+            f"; the slowest took {slowest_s:.1f} s" if slowest_s > _WORTH_TELLING * limit_s else ""
+        )
+        return f"{num_calls} calls, none over {limit_s:g} s{told}"
 
-    def _record(self, number: int) -> Record | None:
-        if self.data.num_train is None:
-            return None
-        return self.data.record("train", number % self.data.num_train)
-
-    def play(self, number: int, actions: list[str]) -> _Transcript:
-        """Play given actions until the game is done or they are."""
-        episodes = Episodes(self.game_class, self.config.kwargs)
-        opening = self.opening(number)
-        messages = self._limited("reset", lambda: episodes.reset(opening))
-        results: list[StepResult] = []
-        for action in actions:
-            results.append(self._limited("step", partial(episodes.step, opening.episode, action)))
-            if results[-1].done:
-                break
-        return _Transcript(messages, results)
-
-    def probe(self) -> str:
-        """Make one instance; return the game's name."""
-        episodes = Episodes(self.game_class, self.config.kwargs)
-        return self._limited("__init__", episodes.probe).name
-
-    def _limited(self, verb: str, call: Callable[[], T]) -> T:
-        """Call into the game, for as long as an environment host would wait for it."""
-        step = verb == "step"
-        limit_s = self.config.step_timeout_s if step else self.config.reset_timeout_s
-        outcome: Future[T] = Future()
-        caller = threading.Thread(target=_settle, args=(outcome, call), daemon=True)
-        caller.start()
+    def _timed(self, number: int) -> Iterator[float]:
+        """Play an episode and yield how long each call took; another question asks for errors."""
         try:
-            return outcome.result(limit_s)
-        except FutureTimeout:
-            if outcome.done():
-                raise
-            raise hung(self.game_class.__name__, verb, limit_s) from None
+            start = time.monotonic()
+            episode = self.game.start(number)
+            yield time.monotonic() - start
+            for action in SENSELESS:
+                if not episode.done:
+                    start = time.monotonic()
+                    episode.step(action)
+                    yield time.monotonic() - start
+        except TooSlow:
+            raise
+        except TinkermqError:
+            return
 
     def types(self) -> str:
         """Reset and step return what they must."""
         for number in range(NUM_EPISODES):
-            self.play(number, ["", "?", "0"])
+            transcribe(self.game, number, SENSELESS)
         return f"{NUM_EPISODES} episodes, empty and senseless actions included"
 
     def seeds(self) -> str:
         """A seed reproduces an episode."""
-        actions = ["0", "1", "2"]
         for number in range(NUM_EPISODES):
-            first, second = (self.play(number, actions) for _ in range(2))
+            first, second = (transcribe(self.game, number, ["0", "1", "2"]) for _ in range(2))
             if first != second:
                 raise GameError(
                     f"seed {number} gave two different episodes: {_difference(first, second)}",
@@ -125,7 +130,7 @@ class _Checker:
         """The global random generators are left alone."""
         before = _global_states()
         for number in range(NUM_EPISODES):
-            self.play(number, ["0", "1", "2"])
+            transcribe(self.game, number, ["0", "1", "2"])
         touched = [name for name, state in _global_states().items() if state != before[name]]
         if touched:
             raise GameError(
@@ -138,7 +143,7 @@ class _Checker:
         """First prompts are neither empty nor boundless."""
         lengths: list[int] = []
         for number in range(NUM_EPISODES):
-            messages = self.play(number, []).messages
+            messages = self.game.start(number).messages
             lengths.append(sum(len(str(message["content"])) for message in messages))
         if max(lengths) > MAX_PROMPT_CHARACTERS:
             raise GameError(
@@ -149,33 +154,23 @@ class _Checker:
 
     def gold(self) -> str:
         """Gold answers score full marks."""
-        full = FULL_MARKS
-        for number in range(NUM_EPISODES):
-            total, full, solved = self._play_gold(number)
-            if not (abs(total - full) <= 1e-6 if solved is None else solved):
+        played = [transcribe(self.game, number, None) for number in range(NUM_EPISODES)]
+        for number, episode in enumerate(played):
+            if not episode.results[-1].done:
+                raise GameError(
+                    f"gold answers do not end episode {number} within {MAX_TURNS} turns",
+                    hint="let step say done",
+                )
+            total = sum(result.reward for result in episode.results)
+            solved = episode.results[-1].info.get("success")
+            if not (abs(total - episode.full) <= 1e-6 if solved is None else solved):
                 raise GameError(
                     f"the gold answers of episode {number} score {total:g}, full marks are "
-                    f"{full:g}",
+                    f"{episode.full:g}",
                     hint="correct gold_action or step, set max_return on the class, or say success "
                     "in the last step's info",
                 )
-        return f"{NUM_EPISODES} episodes score {full:g}"
-
-    def _play_gold(self, number: int) -> tuple[float, float, bool | None]:
-        """Return what right answers scored, full marks, and whether the game says it is solved."""
-        opening = self.opening(number)
-        game: Any = self.game_class(**self.config.kwargs)
-        open_game(game, seed=opening.seed, record=opening.record, kwargs=opening.kwargs)
-        total, full = 0.0, float(getattr(game, "max_return", FULL_MARKS))
-        for _ in range(MAX_TURNS):
-            result = self._limited("step", lambda: game.step(game.gold_action()))
-            total += result.reward
-            if result.done:
-                return total, full, result.info.get("success")
-        raise GameError(
-            f"gold answers do not end episode {number} within {MAX_TURNS} turns",
-            hint="let step say done",
-        )
+        return f"{NUM_EPISODES} episodes score {played[-1].full:g}"
 
 
 def check_game(
@@ -186,34 +181,47 @@ def check_game(
     with contextlib.suppress(_Stop):
         found = game_class or _ask(results, "the game imports", lambda: load_game(config.game))
         data = _ask(results, "the data can be read", lambda: HostData(config, seed))
-        with contextlib.closing(data):
-            checker = _Checker(config, found, data)
-            _ask(results, "the game can be made", checker.probe)
-            for name, question in _questions(checker):
+        with contextlib.closing(data), LocalGame(config, found, data) as game:
+            _ask(results, "the game can be made", game.probe)
+            for name, question in _questions(_Checker(game)):
                 _ask(results, name, question)
     return [_describe_data(result, config) for result in results]
 
 
-def _settle(outcome: "Future[T]", call: Callable[[], T]) -> None:
-    try:
-        outcome.set_result(call())
-    except BaseException as error:  # noqa: BLE001 - handed on to the thread that waits
-        outcome.set_exception(error)
+def conversations(config: EnvConfig, *, seed: int = 0) -> list[Transcript]:
+    """Play some episodes as a tokenizer shall see them: with the gold answers where there are any.
+
+    Raises GameError, DataError.
+    """
+    found = load_game(config.game)
+    with (
+        contextlib.closing(HostData(config, seed)) as data,
+        LocalGame(config, found, data) as game,
+    ):
+        actions = None if has_gold(found) else SENSELESS
+        return [transcribe(game, number, actions) for number in range(NUM_EPISODES)]
 
 
 class _Stop(Exception):
     """What follows makes no sense after this failure."""
 
 
-_FATAL = ("the game imports", "the data can be read", "the game can be made", "types are right")
+_FATAL = (
+    "the game imports",
+    "the data can be read",
+    "the game can be made",
+    "reset and step are in time",
+    "types are right",
+)
 
 
 def _questions(checker: _Checker) -> Iterator[tuple[str, Callable[[], str]]]:
+    yield "reset and step are in time", checker.limits
     yield "types are right", checker.types
     yield "a seed reproduces an episode", checker.seeds
     yield "the global generator is not used", checker.global_generator
     yield "first prompts have a sane length", checker.prompts
-    if hasattr(checker.game_class, "gold_action"):
+    if checker.gold_is_told:
         yield "gold answers score full marks", checker.gold
 
 
@@ -224,9 +232,6 @@ def _ask(results: list[CheckResult], name: str, question: Callable[[], Any]) -> 
         results.append(CheckResult(name, ok=False, detail=error.message, hint=error.hint))
         if name in _FATAL:
             raise _Stop from error
-        return None
-    except Exception as error:  # noqa: BLE001 - the gold play calls the game itself
-        results.append(CheckResult(name, ok=False, detail=f"{type(error).__name__}: {error}"))
         return None
     results.append(CheckResult(name, ok=True, detail=_detail(answer)))
     return answer
@@ -246,7 +251,7 @@ def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
     return CheckResult(result.name, ok=True, detail=detail)
 
 
-def _difference(first: _Transcript, second: _Transcript) -> str:
+def _difference(first: Transcript, second: Transcript) -> str:
     if first.messages != second.messages:
         return (
             f"first prompts {first.messages[-1]['content']!r}, {second.messages[-1]['content']!r}"

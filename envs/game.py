@@ -10,7 +10,8 @@ import random
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, Self, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
 import numpy as np
 
@@ -37,6 +38,8 @@ class StepResult:
     """Whatever else there is to tell; it travels, so plain values and arrays only."""
     role: Literal["user", "tool"] = "user"
     """Who says the observation: the user, or a tool that the policy has called."""
+    rewards: dict[str, float] = field(default_factory=dict[str, float], repr=False)
+    """In a game with roles: what each role gets on top; `reward` is the acting role's."""
 
 
 class AbstractGame(ABC):
@@ -45,11 +48,23 @@ class AbstractGame(ABC):
     Each episode has an instance of its own. Draw every random number from `self.rng`: the host
     sets it to a generator seeded for this episode before it calls anything but the constructor,
     so that a seed reproduces an episode. Methods run in a worker thread or process, never on the
-    event loop, and never two at a time for one instance.
+    host's event loop, and never two at a time for one instance. `reset` and `step` may be written
+    with `async def`: all episodes of such a game wait together in one event loop of their own.
     """
 
     rng: random.Random
     """The episode's own random generator."""
+    isolation: ClassVar[Literal["thread", "process"]] = "thread"
+    """Where the game runs unless the configuration says it: a game that may crash, hang or use
+    much memory says `process`."""
+    roles: tuple[str, ...] = ()
+    """Names of the players of a game for several; empty: a game for one.
+
+    Each role has a conversation, and so a prompt and rewards, of its own.
+    """
+    role: str = ""
+    """In a game with roles: whose turn it is. `reset` and `step` set it; the observation that they
+    return, and the prompts, are for this role."""
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> Self:
         """Make an instance that has an `rng` even if its `__init__` never calls ours."""
@@ -146,7 +161,25 @@ def check_result(game: AbstractGame, value: Any) -> StepResult:
     if value.role not in ("user", "tool"):
         _refuse(game, "step's role", value.role, "user or tool")
     info = _travelling(game, info) if info else {}
-    return StepResult(observation, reward, done, info, value.role)
+    rewards = _rewards(game, value.rewards) if value.rewards else {}
+    return StepResult(observation, reward, done, info, value.role, rewards)
+
+
+def check_role(game: AbstractGame) -> str:
+    """Return the role whose turn it is, else raise GameError."""
+    if game.role not in game.roles:
+        _refuse(game, "role", game.role, f"one of {', '.join(game.roles)}")
+    return game.role
+
+
+def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:
+    rewards = {
+        role: _number(game, reward) for role, reward in check_map(game, "step", value).items()
+    }
+    unknown = sorted(set(rewards) - set(game.roles))
+    if unknown or not all(math.isfinite(reward) for reward in rewards.values()):
+        _refuse(game, "step's rewards", value, f"finite numbers by role ({', '.join(game.roles)})")
+    return rewards
 
 
 def _number(game: AbstractGame, value: Any) -> float:
@@ -201,9 +234,9 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
     """
     if isinstance(error, TinkermqError):
         return error
-    frames = traceback.extract_tb(error.__traceback__)[-_NUM_FRAMES:]
-    own = [frame for frame in frames if frame.filename not in _OWN_FILES]
-    lines = "".join(traceback.format_list(own)) + "".join(
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename not in _OUR_FILES]
+    lines = "".join(traceback.format_list(own[-_NUM_FRAMES:])) + "".join(
         traceback.format_exception_only(type(error), error)
     )
     return GameError(
@@ -212,4 +245,6 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
     )
 
 
-_OWN_FILES = frozenset({__file__})
+_OUR_FILES = frozenset(
+    str(Path(__file__).with_name(name)) for name in ("game.py", "episodes.py", "prompt.py")
+)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..schemas.errors import StateError
 from .game import ChatMessage, StepResult
+from .seats import Player
 
 
 @dataclass
@@ -14,6 +15,8 @@ class Held:
 
     opening: "asyncio.Future[list[ChatMessage]]"
     """The first prompt, for those who ask again with the same id."""
+    player: Player
+    """What plays its actions."""
     turn: int = 0
     """Number of the next turn."""
     answer: "asyncio.Future[StepResult] | None" = None
@@ -50,5 +53,9 @@ class Held:
 
     def is_idle(self, now: float, lease_s: float) -> bool:
         """Whether the lease has run out; never while the game is busy with it."""
-        busy = not self.opening.done() or (self.answer is not None and not self.answer.done())
+        busy = (
+            self.player.in_use
+            or not self.opening.done()
+            or (self.answer is not None and not self.answer.done())
+        )
         return not busy and now - self.touched > lease_s

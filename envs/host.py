@@ -38,8 +38,10 @@ from .episodes import Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .held import Held
 from .host_data import HostData
+from .record import Record
 from .rewards import make_rewards
 from .runner import make_runner
+from .seats import Player, Solo, Table
 
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
@@ -102,6 +104,7 @@ class EnvironmentHost:
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
         self._data: HostData
+        self._roles: list[str] = []
         self._game = config.game
         self._tools: list[dict[str, Any]] = []
 
@@ -125,7 +128,7 @@ class EnvironmentHost:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
                 try:
-                    self._game, self._tools = await self._runner.start()
+                    self._game, self._tools, self._roles = await self._runner.start()
                     async with self._rewards or contextlib.nullcontext():
                         await self._serve(stopping)
                 finally:
@@ -190,8 +193,9 @@ class EnvironmentHost:
             self._free(episode)
 
     def _free(self, episode: str) -> None:
-        self._held.pop(episode, None)
-        self._runner.drop(episode)
+        held = self._held.pop(episode, None)
+        if held is not None:
+            held.player.leave()
         if self._rewards is not None:
             self._rewards.forget(episode)
         self._changed.set()
@@ -202,6 +206,7 @@ class EnvironmentHost:
             num_train=self._data.num_train,
             num_val=self._data.num_val,
             host=self.name,
+            roles=self._roles,
         )
 
     async def _reset(self, request: ResetRequest) -> ResetReply:
@@ -224,26 +229,52 @@ class EnvironmentHost:
         held = self._held.get(episode)
         if held is None:
             self._make_room()
-            held = Held(asyncio.ensure_future(self._open(episode, request)))
+            begin = self._seat if request.table else self._begin
+            held = begin(episode, request)
             held.opening.add_done_callback(_seen)
             self._held[episode] = held
         held.touch()
         return held
 
-    async def _open(self, episode: str, request: ResetRequest) -> list[ChatMessage]:
+    def _seat(self, episode: str, request: ResetRequest) -> Held:
+        """Take a seat at a table that is held here."""
+        there = self._held.get(request.table or "")
+        if there is None or not isinstance(there.player, Table):
+            raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
+        seat = there.player.sit(request.role)
+        record = self._data.record(request.split, request.sample)
+        return Held(asyncio.ensure_future(self._opened(episode, record, seat.prompt)), seat)
+
+    def _begin(self, episode: str, request: ResetRequest) -> Held:
+        """Start a game: an episode of its own, or the table of a game with roles."""
+        if self._roles:
+            player: Solo | Table = Table(self._runner, episode, self._roles)
+        else:
+            player = Solo(self._runner, episode)
+        return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
+
+    async def _open(
+        self, episode: str, request: ResetRequest, player: Solo | Table
+    ) -> list[ChatMessage]:
         self.counts.resets += 1
         try:
             record = self._data.record(request.split, request.sample)
             opening = Opening(episode, request.seed, record, request.kwargs)
-            messages = await self._runner.reset(opening)
-            if self._rewards is not None:
-                self._rewards.begin(episode, record, messages)
-            return messages
+            return await self._opened(episode, record, player.begin(opening))
         except BaseException:
             self.counts.failures += 1
             self._held.pop(episode, None)
             self._changed.set()
             raise
+
+    async def _opened(
+        self, episode: str, record: Record | None, opening: Awaitable[list[ChatMessage]]
+    ) -> list[ChatMessage]:
+        """Return the first prompt of an episode that is to be rewarded from now on."""
+        messages = await opening
+        if self._rewards is not None and messages:
+            self._rewards.begin(episode, record, messages)
+        return messages
 
     def _make_room(self) -> None:
         if len(self._held) < self._max_episodes:
@@ -280,7 +311,7 @@ class EnvironmentHost:
         held.touch()
         try:
             if not held.is_repeat(turn):
-                held.answer = asyncio.ensure_future(self._answer(episode, action, final))
+                held.answer = self._answer(held.player, episode, action, final)
                 held.answer.add_done_callback(partial(self._settle, held))
                 held.turn += 1
                 self.counts.steps += 1
@@ -289,15 +320,18 @@ class EnvironmentHost:
         assert held.answer is not None
         return held.answer
 
-    def _answer(self, episode: str, action: str, final: bool) -> Awaitable[StepResult]:
+    def _answer(
+        self, player: Player, episode: str, action: str, final: bool
+    ) -> "asyncio.Future[StepResult]":
         """Play an action, or only reward an episode; with what the game's host adds to it."""
         if self._rewards is None and not final:
-            return self._runner.step(episode, action)
+            return player.step(action)
         if self._rewards is None:
             raise StateError("the episode is to be rewarded, but its rewards are the game's own")
         if final:
-            return self._rewards.finish(episode)
-        return self._rewards.step(episode, action, self._runner.step(episode, action))
+            return asyncio.ensure_future(self._rewards.finish(episode))
+        played = player.step(action)
+        return asyncio.ensure_future(self._rewards.step(episode, action, played))
 
     def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
         """Take notice of the game's answer; an episode whose game failed has ended."""

@@ -26,6 +26,8 @@ from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
 """A worker process that has not answered by then is killed."""
+SLOW_S = 0.5
+"""New episodes avoid a process that has been at one call for longer."""
 
 
 @dataclass
@@ -68,6 +70,11 @@ class _Slot:
         living = self.process if self.process and self.process.death is None else None
         return self.num_opening + (len(living.episodes) if living else 0)
 
+    def is_slow(self, now: float) -> bool:
+        """Whether the process has been at one call for so long that others should not queue."""
+        call = self.process.head() if self.process else None
+        return call is not None and now - call.started >= SLOW_S
+
 
 class ProcessRunner:
     """Plays games in `num_workers` processes."""
@@ -80,11 +87,13 @@ class ProcessRunner:
         num_workers: int,
         reset_timeout_s: float,
         step_timeout_s: float,
+        worker_memory_mb: int | None = None,
     ) -> None:
         self._game = game
         self._kwargs = kwargs
         self._reset_timeout_s = reset_timeout_s
         self._step_timeout_s = step_timeout_s
+        self._worker_memory_mb = worker_memory_mb
         self._slots = [_Slot() for _ in range(num_workers)]
         self._homes: dict[str, _Process] = {}
         self._numbers = itertools.count()
@@ -94,8 +103,9 @@ class ProcessRunner:
         return await self._start_process(self._slots[0])
 
     async def reset(self, opening: Opening) -> list[ChatMessage]:
-        """Start an episode in the process that holds the fewest."""
-        slot = min(self._slots, key=lambda slot: slot.load)
+        """Start an episode in the process that holds the fewest, among those that are not slow."""
+        now = time.monotonic()
+        slot = min(self._slots, key=lambda slot: (slot.is_slow(now), slot.load))
         slot.num_opening += 1
         try:
             process = await self._living(slot)
@@ -124,6 +134,16 @@ class ProcessRunner:
         if result.done:
             self._forget(episode)
         return result
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is, and what opens that role's conversation."""
+        process = self._homes.get(episode)
+        if process is None:
+            raise NotFoundError(f"episode {episode!r} has no running game here")
+        if process.death is not None:
+            raise process.death
+        role, prompt = await self._send(process, "turn", episode, self._step_timeout_s, (episode,))
+        return role, prompt
 
     def drop(self, episode: str) -> None:
         """Forget an episode, here and in its process."""
@@ -174,7 +194,7 @@ class ProcessRunner:
         process = _Process(child, writer)
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
         slot.process = process
-        arguments = (self._game, self._kwargs, sys.path)
+        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
         return GameFacts(*await self._send(process, "start", "", START_TIMEOUT_S, arguments))
 
     def _send(

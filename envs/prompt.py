@@ -5,6 +5,7 @@ is reset first and describes itself afterwards: a game whose description resets 
 described the state that it is in.
 """
 
+import inspect
 import random
 from typing import Any
 
@@ -21,11 +22,50 @@ def open_game(
     `record` is the row of a dataset game, None for a game that generates its states; `kwargs` are
     further arguments of `reset`.
     """
+    state = _prepare(game, seed, record, kwargs)
+    return _describe(game, record, state, game.reset(**state))
+
+
+async def open_async_game(
+    game: AbstractGame, *, seed: int, record: Record | None, kwargs: dict[str, Any]
+) -> list[ChatMessage]:
+    """Do the same for a game whose `reset` may be a coroutine."""
+    state = _prepare(game, seed, record, kwargs)
+    return _describe(game, record, state, await settled(game.reset(**state)))
+
+
+async def settled(answer: Any) -> Any:
+    """Return what a method answered, waiting for it where the method is a coroutine."""
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+def _prepare(
+    game: AbstractGame, seed: int, record: Record | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Seed the game and return the arguments of its `reset`."""
     game.rng = random.Random(seed)  # noqa: S311 - a game's dice, not a secret
     if record is None:
-        messages = _open_generated(game, kwargs)
-    else:
-        messages = _open_record(game, record, kwargs)
+        state = check_map(game, "generate_initial_state", game.generate_initial_state())
+        return {**state, **kwargs}
+    return {
+        "ground_truth": record.ground_truth,
+        "data_source": record.data_source or game.get_interaction_name(),
+        "extra_info": record.extra_info,
+        **({"images": record.images} if record.images else {}),
+        **kwargs,
+    }
+
+
+def _describe(
+    game: AbstractGame, record: Record | None, state: dict[str, Any], opening: Any
+) -> list[ChatMessage]:
+    """Return the first prompt of a game that has been reset and said `opening`."""
+    opening = check_text(game, "reset", opening)
+    messages = record.messages() if record is not None and record.prompt else []
+    if not messages:
+        messages = _generated(game, state, opening)
+    if not (messages and messages[0]["role"] == "system"):
+        messages = [*_system(game), *messages]
     if not messages:
         raise DataError(
             f"{type(game).__name__} makes an empty prompt",
@@ -34,39 +74,19 @@ def open_game(
     return messages
 
 
-def _open_generated(game: AbstractGame, kwargs: dict[str, Any]) -> list[ChatMessage]:
-    state = {
-        **check_map(game, "generate_initial_state", game.generate_initial_state()),
-        **kwargs,
-    }
-    return _describe(game, check_text(game, "reset", game.reset(**state)), state)
+def address(game: AbstractGame, observation: str) -> list[ChatMessage]:
+    """Return the first prompt of the role whose turn it is, when the game has begun already."""
+    opening = check_text(game, "get_initial_user_message", game.get_initial_user_message())
+    return [*_system(game), {"role": "user", "content": join_texts(opening, observation)}]
 
 
-def _describe(game: AbstractGame, opening: str, state: dict[str, Any]) -> list[ChatMessage]:
-    """Return the messages of a game that words its own prompt; `opening` is what it reset to."""
+def _generated(game: AbstractGame, state: dict[str, Any], opening: str) -> list[ChatMessage]:
     if _describes_itself(type(game)):
         user = game.get_user_message_with_state(**state)
     else:
         user = join_texts(game.get_initial_user_message(), opening)
     user = check_text(game, "get_user_message_with_state", user)
-    return [*_system(game), *([{"role": "user", "content": user}] if user else [])]
-
-
-def _open_record(game: AbstractGame, record: Record, kwargs: dict[str, Any]) -> list[ChatMessage]:
-    arguments = {
-        "ground_truth": record.ground_truth,
-        "data_source": record.data_source or game.get_interaction_name(),
-        "extra_info": record.extra_info,
-        **({"images": record.images} if record.images else {}),
-        **kwargs,
-    }
-    opening = check_text(game, "reset", game.reset(**arguments))
-    if not record.prompt:
-        return _describe(game, opening, arguments)
-    messages = record.messages()
-    if messages and messages[0]["role"] == "system":
-        return messages
-    return [*_system(game), *messages]
+    return [{"role": "user", "content": user}] if user else []
 
 
 def _system(game: AbstractGame) -> list[ChatMessage]:

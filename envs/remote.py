@@ -9,6 +9,7 @@ next such question.
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
@@ -57,6 +58,17 @@ class HostGone(GameError):
 
 
 @dataclass(frozen=True)
+class SeatAt:
+    """A seat at the table of a game with roles."""
+
+    host: str
+    """The host that holds the table."""
+    table: str
+    """Episode of the table."""
+    role: str
+
+
+@dataclass(frozen=True)
 class Start:
     """What an episode starts from; alike for all episodes of a task."""
 
@@ -64,6 +76,8 @@ class Start:
     sample: int | None
     seed: int
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    seat: SeatAt | None = None
+    """In a game with roles: the seat that the episode takes; None for the table itself."""
 
     def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
         """Return the message that starts these episodes."""
@@ -74,6 +88,8 @@ class Start:
             seed=self.seed,
             kwargs=self.kwargs,
             wait_s=wait_s,
+            table=self.seat.table if self.seat else None,
+            role=self.seat.role if self.seat else "",
         )
 
 
@@ -119,6 +135,8 @@ class Environments:
         Raises GameError with the game's own words when the game failed, HostGone when the host
         vanished meanwhile.
         """
+        if start.seat is not None:
+            return await self._sit(episode, start, start.seat)
         key = pack([start.split, start.sample, start.seed, start.kwargs])
         answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
         deadline = time.monotonic() + self._config.reset_timeout_s + _MARGIN_S
@@ -137,22 +155,31 @@ class Environments:
 
         Raises RewardError when there is none, HostGone as `step` does.
         """
-        return await self._step(host, (episode, turn, "", True))
+        return await self._step(host, (episode, turn, "", True), self._patience_s)
 
-    async def step(self, host: str, episode: str, turn: int, action: str) -> StepResult:
+    async def step(
+        self, host: str, episode: str, turn: int, action: str, *, seated: bool = False
+    ) -> StepResult:
         """Give the game one action.
 
         A step may queue behind others at its host, whose own limit counts from when the game
-        plays. Raises HostGone when the host has vanished or stays silent, GameError when the game
-        failed.
+        plays. One of a seat (`seated`) also waits for the other roles, each of which has a lease
+        at the host. Raises HostGone when the host has vanished or stays silent, GameError when the
+        game failed.
         """
-        return await self._step(host, (episode, turn, action, False))
+        patience_s = math.inf if seated else self._patience_s
+        return await self._step(host, (episode, turn, action, False), patience_s)
 
-    async def _step(self, host: str, asked: Action) -> StepResult:
+    @property
+    def _patience_s(self) -> float:
+        """How long a host may take over one action, whatever waits there."""
         config = self._config
         patience_s = _STEP_PATIENCE * (config.step_timeout_s + _MARGIN_S)
         if config.reward.source != "game":
             patience_s += _STEP_PATIENCE * (config.reward.timeout_s + _MARGIN_S)
+        return patience_s
+
+    async def _step(self, host: str, asked: Action, patience_s: float) -> StepResult:
         deadline = time.monotonic() + patience_s
         try:
             answer = await self._steps.ask(host, asked)
@@ -170,6 +197,13 @@ class Environments:
         task = asyncio.create_task(self._close(host, episode), name="close episode")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _sit(self, episode: str, start: Start, seat: SeatAt) -> Started:
+        """Take a seat and wait for its first turn; the other roles have leases at the host."""
+        while True:
+            answer = await self._ask_after_reset(seat.host, episode, start, math.inf)
+            if isinstance(answer, Started):
+                return answer
 
     async def _describe(self) -> DescribeReply:
         request = DescribeRequest()

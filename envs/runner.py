@@ -1,11 +1,12 @@
-"""What the host needs of whatever runs its games: threads or processes."""
+"""What the host needs of whatever runs its games: threads, processes, or an event loop."""
 
 from collections.abc import Awaitable
 from typing import Protocol
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError
-from .episodes import GameFacts, Opening
+from .async_runner import AsyncRunner
+from .episodes import GameFacts, Opening, is_async, refuse_async
 from .game import AbstractGame, ChatMessage, StepResult
 from .process_runner import ProcessRunner
 from .registry import load_game
@@ -27,6 +28,10 @@ class Runner(Protocol):
         """Play one action; GameError when the game fails, which ends the episode."""
         ...
 
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        ...
+
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         ...
@@ -41,30 +46,39 @@ class Runner(Protocol):
 
 
 def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:
-    """Return the runner that `config.isolation` asks for.
+    """Return the runner that `config.isolation` asks for, or else the game's class.
 
-    `game_class` stands for `config.game` where a client hosts a class of its own.
+    `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
     """
-    if config.isolation == "process":
-        return ProcessRunner(
-            _importable(config.game, game_class),
-            config.kwargs,
-            num_workers=config.workers,
-            reset_timeout_s=config.reset_timeout_s,
-            step_timeout_s=config.step_timeout_s,
-        )
-    return ThreadRunner(
-        game_class or load_game(config.game),
+    limits = {
+        "reset_timeout_s": config.reset_timeout_s,
+        "step_timeout_s": config.step_timeout_s,
+    }
+    if config.isolation == "process" and game_class is None:
+        return _process_runner(config, config.game, limits)
+    found = game_class or load_game(config.game)
+    isolation = config.isolation or found.isolation
+    if is_async(found):
+        if isolation == "process":
+            refuse_async(found)
+        return AsyncRunner(found, config.kwargs, **limits)
+    if isolation == "process":
+        target = config.game if game_class is None else _importable(game_class)
+        return _process_runner(config, target, limits)
+    return ThreadRunner(found, config.kwargs, num_workers=config.workers, **limits)
+
+
+def _process_runner(config: EnvConfig, target: str, limits: dict[str, float]) -> ProcessRunner:
+    return ProcessRunner(
+        target,
         config.kwargs,
         num_workers=config.workers,
-        reset_timeout_s=config.reset_timeout_s,
-        step_timeout_s=config.step_timeout_s,
+        worker_memory_mb=config.worker_memory_mb,
+        **limits,
     )
 
 
-def _importable(game: str, game_class: type[AbstractGame] | None) -> str:
-    if game_class is None:
-        return game
+def _importable(game_class: type[AbstractGame]) -> str:
     target = f"{game_class.__module__}:{game_class.__qualname__}"
     if game_class.__module__ == "__main__" or "<locals>" in target:
         raise GameError(

@@ -112,6 +112,12 @@ class ThreadRunner:
             "step", episode, self._step_timeout_s, lambda: self._episodes.step(episode, action)
         )
 
+    def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
+        """Say whose turn it is, and what opens that role's conversation."""
+        return self._submit(
+            "step", episode, self._step_timeout_s, lambda: self._episodes.turn(episode)
+        )
+
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         self._episodes.drop(episode)

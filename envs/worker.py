@@ -6,19 +6,24 @@ are msgpack, since the code that makes them is the game's.
 """
 
 import pickle
+import resource
 import socket
 import struct
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..broker.process import die_with
 from ..schemas.codec import pack
-from ..schemas.errors import TinkermqError
-from .episodes import Episodes, GameFacts
+from ..schemas.errors import GameError, TinkermqError
+from .episodes import Episodes, GameFacts, refuse_async
+from .game import StepResult
 from .registry import load_game
 
 LENGTH = struct.Struct("<I")
+_STATM_DATA = 5
+"""Field of /proc/self/statm: pages of private writable memory, which RLIMIT_DATA bounds."""
 
 
 def main() -> None:
@@ -40,10 +45,28 @@ def main() -> None:
             _send(sock, _answer(number, outcome, error))
 
 
-def _start(game: str, kwargs: dict[str, Any], path: list[str]) -> tuple[Episodes, GameFacts]:
+def _start(
+    game: str, kwargs: dict[str, Any], path: list[str], memory_mb: int | None
+) -> tuple[Episodes, GameFacts]:
     sys.path[:] = path
-    episodes = Episodes(load_game(game), kwargs)
+    found = load_game(game)
+    refuse_async(found)
+    if memory_mb is not None:
+        _bound_memory(memory_mb)
+    episodes = Episodes(found, kwargs)
     return episodes, episodes.probe()
+
+
+def _bound_memory(megabytes: int) -> None:
+    """Let what is allocated from now on be so much at most. Raises GameError off Linux."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        raise GameError(
+            f"env.worker_memory_mb={megabytes} needs Linux", hint="leave it out on this machine"
+        )
+    used_bytes = int(statm.read_text().split()[_STATM_DATA]) * resource.getpagesize()
+    limit_bytes = used_bytes + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
 
 
 def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -54,8 +77,15 @@ def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any,
 
 
 def _answer(number: int, outcome: Any, error: Any) -> bytes:
-    if hasattr(outcome, "observation"):
-        outcome = [outcome.observation, outcome.reward, outcome.done, outcome.info, outcome.role]
+    if isinstance(outcome, StepResult):
+        outcome = [
+            outcome.observation,
+            outcome.reward,
+            outcome.done,
+            outcome.info,
+            outcome.role,
+            outcome.rewards,
+        ]
     return pack([number, outcome, error])
 
 

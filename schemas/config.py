@@ -13,6 +13,7 @@ from .algorithm import AlgorithmConfig, CriticConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
 from .section import Section, when
+from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio"]
@@ -50,8 +51,14 @@ class EnvConfig(Section):
     """Environment hosts that the pool runs; 0: the client hosts the game (`GameEnvironment`)."""
     workers: int = Field(default=4, ge=1)
     """Games that step at the same time in one host."""
-    isolation: Literal["thread", "process"] = "thread"
-    """Where games run. A hung game in a process is killed; in a thread it can only be given up."""
+    isolation: Literal["thread", "process"] | None = None
+    """Where games run; default: as the game's class says (`isolation`), threads where it says
+    nothing. A hung game in a process is killed; in a thread it can only be given up."""
+    worker_memory_mb: int | None = Field(
+        default=None, ge=1, json_schema_extra=when("isolation", "process")
+    )
+    """Memory that the games of one worker process may use, beyond what it takes to load them; one
+    that wants more fails its episode. Default: no bound."""
     reset_timeout_s: float = Field(default=30.0, gt=0)
     """A reset that takes longer fails its episode."""
     step_timeout_s: float = Field(default=30.0, gt=0)
@@ -209,6 +216,8 @@ class EvaluationConfig(Section):
     """A return above this is a success, unless the game tells it in `info["success"]`."""
     data: Literal["val", "train"] = "val"
     """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
+    reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Further arguments of the game's `reset` in validation, such as another opponent."""
     tasks: list[Annotated[int, Field(ge=0)]] | None = None
     """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 
@@ -268,6 +277,11 @@ class JobConfig(Section):
     sft: SftConfig = Field(default_factory=SftConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    policies: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], str] = Field(
+        default_factory=dict[str, str]
+    )
+    """Roles with a policy of their own, and its model; `model` plays all the others."""
+    self_play: SelfPlayConfig = Field(default_factory=SelfPlayConfig)
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
@@ -286,6 +300,11 @@ class JobConfig(Section):
     def _sections_fit(self) -> Self:
         if self.algorithm.loss == "sft" and not self.sft.data:
             raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
+        if self.policies and (self.lora.rank or self.sft.data):
+            kind = "of an SFT job" if self.sft.data else "with lora"
+            raise ValueError(
+                f"policies {kind} are not built: train all weights by reinforcement, or one policy"
+            )
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "

@@ -26,6 +26,8 @@ class DescribeReply(Message):
     """Rows, or seeds, of the validation set."""
     host: str
     """The host that answered."""
+    roles: list[str] = Field(default_factory=list[str])
+    """Players of a game for several; empty for a game for one."""
 
 
 class ResetRequest(Message):
@@ -47,6 +49,11 @@ class ResetRequest(Message):
     """Further arguments for the game's `reset`."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
     """How long the host may hold its answer back for episodes that are not ready."""
+    table: EpisodeId | None = None
+    """In a game with roles: the episode, held by this host, at which `role` takes its seat. The
+    seat is ready when its first turn comes."""
+    role: str = ""
+    """Role of the seat."""
 
 
 class Opened(Message):
@@ -64,7 +71,8 @@ class ResetReply(Message):
     host: str
     """The host that holds the episodes: steps and close go to it."""
     prompts: list[list[dict[str, Any]]]
-    """Chat messages of the first prompts, each different one once."""
+    """Chat messages of the first prompts, each different one once; no messages for a game with
+    roles, whose prompts are those of its seats, and for a seat whose turn never came."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Function schemas of the tools that the policy may call, for its chat template."""
     episodes: list[Opened]

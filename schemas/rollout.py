@@ -1,5 +1,6 @@
 """Trajectories and groups: what generators and external agents append to the rollout log."""
 
+from collections import Counter
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -32,6 +33,10 @@ class Trajectory(Message):
     """float32[K]: the game's reward for each turn."""
     finish: Literal["done", "turns", "length"] = "done"
     """Why the episode ended: the game said so, the turn limit, or the token limit."""
+    role: str = ""
+    """Role that it was played in; empty in a game for one."""
+    opponents: dict[str, int] = Field(default_factory=dict[str, int])
+    """Roles that an earlier version played, and that version; they have no trajectories."""
     greedy: bool = False
     """This episode is the greedy baseline of remax: it is not trained."""
     seed: int = Field(default=0, ge=0)
@@ -99,7 +104,8 @@ class Group(Message):
     task: Task
     """The task as it was issued."""
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=4097)
-    """One per episode; the greedy baseline, where asked for, stands last."""
+    """One per episode, and per role in a game with roles; the greedy baseline, where asked for,
+    stands last."""
     error: Blame | None = None
     """Why the task was given up."""
     source: str
@@ -117,14 +123,18 @@ class Group(Message):
     def _complete(self) -> Self:
         if (self.error is None) == (not self.trajectories):
             raise ValueError("a group has trajectories, or an error and none")
-        greedy = [trajectory.greedy for trajectory in self.trajectories]
         expected = self.task.group_size
-        if self.trajectories and greedy.count(False) != expected:
-            raise ValueError(
-                f"a group of task {self.task.task} has {expected} episodes, this has "
-                f"{greedy.count(False)}"
-            )
-        if self.trajectories and any(greedy) != self.task.greedy_baseline:
+        for role, count in Counter(item.role for item in self.sampled).items():
+            # A game may end before a role's first turn: that role has fewer conversations.
+            if count > expected or (count < expected and not role):
+                raise ValueError(
+                    f"a group of task {self.task.task} has {expected} episodes, this has {count}"
+                    + (f" of role {role}" if role else "")
+                )
+        if self.trajectories and not self.sampled:
+            raise ValueError(f"a group of task {self.task.task} has no episode to train")
+        greedy = any(item.greedy for item in self.trajectories)
+        if self.trajectories and greedy != self.task.greedy_baseline:
             raise ValueError("the greedy baseline is missing or was not asked for")
         return self
 
@@ -132,6 +142,14 @@ class Group(Message):
     def sampled(self) -> list[Trajectory]:
         """The trajectories that are trained: all but the greedy baseline."""
         return [trajectory for trajectory in self.trajectories if not trajectory.greedy]
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether all episodes have the same return, compared within each role."""
+        returns: dict[str, set[float]] = {}
+        for item in self.sampled:
+            returns.setdefault(item.role, set()).add(item.reward)
+        return all(len(found) == 1 for found in returns.values())
 
     @property
     def min_version(self) -> int:

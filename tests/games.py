@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tinkermq.envs import StepResult
+from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.games.guess import GuessGame
 
@@ -74,6 +74,43 @@ class RaisesInStep(BanditGame):
     def step(self, action: str) -> StepResult:
         """Raise, as a game with a mistake does."""
         raise ValueError(f"no rule for {len(action)} letters")
+
+
+class DuetGame(AbstractGame):
+    """Two voices take four turns; whatever they say is passed on as its length."""
+
+    roles = ("high", "low")
+
+    def __init__(self, per_letter: float = 0.0) -> None:
+        self._per_letter = per_letter
+
+    def reset(self, **_: Any) -> str:
+        """Let one of them begin."""
+        self.turns, self.role = 0, self.rng.choice(self.roles)
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """1 to who sings, and more by the letter, and 2 to who listens, at every turn."""
+        listener = self.roles[self.role == "high"]
+        self.turns += 1
+        self.role = listener
+        rewards = {listener: 2.0}
+        reward = 1.0 + self._per_letter * len(action)
+        return StepResult(f"heard {len(action)}", reward, self.turns == 4, rewards=rewards)
+
+    def get_system_prompt(self) -> str:
+        """Name the voice."""
+        return f"you are {self.role}"
+
+    def get_initial_user_message(self) -> str:
+        """Say what to do."""
+        return "sing"
+
+
+class AloneGame(DuetGame):
+    """The same for one."""
+
+    roles = ()
 
 
 def no_reward(**_: Any) -> float:

@@ -62,7 +62,7 @@ def make_store(run: Path, keep_every: int = 0) -> CheckpointStore:
 def save(store: CheckpointStore, trainer: Trainer, folder: Path, step: int) -> Path:
     """Save a checkpoint of a step."""
     tokenizer = load_tokenizer(str(folder))
-    return store.save(trainer.model, tokenizer, trainer.optimizer, LearnerState(step=step))
+    return store.save(LearnerState(step=step), lambda made: trainer.save(made, tokenizer))
 
 
 def save_in_a_loop(folder: Path, run: Path, told: Connection) -> None:

@@ -1,16 +1,12 @@
-"""The documentation is true: pages match the code, links and commands exist, the tutorial runs."""
+"""The documentation is true: pages match the code, links and commands exist, guides' code runs."""
 
 import ast
 import contextlib
 import io
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -25,59 +21,18 @@ from tinkermq.schemas.secret import JobSecrets
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.topics import STORES, TOPICS
 
+from tests.pages import Block, blocks, prose, run, save, succeed
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-TUTORIAL = ROOT / "docs" / "writing-a-game.md"
+FIRST_GAME = ROOT / "docs" / "tutorials" / "1-first-game.md"
 DEPLOYED = sorted(path for path in (ROOT / "deploy").rglob("*") if path.is_file())
 PORTS = {4222, 6222, 8222, 8780}
 """NATS for clients, between servers, for monitoring; and the gateway."""
 ADDRESS = re.compile(r"(?:localhost|nats|example\.org|\d+(?:\.\d+){3}):(\d{2,5})\b")
-FENCE = re.compile(r"^( *)```(\w+)?(.*)$")
-
-
-@dataclass
-class Block:
-    """One fenced block of a page."""
-
-    page: Path
-    line: int
-    language: str
-    info: str
-    text: str
-
-    @property
-    def title(self) -> str:
-        """The file that the block is saved as."""
-        found = re.search(r'title="([^"]+)"', self.info)
-        return found[1] if found else ""
-
-    def __str__(self) -> str:
-        return f"{self.page.name}:{self.line}"
-
-
-def blocks(*found: Path) -> Iterator[Block]:
-    for page in found:
-        opened: Block | None = None
-        indent = ""
-        for number, line in enumerate(page.read_text().splitlines(), 1):
-            fence = FENCE.match(line)
-            if fence and opened is None:
-                indent = fence[1]
-                opened = Block(page, number, fence[2] or "", fence[3], "")
-            elif fence and opened is not None:
-                yield opened
-                opened = None
-            elif opened is not None:
-                opened.text += line.removeprefix(indent) + "\n"
-        assert opened is None, f"{page.name}: a block is never closed"
-
-
-def prose(page: Path) -> str:
-    """Return a page without its fenced blocks."""
-    return re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 # -- generated pages -------------------------------------------------------------------------------
@@ -259,63 +214,13 @@ def test_every_python_example_imports_what_exists(block: Block) -> None:
             exec(ast.unparse(node), {})
 
 
-# -- the tutorial ----------------------------------------------------------------------------------
-
-
-def environment(folder: Path) -> dict[str, str]:
-    programs = str(Path(sys.executable).parent)
-    return {
-        **os.environ,
-        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
-        "NO_COLOR": "1",
-        "COLUMNS": "120",
-        "OMP_NUM_THREADS": "1",
-        "TINKERMQ_HOME": str(folder / "home"),
-    }
-
-
-def run(line: str, folder: Path, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        shlex.split(line),
-        cwd=folder,
-        env=environment(folder),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-
-
-def matches(shown: str, said: str) -> bool:
-    """Compare output with what a page shows of it; a line `...` stands for any number of lines."""
-    parts = [re.escape(part) for part in re.split(r"^\.\.\.\n", shown, flags=re.MULTILINE)]
-    return re.fullmatch("(?:.*\n)*".join(parts), said) is not None
-
-
-def save(block: Block, folder: Path) -> None:
-    mode = "a" if "append" in block.info else "w"
-    with (folder / block.title).open(mode) as file:
-        file.write("\n" * (mode == "a") + block.text)
-
-
-def test_the_tutorial_does_what_it_shows(tmp_path: Path) -> None:
-    for block in blocks(TUTORIAL):
-        if block.title:
-            save(block, tmp_path)
-        elif block.language == "console":
-            command, _, shown = block.text.removeprefix("$ ").partition("\n")
-            said = run(command, tmp_path).stdout
-            assert matches(shown, said), f"{block}: {command}\n{said}"
-
-
 # -- the guides' code against a real stack ---------------------------------------------------------
 
 
 @pytest.mark.timeout(300)
 def test_the_code_of_the_training_guide_trains(tmp_path: Path, model: Path) -> None:
     """Run what the guides show, with a tiny model and few steps in the place of large ones."""
-    for block in [*blocks(TUTORIAL), *blocks(ROOT / "docs" / "training.md")]:
+    for block in [*blocks(FIRST_GAME), *blocks(ROOT / "docs" / "training.md")]:
         if block.title:
             block.text = block.text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model))
             save(block, tmp_path)
@@ -327,8 +232,6 @@ def test_the_code_of_the_training_guide_trains(tmp_path: Path, model: Path) -> N
             code = code.replace("nats://127.0.0.1:4222", json.loads(up.stdout)["url"])
             code = code.replace("num_steps=100, test_freq=20, save_freq=50", "num_steps=2")
             (tmp_path / script).write_text(code)
-        dry = succeed("tinkermq train anagram.yaml --dry-run", tmp_path)
-        assert "nothing was submitted" in dry
         fit = succeed("python train.py", tmp_path)
         assert fit.splitlines()[-1] == "0.0"
         publish = succeed("python publish.py", tmp_path)
@@ -336,10 +239,3 @@ def test_the_code_of_the_training_guide_trains(tmp_path: Path, model: Path) -> N
     finally:
         down = run("tinkermq down", tmp_path)
     assert down.stdout == "stopped\n"
-
-
-def succeed(line: str, folder: Path) -> str:
-    """Run a program that must succeed; return what it printed."""
-    ended = run(line, folder, timeout_s=140)
-    assert ended.returncode == 0, f"{line}\n{ended.stdout}"
-    return ended.stdout

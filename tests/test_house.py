@@ -110,8 +110,9 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 
 def shipped_files() -> list[Path]:
-    """Return what the gateway sends to browsers, or makes it of."""
+    """Return what the gateway sends to browsers, or makes it of, and what `env new` writes."""
     places = [ROOT / "actors" / "gateway" / name for name in ("static", "templates")]
+    places.append(ROOT / "clients" / "new_game")
     return [path for place in places for path in place.iterdir()]
 
 

@@ -24,10 +24,12 @@ from ...schemas.errors import ConfigError, ConflictError, NotFoundError, Tinkerm
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
-from ..generator.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
-from ..generator.engine import Engine
-from ..generator.generator import config_of_checkpoint, make_chat, start_engine
-from ..job_weights import as_sources, open_weights
+from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
+from ..generator.following import load_policies
+from ..generator.generator import config_of_checkpoint, make_chat
+from ..generator.players import Players
+from ..generator.tables import play_table
+from ..job_weights import open_weights
 from ..runtime import JobContext
 
 _POLL_S = 0.5
@@ -42,11 +44,10 @@ async def run_evaluator(context: JobContext) -> None:
     if is_job_of_its_own:
         config = config_of_checkpoint(context.record, config)
     chat = make_chat(config)
-    engine = await start_engine(config)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
-    loop = AgentLoop(engine, chat, environments, config.rollout, sampling)
-    evaluator = Evaluator(context, engine, loop, environments)
+    players = await Players.start(config, chat, environments, sampling)
+    evaluator = Evaluator(context, players, environments)
     await context.serve_control()
     try:
         if is_job_of_its_own:
@@ -54,7 +55,7 @@ async def run_evaluator(context: JobContext) -> None:
         else:
             await evaluator.run()
     finally:
-        await engine.close()
+        await players.close()
 
 
 class Played(NamedTuple):
@@ -68,12 +69,9 @@ class Played(NamedTuple):
 class Evaluator:
     """Evaluates versions of one job."""
 
-    def __init__(
-        self, context: JobContext, engine: Engine, loop: AgentLoop, environments: Environments
-    ) -> None:
+    def __init__(self, context: JobContext, players: Players, environments: Environments) -> None:
         self._context = context
-        self._engine = engine
-        self._loop = loop
+        self._players = players
         self._environments = environments
         self._store = open_weights(context)
         self._bucket = Bucket(context.broker, BUCKET_EVALS, EvalRecord)
@@ -150,15 +148,17 @@ class Evaluator:
                 await self._store.wait_newer(version - 1, timeout_s=_POLL_S)
             manifest = await self._store.manifest(version)
         tensors = await self._store.fetch(manifest)
-        await self._engine.load_weights(version, as_sources(tensors), "recompute")
+        await load_policies(self._players.engines, version, tensors, "recompute")
 
     async def _run_validation(self, version: int) -> dict[str, float]:
         return self._numbers(await self._play(version))
 
     def _numbers(self, results: Sequence["Played"]) -> dict[str, float]:
-        values = validation_numbers(
-            [one.trajectory for one in results], self._context.config.evaluation
-        )
+        config = self._context.config.evaluation
+        if self._there is not None and self._there.roles:
+            # An episode has as many conversations as roles that had a turn: each counts by itself.
+            config = config.model_copy(update={"samples": 1})
+        values = validation_numbers([one.trajectory for one in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
     async def _play(self, version: int) -> list["Played"]:
@@ -174,8 +174,9 @@ class Evaluator:
                 for task, sample in numbers
             ]
         return [
-            Played(task, sample, episode.result())
+            Played(task, sample, conversation)
             for (task, sample), episode in zip(numbers, running, strict=True)
+            for conversation in episode.result()
         ]
 
     async def _tasks(self) -> Sequence[int]:
@@ -210,18 +211,30 @@ class Evaluator:
         listed = config.evaluation.tasks is not None and not self._has_rows
         seed = task if listed else task_seed(config.seed, task)
         episode = f"{self._context.name}-{version}-{task}-{sample}-{time.time_ns():x}"
-        return EpisodePlan(episode, Start(config.evaluation.data, None if listed else task, seed))
+        kwargs = config.evaluation.reset_kwargs
+        start = Start(config.evaluation.data, None if listed else task, seed, kwargs)
+        return EpisodePlan(episode, start)
 
-    async def _episode(self, plan: EpisodePlan, free: asyncio.Semaphore) -> Trajectory | None:
-        """Run one episode, trying again; None when every try failed."""
+    async def _episode(
+        self, plan: EpisodePlan, free: asyncio.Semaphore
+    ) -> Sequence[Trajectory | None]:
+        """Run one episode, trying again; its conversation, or its roles', or None: all failed."""
         async with free:
             for attempt in range(self._context.config.rollout.max_tries):
                 try:
                     episode = f"{plan.episode}-{attempt}"
-                    return await self._loop.run(replace(plan, episode=episode))
+                    return await self._try(replace(plan, episode=episode))
                 except EpisodeFailed as failure:
                     _log.warning("episode_failed", **failure.blame.model_dump())
-        return None
+        return [None]
+
+    async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
+        """Play one episode; the version that is evaluated plays every role."""
+        assert self._there is not None
+        if not self._there.roles:
+            return [await self._players.main.run(plan)]
+        loops = self._players.of(self._there.roles)
+        return list((await play_table(self._environments, plan, loops)).values())
 
 
 def validation_numbers(
@@ -268,7 +281,7 @@ def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, 
     """Return the scores of each type of task, where there are several."""
     types: dict[str, list[Trajectory]] = {}
     for item in done:
-        types.setdefault(kind_of(item.info, item.data_source) or "other", []).append(item)
+        types.setdefault(_kind(item) or "other", []).append(item)
     if len(types) < 2:
         return {}
     values: dict[str, float] = {}
@@ -288,8 +301,13 @@ def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict
         "samples": [sample for _, sample, _ in ran],
         "rewards": [item.reward for _, _, item in ran],
         "successes": [_success(item, config) for _, _, item in ran],
-        "types": [kind_of(item.info, item.data_source) for _, _, item in ran],
+        "types": [_kind(item) for _, _, item in ran],
     }
+
+
+def _kind(item: Trajectory) -> str:
+    """Return the type of an episode's task; in a game with roles the role, unless the game says."""
+    return kind_of(item.info, item.data_source or item.role)
 
 
 def _success(item: Trajectory, config: EvaluationConfig) -> bool:

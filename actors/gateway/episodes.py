@@ -40,11 +40,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
             else "the task was given up; its error says why",
         )
     one = group.trajectories[number]
-    sampled = [index for index, item in enumerate(group.trajectories) if not item.greedy]
-    rewards = [group.trajectories[index].reward for index in sampled]
-    greedy = next((item.reward for item in group.trajectories if item.greedy), None)
-    name, values = group_advantages(estimator, rewards, greedy)
-    advantages = dict(zip(sampled, values, strict=True))
+    name, advantages = _advantages(group, estimator)
     made = one.logprobs[one.mask == 1]
     turns = _turns(one)
     return {
@@ -52,6 +48,8 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "sample": group.task.sample,
         "seed": one.seed,
         "episode": number,
+        "role": one.role,
+        "opponents": one.opponents,
         "step": step,
         "source": group.source,
         "host": one.host,
@@ -75,6 +73,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "siblings": [
             {
                 "episode": index,
+                "role": item.role,
                 "reward": item.reward,
                 "advantage": advantages.get(index),
                 "greedy": item.greedy,
@@ -82,6 +81,22 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
             for index, item in enumerate(group.trajectories)
         ],
     }
+
+
+def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
+    """Return the name of what is shown, and its value by episode: compared within each role."""
+    greedy = next((item.reward for item in group.trajectories if item.greedy), None)
+    name, found = "", dict[int, float]()
+    for role in dict.fromkeys(item.role for item in group.sampled):
+        peers = [
+            index
+            for index, item in enumerate(group.trajectories)
+            if not item.greedy and item.role == role
+        ]
+        rewards = [group.trajectories[index].reward for index in peers]
+        name, values = group_advantages(estimator, rewards, greedy)
+        found.update(zip(peers, values, strict=True))
+    return name, found
 
 
 def _messages(one: Trajectory, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:

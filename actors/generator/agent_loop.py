@@ -8,14 +8,14 @@ game, and limits bind at generation: no token is generated that is cut off after
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.errors import EngineError, RewardError, SandboxError, TinkermqError
+from ...schemas.errors import ConfigError, EngineError, RewardError, SandboxError, TinkermqError
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
@@ -32,6 +32,10 @@ class EpisodeFailed(Exception):
         self.blame = blame
         self.tokens_wasted = tokens_wasted
         self.host_gone = host_gone
+
+
+class NoTurn(Exception):
+    """The game ended before this role's first turn: there is no conversation to record."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,7 @@ class _Transcript:
             rewards=np.array(self.rewards, np.float32),
             finish=finish,
             greedy=plan.greedy,
+            role=plan.start.seat.role if plan.start.seat else "",
             seed=plan.start.seed,
             messages=self.messages,
             info=self.info,
@@ -154,7 +159,8 @@ class AgentLoop:
     async def run(self, plan: EpisodePlan) -> Trajectory:
         """Run one episode to its end.
 
-        Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory.
+        Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
+        a role whose turn never came.
         """
         transcript = _Transcript.start([], [])
         host: str | None = None
@@ -163,6 +169,8 @@ class AgentLoop:
             started = time.perf_counter()
             reset = await self._environments.reset(plan.episode, plan.start)
             host = reset.host
+            if not reset.messages:
+                _refuse_table(plan)
             boundary = "task"
             prompt = self._chat.first_prompt(reset.messages, reset.tools).tolist()
             self._check_prompt(prompt)
@@ -185,7 +193,7 @@ class AgentLoop:
                         host = None  # the game has ended: its host frees it by itself
                     return trajectory
         except TinkermqError as error:
-            raise _failure(boundary, error, transcript) from error
+            raise failure_of(boundary, error, transcript.num_generated) from error
         finally:
             self._engine.release(plan.episode)
             if host is not None:
@@ -223,7 +231,8 @@ class AgentLoop:
         """INTERACTING: the game's answer to the turn."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
-        reply = await self._environments.step(host, plan.episode, turn, text)
+        seated = plan.start.seat is not None
+        reply = await self._environments.step(host, plan.episode, turn, text, seated=seated)
         transcript.environment_s += time.perf_counter() - started
         transcript.add_reply(reply)
         return reply
@@ -272,10 +281,21 @@ class PromptTooLong(TinkermqError, ValueError):
     code = "prompt_too_long"
 
 
-def _failure(boundary: Boundary, error: TinkermqError, transcript: _Transcript) -> EpisodeFailed:
+def failure_of(boundary: Boundary, error: TinkermqError, num_generated: int = 0) -> EpisodeFailed:
+    """Blame a boundary, or the one that the error names, for what cost `num_generated` tokens."""
     if isinstance(error, SandboxError):
         boundary = "sandbox"
     elif isinstance(error, RewardError):
         boundary = "reward"
     blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
-    return EpisodeFailed(blame, transcript.num_generated, host_gone=isinstance(error, HostGone))
+    return EpisodeFailed(blame, num_generated, host_gone=isinstance(error, HostGone))
+
+
+def _refuse_table(plan: EpisodePlan) -> NoReturn:
+    """There is no first prompt: the role's turn never came, or the episode is no seat at all."""
+    if plan.start.seat is not None:
+        raise NoTurn(plan.start.seat.role)
+    raise ConfigError(
+        "the game has several roles, and this command plays games for one",
+        hint="train it, or evaluate it with `tinkermq eval`",
+    )

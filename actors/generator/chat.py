@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from jinja2 import TemplateError
 
+from ...schemas.config import ModelConfig
 from ...schemas.errors import DataError, ModelError
+from ..model_folder import (
+    check_tokenizer,
+    load_model_config,
+    load_stop_token_ids,
+    load_tokenizer,
+)
 from .engine import IntVector
 
 if TYPE_CHECKING:
@@ -279,6 +286,17 @@ class ChatTokenizer:
                 self._known.clear()
             self._known[key] = known
         return known
+
+
+def open_chat(model: ModelConfig) -> ChatTokenizer:
+    """Load a model's tokenizer and chat template.
+
+    Raises ModelError for a tokenizer that is missing or does not match the model.
+    """
+    trust = model.trust_remote_code
+    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
+    check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
+    return ChatTokenizer(tokenizer, model.template_kwargs, load_stop_token_ids(model.path))
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

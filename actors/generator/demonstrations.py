@@ -19,8 +19,7 @@ from ...schemas.errors import DataError, ModelError
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, Task
 from ..runtime import JobContext, settle_memory
-from .chat import ChatTokenizer
-from .generator import load_chat
+from .chat import ChatTokenizer, open_chat
 from .groups import GroupFailed, append_given_up
 
 _PULL_TIMEOUT_S = 2.0
@@ -30,7 +29,7 @@ _AT_ONCE = 64
 async def run_demonstrations(context: JobContext) -> None:
     """Append the rows that the learner asks for, until told to stop."""
     config = context.config
-    chat = await asyncio.to_thread(load_chat, config)
+    chat = await asyncio.to_thread(open_chat, config.model)
     data = await asyncio.to_thread(ChatData, config.sft.data)
     await context.serve_control()
     demonstrations = Demonstrations(context, data, chat)

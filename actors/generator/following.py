@@ -1,10 +1,11 @@
 """Following the learner's weights: fetch what is newest, swap it in, tell who waits for it."""
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
-from ...broker.weights import WeightStore
+from ...broker.weights import TensorBytes, WeightStore
 from ...schemas.errors import NotFoundError
 from ..job_weights import as_sources
 from .engine import Engine, KvOnSwap
@@ -13,12 +14,21 @@ _POLL_S = 30.0
 _log = structlog.get_logger()
 
 
-class WeightFollower:
-    """Keeps an engine at the newest published version."""
+async def load_policies(
+    engines: Mapping[str, Engine], version: int, tensors: Mapping[str, TensorBytes], kv: KvOnSwap
+) -> None:
+    """Make a fetched version the weights of engines, each by its policy."""
+    for policy, engine in engines.items():
+        await engine.load_weights(version, as_sources(tensors, policy), kv)
 
-    def __init__(self, store: WeightStore, engine: Engine, kv: KvOnSwap) -> None:
+
+class WeightFollower:
+    """Keeps engines at the newest published version."""
+
+    def __init__(self, store: WeightStore, engines: Mapping[str, Engine], kv: KvOnSwap) -> None:
+        """`engines` by policy."""
         self._store = store
-        self._engine = engine
+        self._engines = engines
         self._kv: KvOnSwap = kv
         self._changed = asyncio.Condition()
         self.version = -1
@@ -35,7 +45,7 @@ class WeightFollower:
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 continue  # removed under us: a newer one is out
-            await self._engine.load_weights(manifest.version, as_sources(tensors), self._kv)
+            await load_policies(self._engines, manifest.version, tensors, self._kv)
             async with self._changed:
                 self.version = manifest.version
                 self._changed.notify_all()

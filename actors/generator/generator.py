@@ -8,9 +8,12 @@ time, and hands the rest back.
 
 import asyncio
 import contextlib
+import random
 import secrets
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -22,47 +25,20 @@ from ...schemas.job import JobRecord
 from ...schemas.lora import LoraConfig
 from ..job_weights import open_weights
 from ..lora import config_of, is_adapter
-from ..model_folder import (
-    check_tokenizer,
-    load_model_config,
-    load_stop_token_ids,
-    load_tokenizer,
-)
+from ..policies import MAIN, policy_folder
 from ..runtime import JobContext, settle_memory
-from .agent_loop import AgentLoop, EpisodeSampling
-from .chat import ChatTokenizer
+from .agent_loop import EpisodeSampling
+from .chat import ChatTokenizer, open_chat
 from .engine import Engine, EngineStats
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner, append_given_up
-from .transformers_engine import TransformersEngine
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from .past import PastFollower
+from .players import Players
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
 _STATS_S = 1.0
 _log = structlog.get_logger()
-
-
-async def start_engine(
-    config: JobConfig, version: int = 0, base: "PreTrainedModel | None" = None
-) -> Engine:
-    """Start the engine that the configuration asks for; its weights are those of `version`.
-
-    `base` is a model in memory whose weights the adapter of the configuration is put beside.
-    """
-    return await TransformersEngine.start(
-        config.model.path,
-        max_slots=config.generator.max_requests,
-        max_context=config.generator.max_context or config.rollout.max_tokens,
-        dtype=config.generator.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        lora=config.lora,
-        base=base,
-        version=version,
-        max_waiting=4 * config.generator.max_episodes,
-    )
 
 
 def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
@@ -80,7 +56,10 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
 
 def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
     """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
-    return config_of_folder(config, record.fork_dir) if record.fork_dir else config
+    if not record.fork_dir:
+        return config
+    own = {role: str(policy_folder(Path(record.fork_dir), role)) for role in config.policies}
+    return config_of_folder(config, record.fork_dir).model_copy(update={"policies": own})
 
 
 def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
@@ -91,37 +70,36 @@ def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
 
 def make_chat(config: JobConfig) -> ChatTokenizer:
     """Load the tokenizer and prove that its chat template only appends."""
-    chat = load_chat(config)
+    chat = open_chat(config.model)
     chat.check_template(multi_turn=config.rollout.max_turns > 1)
     return chat
-
-
-def load_chat(config: JobConfig) -> ChatTokenizer:
-    """Load the tokenizer, which must belong to the model."""
-    model = config.model
-    trust = model.trust_remote_code
-    tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
-    check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
-    return ChatTokenizer(
-        tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
-    )
 
 
 async def run_generator(context: JobContext) -> None:
     """Run a generator until it is told to stop."""
     config = context.config
     chat = make_chat(config)
-    engine = await start_engine(config)
     store = open_weights(context)
-    follower = WeightFollower(store, engine, config.generator.kv_on_swap)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
-    loop = AgentLoop(engine, chat, environments, config.rollout, EpisodeSampling.of(config.rollout))
-    generator = Generator(context, engine, follower, GroupRunner(loop, config, context.name))
+    sampling = EpisodeSampling.of(config.rollout)
+    players = await Players.start(config, chat, environments, sampling)
+    follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
+    background: list[Coroutine[Any, Any, None]] = [follower.run()]
+    past: Players | None = None
+    if config.self_play.past_share > 0:
+        past = await Players.start(config, chat, environments, sampling)
+        rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
+        drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
+        background.append(drawing.run())
+    runner = GroupRunner(players, environments, config, context.name, past)
+    generator = Generator(context, players.engines[MAIN], follower, runner, background)
     await context.serve_control()
     try:
         await generator.run()
     finally:
-        await engine.close()
+        await players.close()
+        if past is not None:
+            await past.close()
 
 
 class Generator:
@@ -133,7 +111,10 @@ class Generator:
         engine: Engine,
         follower: WeightFollower,
         runner: GroupRunner,
+        background: Sequence[Coroutine[Any, Any, None]],
     ) -> None:
+        """`background` is what runs beside the episodes: following the weights."""
+        self._background = background
         self._context = context
         self._engine = engine
         self._follower = follower
@@ -157,7 +138,7 @@ class Generator:
         context = self._context
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self._follower.run(), name="weight follower"),
+                *(background.create_task(each) for each in self._background),
                 background.create_task(self._tell(), name="statistics"),
             ]
             with context.waiting("the learner's first weights"):

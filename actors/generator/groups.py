@@ -2,20 +2,30 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import structlog
 
 from ...broker.feed import publish_dead
 from ...broker.rollouts import RolloutLog
-from ...envs.remote import Start
+from ...envs.remote import Environments, Start
 from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, DeadLetter, Task
 from ..runtime import JobContext
-from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan
+from ..self_play import learning_roles
+from .agent_loop import EpisodeFailed, EpisodePlan
+from .players import Players
+from .tables import play_table
 
 _FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
+_NO_TURN = Blame(
+    boundary="task",
+    code="no_turn",
+    message="no role that learns had a turn in any episode of the task",
+    hint="let the game go on until every role has had a turn",
+)
 _log = structlog.get_logger()
 
 
@@ -40,10 +50,21 @@ class _Cost:
 class GroupRunner:
     """Runs the episodes of tasks for one generator."""
 
-    def __init__(self, loop: AgentLoop, config: JobConfig, source: str) -> None:
-        self._loop = loop
+    def __init__(
+        self,
+        players: Players,
+        environments: Environments,
+        config: JobConfig,
+        source: str,
+        past: Players | None = None,
+    ) -> None:
+        """`past` plays earlier versions, where the configuration asks for them."""
+        self._players = players
+        self._past = past
+        self._environments = environments
         self._config = config
         self._source = source
+        self._roles: list[str] | None = None
 
     async def run(self, task: Task, attempt: str) -> Group:
         """Roll a task out `group_size` times (and once greedily, where asked for).
@@ -52,23 +73,32 @@ class GroupRunner:
         GroupFailed when an episode failed as often as `rollout.max_tries` allows, EngineError when
         the engine has ended: that is nobody's try.
         """
+        if self._roles is None:
+            self._roles = (await self._environments.describe()).roles
         started = time.time()
         cost = _Cost()
+        misfit = _misfit(self._config, self._roles)
+        if misfit is not None:
+            raise self._given_up(task, misfit, cost, started)
         plans = self._plans(task, attempt)
+        learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._episode(plan, cost), name=plan.episode)
+                    tasks.create_task(self._episode(plan, learning, cost), name=plan.episode)
                     for plan in plans
                 ]
         except BaseExceptionGroup as raised:
             failed, rest = raised.split(EpisodeFailed)
             if failed is None or rest is not None:
                 raise
-            raise self._given_up(task, failed, cost, started) from raised
+            raise self._given_up(task, _first(failed).blame, cost, started) from raised
+        trajectories = [item for episode in running for item in episode.result()]
+        if not trajectories:
+            raise self._given_up(task, _NO_TURN, cost, started)
         return Group(
             task=task,
-            trajectories=[item.result() for item in running],
+            trajectories=trajectories,
             source=self._source,
             kv_on_swap=self._config.generator.kv_on_swap,
             started=started,
@@ -88,7 +118,9 @@ class GroupRunner:
             for number in range(task.group_size + int(task.greedy_baseline))
         ]
 
-    async def _episode(self, plan: EpisodePlan, cost: _Cost) -> Trajectory:
+    async def _episode(
+        self, plan: EpisodePlan, learning: Sequence[str], cost: _Cost
+    ) -> list[Trajectory]:
         """Try one episode until it succeeds; a host that vanished does not count as a try."""
         blames: list[Blame] = []
         tries = 0
@@ -96,9 +128,11 @@ class GroupRunner:
             tries += 1
             episode = f"{plan.episode}-{tries}"
             try:
-                trajectory = await self._loop.run(replace(plan, episode=episode))
+                found = await self._play(replace(plan, episode=episode), learning)
             except EpisodeFailed as failure:
-                self._loop.check_engine()
+                self._players.check_engines()
+                if self._past is not None:
+                    self._past.check_engines()
                 cost.tokens += failure.tokens_wasted
                 cost.attempts += 1
                 _log.warning("episode_failed", episode=episode, **failure.blame.model_dump())
@@ -109,29 +143,39 @@ class GroupRunner:
                     raise
                 continue
             if not blames:
-                return trajectory
-            return trajectory.model_copy(update={"num_tries": tries, "failures": blames})
+                return found
+            told = {"num_tries": tries, "failures": blames}
+            return [trajectory.model_copy(update=told) for trajectory in found]
+
+    async def _play(self, plan: EpisodePlan, learning: Sequence[str]) -> list[Trajectory]:
+        """Play one episode; one conversation for each role that learns and had a turn."""
+        if not self._roles:
+            return [await self._players.main.run(plan)]
+        loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
+        found = await play_table(self._environments, plan, loops)
+        opponents = {role: item.min_version for role, item in found.items() if role not in learning}
+        return [
+            item.model_copy(update={"opponents": opponents})
+            for role, item in found.items()
+            if role in learning
+        ]
 
     def _given_up(
         self,
         task: Task,
-        failed: BaseExceptionGroup[EpisodeFailed],
+        blame: Blame,
         cost: _Cost,
         started: float,
     ) -> GroupFailed:
-        first = failed.exceptions[0]
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        assert isinstance(first, EpisodeFailed)
         group = Group(
             task=task,
-            error=first.blame,
+            error=blame,
             source=self._source,
             started=started,
             finished=time.time(),
             tokens_wasted=cost.tokens,
         )
-        return GroupFailed(group, first.blame, cost.attempts)
+        return GroupFailed(group, blame, cost.attempts)
 
 
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
@@ -155,3 +199,34 @@ async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFa
         boundary=blame.boundary,
     )
     return await log.append(failure.group)
+
+
+def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
+    """Say which key of the configuration the roles of the game, known to its host, do not bear."""
+    if roles and config.algorithm.advantage == "remax":
+        return _wrong_key(
+            "algorithm.advantage=remax has no baseline in a game with roles",
+            "choose another advantage, such as grpo or rloo",
+        )
+    if not roles and config.self_play.past_share > 0:
+        return _wrong_key(
+            "self_play.past_share has no effect: the game has no roles",
+            "leave it out, or name the game's roles",
+        )
+    unknown = sorted(set(config.policies) - set(roles))
+    if unknown:
+        known = f"its roles are {', '.join(roles)}" if roles else "it has no roles"
+        return _wrong_key(f"policies.{unknown[0]} is no role of the game", known)
+    return None
+
+
+def _wrong_key(message: str, hint: str) -> Blame:
+    return Blame(boundary="task", code="config", message=message, hint=hint)
+
+
+def _first(failed: BaseExceptionGroup[EpisodeFailed]) -> EpisodeFailed:
+    first = failed.exceptions[0]
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, EpisodeFailed)
+    return first

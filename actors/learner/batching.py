@@ -40,7 +40,7 @@ class Candidate:
     max_token_version: int = 0
     """Newest version that produced one of its tokens."""
     rewards: tuple[float, ...] = ()
-    """Return of each episode."""
+    """Return of each episode; none where all are equal, compared within each role."""
     unusable: Literal["failed", "malformed"] | None = None
     """The task was given up, or the entry cannot be read."""
 

@@ -1,8 +1,9 @@
 """Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
-state, `state.json`, and the critic where there is one. A checkpoint is written to a hidden folder
-and renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved
+state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
+with a policy of their own. A checkpoint is written to a hidden folder and renamed; `latest` is a
+link to the newest. Master weights are float32, and so are the saved
 ones.
 """
 
@@ -67,17 +68,10 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_every = keep_every
 
-    def save(
-        self,
-        model: nn.Module,
-        tokenizer: Any,
-        optimizer: torch.optim.Optimizer,
-        state: LearnerState,
-        save_more: Callable[[Path], None] | None = None,
-    ) -> Path:
+    def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
         """Write a checkpoint and return its folder; on an error nothing earlier is lost.
 
-        `save_more` writes whatever else belongs to it into the folder.
+        `write` makes the folder that it is given and writes all but the state into it.
 
         Raises StorageError with path and free space when it cannot be written.
         """
@@ -85,12 +79,7 @@ class CheckpointStore:
         temporary = self.folder / f".{final.name}.{os.getpid()}"
         try:
             self._remove_leftovers()
-            (temporary / "learner").mkdir(parents=True)
-            cast(Any, model).save_pretrained(temporary)
-            tokenizer.save_pretrained(temporary)
-            torch.save(optimizer.state_dict(), temporary / _OPTIMIZER)
-            if save_more is not None:
-                save_more(temporary)
+            write(temporary)
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             _flush(temporary)
             self._put_in_place(temporary, final)
@@ -162,6 +151,16 @@ def load_state(folder: Path) -> LearnerState:
             hint="name a folder such as outputs/<run>/checkpoints/step_000040",
         )
     return LearnerState.model_validate(json.loads(file.read_text()))
+
+
+def save_policy(
+    folder: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.Optimizer
+) -> None:
+    """Write a model folder with the state of its optimiser beside it."""
+    (folder / "learner").mkdir(parents=True)
+    cast(Any, model).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
 def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:

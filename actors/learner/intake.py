@@ -182,7 +182,7 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
         number=raw.number,
         min_token_version=group.min_version,
         max_token_version=max(int(item.versions[item.mask == 1].max()) for item in episodes),
-        rewards=tuple(item.reward for item in episodes),
+        rewards=() if group.has_equal_rewards else tuple(item.reward for item in episodes),
     )
 
 

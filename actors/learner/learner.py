@@ -26,6 +26,7 @@ from ...schemas.errors import MessageError, StorageError
 from ...schemas.rollout import Group
 from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
+from ..self_play import pool
 from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
@@ -36,11 +37,10 @@ from .failures import Failures
 from .intake import Entry, Intake, batch_digest
 from .issuing import Issuer
 from .ledger import Ledger
+from .policies import Policies
 from .publishing import Publisher
 from .reporting import Reporter
 from .saving import Saver
-from .step import Trainer
-from .training_batch import assemble
 
 T = TypeVar("T")
 _RECOVERY_S = 300.0
@@ -55,7 +55,7 @@ class Learner:
     def __init__(
         self,
         context: JobContext,
-        trainer: Trainer,
+        policies: Policies,
         tokenizer: Any,
         state: LearnerState,
         order: TaskOrder,
@@ -69,7 +69,7 @@ class Learner:
         self.context = context
         self.config = config
         self.state = state
-        self.total_steps = trainer.total_steps
+        self.total_steps = policies.total_steps
         self.ledger = Ledger(state)
         self.intake = Intake(
             RolloutLog(broker, scope),
@@ -88,10 +88,10 @@ class Learner:
             self.total_steps,
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
-        self.publisher = Publisher(context, trainer.model)
+        self.publisher = Publisher(context, policies.models)
         self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
         self._order = order
-        self._trainer = trainer
+        self._policies = policies
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
         self._dropped: list[Dropped] = []
@@ -100,7 +100,7 @@ class Learner:
         self._saver = Saver(
             context,
             checkpoints,
-            trainer,
+            policies,
             tokenizer,
             state,
             self.ledger,
@@ -228,7 +228,7 @@ class Learner:
         started = time.perf_counter()
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
-        report = await self._in_torch(lambda: self._trainer.step(assemble(groups), step))
+        report = await self._in_torch(lambda: self._policies.step(groups, step))
         self._trained(entries, groups)
         self.intake.max_version = step
         await self._publish()
@@ -286,7 +286,8 @@ class Learner:
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
-            await self.publisher.publish(step, self._in_torch, keep=self.evaluations.open_versions)
+            needed = self.evaluations.open_versions.union(pool(self.config.self_play, step))
+            await self.publisher.publish(step, self._in_torch, keep=needed)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Set
+from collections.abc import Awaitable, Callable, Mapping, Set
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from ...broker.weights import TensorBytes
 from ..job_weights import open_weights
 from ..lora import has_adapter, policy_tensors
+from ..policies import MAIN, prefix_of
 from ..runtime import JobContext
 
 _KEEP_NEWEST = 2
@@ -18,13 +19,14 @@ InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
 class Publisher:
-    """Publishes the versions of one model."""
+    """Publishes the versions of a job's policies."""
 
-    def __init__(self, context: JobContext, model: nn.Module) -> None:
+    def __init__(self, context: JobContext, models: Mapping[str, nn.Module]) -> None:
+        """`models` by policy."""
         config = context.config
         self._store = open_weights(context)
-        self._model = model
-        self._kind: Literal["full", "lora"] = "lora" if has_adapter(model) else "full"
+        self._models = models
+        self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
@@ -38,7 +40,7 @@ class Publisher:
         latest = await self._store.latest()
         if latest is not None and latest.version >= version:
             return
-        tensors = await in_torch(lambda: snapshot(self._model, self._dtype))
+        tensors = await in_torch(lambda: snapshot(self._models, self._dtype))
         self._pinned &= set(keep)
         self._sending = asyncio.create_task(
             self._send(version, tensors, set(keep)), name=f"weights {version}"
@@ -68,11 +70,16 @@ class Publisher:
 
 
 @torch.no_grad()
-def snapshot(model: nn.Module, dtype: torch.dtype) -> dict[str, TensorBytes]:
-    """Copy what changes from version to version, once for tied tensors."""
+def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, of each policy, once for tied tensors."""
     seen: set[int] = set()
     tensors: dict[str, TensorBytes] = {}
-    for name, tensor in policy_tensors(model).items():
+    states = (
+        (f"{prefix_of(policy)}{name}", tensor)
+        for policy, model in models.items()
+        for name, tensor in policy_tensors(model).items()
+    )
+    for name, tensor in states:
         if tensor.data_ptr() in seen:
             continue
         seen.add(tensor.data_ptr())

@@ -8,9 +8,8 @@ with the run's newest checkpoint. Nothing of the run is changed.
 import argparse
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,13 +26,12 @@ from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
 from ..lora import policy_tensors
+from ..policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_state
 from .critic import saved_critic
-from .model import load_model
+from .policies import Policies, load_models
 from .start import starting_point
-from .step import Trainer
-from .training_batch import assemble
 
 
 @dataclass(frozen=True)
@@ -73,20 +71,19 @@ async def replay(
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
     folder, state = starting_point(nothing, record.fork_dir)
-    load = partial(load_model, config.model, config.learner, lora=config.lora, seed=config.seed)
-    model = load(folder)
+    models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
-    trainer = Trainer(model, config, total_steps=load_state(newest).total_steps)
-    if folder is not None:
-        trainer.restore(folder)
+    total_steps = load_state(newest).total_steps
+    policies = Policies(config, models, total_steps=total_steps, folder=folder)
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     for item in todo:
-        batch = assemble(await _groups(log, item))
-        await asyncio.to_thread(trainer.step, batch, item.step)
+        groups = await _groups(log, item)
+        await asyncio.to_thread(policies.step, groups, item.step)
         if progress is not None:
             progress(item.step, last_step)
-    return ReplayResult(len(todo), _differing(trainer, load(newest), newest), newest)
+    saved = load_models(config, newest)
+    return ReplayResult(len(todo), _differing(policies, saved, newest), newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -102,19 +99,27 @@ async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
     return groups
 
 
-def _differing(trainer: Trainer, policy: torch.nn.Module, checkpoint: Path) -> list[str]:
-    """Name the tensors of policy and critic that are not the checkpoint's to the bit.
+def _differing(
+    policies: Policies, saved: Mapping[str, torch.nn.Module], checkpoint: Path
+) -> list[str]:
+    """Name the tensors of policies and critics that are not the checkpoint's to the bit.
 
-    `policy` is the checkpoint's, with its adapter where it has one.
+    `saved` are the policies of the checkpoint, with their adapters where they have some.
     """
-    saved, made = policy_tensors(policy), policy_tensors(trainer.model)
-    if trainer.critic is not None:
-        saved |= {f"critic.{name}": value for name, value in saved_critic(checkpoint).items()}
-        critic = trainer.critic.model.state_dict()
-        made |= {f"critic.{name}": value for name, value in critic.items()}
-    return [
-        name for name, tensor in made.items() if not torch.equal(_bits(tensor), _bits(saved[name]))
-    ]
+    differing: list[str] = []
+    for policy, trainer in policies.trainers.items():
+        kept, made = policy_tensors(saved[policy]), policy_tensors(trainer.model)
+        if trainer.critic is not None:
+            critics = saved_critic(policy_folder(checkpoint, policy))
+            kept |= {f"critic.{name}": value for name, value in critics.items()}
+            critic = trainer.critic.model.state_dict()
+            made |= {f"critic.{name}": value for name, value in critic.items()}
+        differing += [
+            f"{prefix_of(policy)}{name}"
+            for name, tensor in made.items()
+            if not torch.equal(_bits(tensor), _bits(kept[name]))
+        ]
+    return differing
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

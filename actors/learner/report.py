@@ -8,15 +8,19 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from ...schemas.rollout import Group
+from ...envs.evaluation import is_success
+from ...schemas.rollout import Group, Trajectory
 
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
 
 
 def group_numbers(
-    groups: Sequence[Group], version: int, max_response_tokens: int
+    groups: Sequence[Group], version: int, max_response_tokens: int, success_reward: float
 ) -> dict[str, float]:
-    """Describe the groups that a step trains; `version` is the policy's before the step."""
+    """Describe the groups that a step trains; `version` is the policy's before the step.
+
+    An episode whose return is above `success_reward` is solved, unless its game says so itself.
+    """
     episodes = [item for group in groups for item in group.sampled]
     rewards = np.array([item.reward for item in episodes])
     prompts = np.array([int(np.argmax(item.mask)) for item in episodes])
@@ -25,7 +29,7 @@ def group_numbers(
     turns = np.array([len(item.turn_ends) for item in episodes])
     lags = version - np.concatenate([item.versions[item.mask == 1] for item in episodes])
     group_lags = np.array([version - group.min_version for group in groups])
-    equal = [len({item.reward for item in group.sampled}) == 1 for group in groups]
+    equal = [group.has_equal_rewards for group in groups]
     return {
         "training_step_reward": float(rewards.mean()),
         **_spread("critic/score", rewards),
@@ -45,6 +49,10 @@ def group_numbers(
         **_histogram(lags),
         **_finishes(Counter(item.finish for item in episodes), len(episodes)),
         **_game_numbers(groups),
+        "game/success_rate": float(
+            np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
+        ),
+        **_role_numbers(episodes),
     }
 
 
@@ -94,6 +102,30 @@ def _game_numbers(groups: Sequence[Group]) -> dict[str, float]:
                 if isinstance(value, bool | int | float):
                     found.setdefault(f"game/{key}", []).append(float(value))
     return {key: float(np.mean(values)) for key, values in found.items()}
+
+
+def _role_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Describe each role of a game for several."""
+    roles: dict[str, list[float]] = {}
+    for item in episodes:
+        if item.role:
+            roles.setdefault(item.role, []).append(item.reward)
+    told = {f"role/{role}/reward": float(np.mean(found)) for role, found in sorted(roles.items())}
+    return told | _opponent_numbers(episodes)
+
+
+def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Tell the returns against each earlier version; one above 0 is a win."""
+    against: dict[str, list[float]] = {}
+    for item in episodes:
+        for version in set(item.opponents.values()):
+            against.setdefault(f"v{version}", []).append(item.reward)
+    numbers: dict[str, float] = {}
+    for version, found in sorted(against.items()):
+        numbers[f"opponent/{version}/reward"] = float(np.mean(found))
+        numbers[f"opponent/{version}/win_rate"] = float(np.mean(np.array(found) > 0))
+        numbers[f"opponent/{version}/episodes"] = float(len(found))
+    return numbers
 
 
 class Waste(BaseModel):

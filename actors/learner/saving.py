@@ -13,8 +13,8 @@ from .checkpoint import CheckpointStore, LearnerState
 from .data_order import TaskOrder
 from .intake import Intake
 from .ledger import Ledger
+from .policies import Policies
 from .reporting import Reporter
-from .step import Trainer
 
 _FINAL_TRIES = 12
 _FINAL_PAUSE_S = 5.0
@@ -28,7 +28,7 @@ class Saver:
         self,
         context: JobContext,
         checkpoints: CheckpointStore,
-        trainer: Trainer,
+        policies: Policies,
         tokenizer: Any,
         state: LearnerState,
         ledger: Ledger,
@@ -39,7 +39,7 @@ class Saver:
     ) -> None:
         self._context = context
         self._checkpoints = checkpoints
-        self._trainer = trainer
+        self._policies = policies
         self._tokenizer = tokenizer
         self._state = state
         self._ledger = ledger
@@ -53,7 +53,7 @@ class Saver:
     def is_due(self) -> bool:
         """Whether a checkpoint is due after this step, or the log must be trimmed."""
         training, step = self._context.config.training, self._state.step
-        if step == self._trainer.total_steps:
+        if step == self._policies.total_steps:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._trim_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
@@ -70,11 +70,8 @@ class Saver:
         self._order.write_to(state)
         write = functools.partial(
             self._checkpoints.save,
-            self._trainer.model,
-            self._tokenizer,
-            self._trainer.optimizer,
             state,
-            None if self._trainer.critic is None else self._trainer.critic.save,
+            lambda folder: self._policies.save(folder, self._tokenizer),
         )
         started = time.perf_counter()
         try:

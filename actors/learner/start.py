@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 
@@ -13,15 +12,15 @@ from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
+from ..policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .checkpoint import CheckpointStore, LearnerState, load_state
 from .curriculum import Curriculum, CurriculumConfig
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
-from .model import load_model
+from .policies import Policies, load_models, vocab_size
 from .reporting import Reporter, last_reported_step
-from .step import Trainer
 
 
 async def run_learner(context: JobContext) -> int:
@@ -45,14 +44,10 @@ async def make_learner(context: JobContext) -> Learner:
     folder, state = starting_point(checkpoints, context.record.fork_dir)
     if folder is not None:
         refuse_other_kind(folder, config.lora)
-    loading = asyncio.to_thread(
-        load_model, config.model, config.learner, folder, lora=config.lora, seed=config.seed
-    )
-    num_rows, model = await asyncio.gather(_num_rows(context), loading)
+    loading = asyncio.to_thread(load_models, config, folder)
+    num_rows, models = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
-    trainer = await asyncio.to_thread(Trainer, model, config, total_steps=steps)
-    if folder is not None:
-        await asyncio.to_thread(trainer.restore, folder)
+    policies = await asyncio.to_thread(Policies, config, models, total_steps=steps, folder=folder)
     tokenizer = load_tokenizer(
         str(folder or config.model.tokenizer or config.model.path),
         trust_remote_code=config.model.trust_remote_code,
@@ -69,13 +64,13 @@ async def make_learner(context: JobContext) -> Learner:
         tracker.log_config(config.model_dump(mode="json"))
     return Learner(
         context,
-        trainer,
+        policies,
         tokenizer,
         state,
         task_order(config, num_rows, state),
         checkpoints,
         reporter,
-        vocab_size=int(cast(Any, model.config).get_text_config().vocab_size),
+        vocab_size=vocab_size(models[MAIN]),
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...schemas.config import JobConfig
 from ..lora import has_adapter, initial_adapter, other_adapter, set_dropout
 from .aggregation import Denominators
-from .checkpoint import load_optimizer
+from .checkpoint import load_optimizer, save_policy
 from .corrections import mismatch_statistics
 from .credit import assign_credit
 from .critic import Critic, spread
@@ -106,6 +106,12 @@ class Trainer:
         if config.algorithm.advantage == "gae":
             start = load_model(config.model, learner, config.critic.path or config.model.path)
             self.critic = Critic(cast(Any, start).to(self._scorer.device), config)
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write model, tokenizer, optimiser and critic into a folder, and make it."""
+        save_policy(folder, self.model, tokenizer, self.optimizer)
+        if self.critic is not None:
+            self.critic.save(folder)
 
     def restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint, and the critic where it has one."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...schemas.rollout import Group
+from ...schemas.rollout import Group, Trajectory
 from .packing import TokenSequence
 
 
@@ -38,7 +38,7 @@ class TrainingBatch:
     rewards_S: Tensor
     """float32: return of each episode."""
     group_S: Tensor
-    """int64: the task group of each sequence."""
+    """int64: the sequences that are compared: those of one task, and of one role in it."""
     lengths_S: Tensor
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
@@ -90,11 +90,18 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
         versions_N=_tensor(np.concatenate([item.versions for item in trajectories])[at_N]).long(),
         rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
-        group_S=_tensor(np.repeat(np.arange(len(groups)), [len(group) for group in members])),
+        group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=torch.tensor([item.finish == "length" for item in trajectories]),
         baseline_S=_baselines(groups),
     )
+
+
+def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
+    """Number the sets of trajectories that share task and role, in order."""
+    numbers: dict[tuple[int, str], int] = {}
+    keys = [(group, item.role) for group, found in enumerate(members) for item in found]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def _tensor(array: NDArray[Any]) -> Tensor:

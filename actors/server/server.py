@@ -34,11 +34,12 @@ from ..generator.generator import (
     config_of_checkpoint,
     config_of_folder,
     make_chat,
-    start_engine,
     tell_engine,
 )
+from ..generator.players import start_engine
 from ..lora import base_of, config_of, is_adapter
 from ..model_folder import load_causal_lm
+from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player
@@ -182,7 +183,7 @@ class Server:
     def _follower(self, job: str) -> WeightFollower:
         context = self._context
         store = WeightStore(context.broker, JobScope(context.scope.user, job))
-        return WeightFollower(store, self._engine, context.config.generator.kv_on_swap)
+        return WeightFollower(store, {MAIN: self._engine}, context.config.generator.kv_on_swap)
 
     async def _chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
         return await self._of(request.adapter).chat(request, tell)

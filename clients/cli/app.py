@@ -82,6 +82,9 @@ _GROUPS: dict[str, list[_Command]] = {
         ),
         _Command("env list", "envs:list_games", "List the games."),
         _Command("env check", "envs:check", "Prove that a game is sound, without a model."),
+        _Command("env new", "new_game:new", "Make a package with a game of your own."),
+        _Command("env play", "play:play", "Play a game yourself: you are the policy."),
+        _Command("env eval", "env_eval:evaluate", "Play a game with a model and tell how it did."),
         _Command("env serve", "envs:serve", "Host a run's game in this process."),
     ],
 }
@@ -89,7 +92,7 @@ _FAMILIES = {
     "config": ("Writing one", "Look at the configuration of a job."),
     "data": ("Writing one", "Prepare data."),
     "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
-    "env": ("Writing one", "List, check and serve games."),
+    "env": ("Writing one", "Make, check, play, evaluate and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),
 }
 

@@ -3,19 +3,17 @@
 import asyncio
 import os
 import signal
-import tempfile
-from pathlib import Path
 
 from ...broker.login import KEY_VARIABLE
 from ...broker.systemd import told_to_systemd
 from ...envs.check import check_game
-from ...envs.registry import companion, load_game
 from ...envs.registry import list_games as registered_games
 from ...schemas.config import EnvConfig
-from ...schemas.errors import BrokerError, ConfigError, DeadlineError, GameError, StateError
+from ...schemas.errors import BrokerError, DeadlineError, StateError
 from ...schemas.job import FINAL_STATES
-from ...schemas.load_config import load_config
 from ..pool import Pool
+from .check_model import check_with_model, model_to_check
+from .chosen_game import choosing_game
 from .output import literal, note, print_json, print_table, say
 from .session import with_pool
 
@@ -45,20 +43,27 @@ def list_games(*, json: bool = False) -> int:
 def check(
     game: str,
     /,
-    *,
+    *arguments: str,
+    model: str | None = None,
     train_data: list[str] | None = None,
     val_data: list[str] | None = None,
     json: bool = False,
 ) -> int:
-    """Prove that a game is sound, without a model.
+    """Prove that a game is sound, without generating anything.
 
-    It imports, resets and steps, returns the right types, a seed reproduces an episode, and gold
-    answers score full marks.
+    It imports, resets and steps in time, returns the right types, a seed reproduces an episode,
+    the global random generators are left alone, gold answers score full marks; with a model, its
+    chat template only appends, and prompts and gold answers fit the limits in tokens.
 
     Parameters
     ----------
     game
-        Registered name, `package.module:Class`, or a YAML file with an `env` section.
+        Registered name, `package.module:Class`, or the YAML file of a run.
+    arguments
+        `key=value`: of the game's constructor, or of the YAML file.
+    model
+        Folder (or hub name) of a model whose tokenizer is asked; default: that of the YAML file,
+        if it is a folder here.
     train_data
         Parquet or JSONL files of a dataset game; default: what its `make_data` makes.
     val_data
@@ -66,10 +71,13 @@ def check(
     json
         Print JSON.
     """
-    config, seed = _env_config(game, train_data or [], val_data or [])
-    with tempfile.TemporaryDirectory(prefix="tinkermq-check-") as folder:
-        results = check_game(_with_data(config, folder), seed=seed)
-    passed = all(result.ok for result in results)
+    with choosing_game(game, arguments, train_data or [], val_data or []) as chosen:
+        asked, why_not = model_to_check(chosen, model)
+        results = check_game(chosen.env, seed=chosen.seed)
+        passed = all(result.ok for result in results)
+        if asked is not None and passed:
+            results += check_with_model(chosen, asked)
+            passed = all(result.ok for result in results)
     if json:
         print_json({"ok": passed, "checks": [vars(result) for result in results]})
         return 0 if passed else FAILED
@@ -78,28 +86,9 @@ def check(
         say(f"{mark} {result.name}  {literal(result.detail)}")
         if result.hint and not result.ok:
             say(f"       {literal(result.hint)}")
+    if why_not:
+        note(f"chat template and lengths in tokens were not checked: {why_not}")
     return 0 if passed else FAILED
-
-
-def _env_config(game: str, train: list[str], val: list[str]) -> tuple[EnvConfig, int]:
-    if not game.endswith((".yaml", ".yml")):
-        return EnvConfig(game=game, train_data=train, val_data=val), 0
-    if train or val:
-        raise ConfigError("a YAML file names its own data", hint="leave --train-data out")
-    config = load_config(Path(game))
-    return config.env, config.seed
-
-
-def _with_data(config: EnvConfig, folder: str) -> EnvConfig:
-    """Let a registered dataset game make its data, if none was named."""
-    if config.train_data:
-        return config
-    try:
-        make_data = companion(load_game(config.game), "make_data")
-    except GameError:
-        return config  # it generates its states, or the check says why it cannot be imported
-    train, val = make_data(folder, num_train=64, num_val=16)
-    return config.model_copy(update={"train_data": [str(train)], "val_data": [str(val)]})
 
 
 def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:

@@ -124,7 +124,11 @@ class _Settings(NamedTuple):
         """Return the configuration of the job that evaluates a model folder, or a checkpoint."""
         config: dict[str, Any] = {k: v for k, v in record.config.items() if k != "name"}
         if folder is not None:
+            policies = cast("dict[str, str]", config.get("policies") or {})
+            own = {role: str(folder / "policies" / role) for role in policies}
             config = merged(config, {"model": {"path": str(folder)}})
+            if own:
+                config = merged(config, {"policies": own})
         env = cast("dict[str, Any]", config.get("env") or {})
         files = [str(path) for path in self.data or []]
         if self.tasks is not None and not files:

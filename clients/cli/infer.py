@@ -189,7 +189,7 @@ def infer(
     url = find_url(common.nats_url)
 
     async def resolve(pool: Pool) -> tuple[JobRecord | None, dict[str, Any]]:
-        return await _resolve(pool, model)
+        return await resolve_served(pool, model)
 
     served, own = with_pool(url, resolve)
     chosen = game or (own.get("game") if data else None)
@@ -198,44 +198,61 @@ def infer(
     kwargs: dict[str, Any] = dict(own.get("kwargs") or {}) if chosen and not game else {}
     for argument in game_arguments:
         apply_override(kwargs, argument)
-    progress = _Progress(as_json=common.json)
+    progress = Progress(as_json=common.json)
 
-    report = asyncio.run(
-        run_inference_async(
-            served.job if served else None,
-            [str(path) for path in data] if data else None,
-            load_game(chosen) if chosen else None,
-            None,
-            output,
-            model_path=None if served else model,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            max_turns=max_turns,
-            max_tokens=max_tokens,
-            max_tokens_per_turn=max_tokens_per_turn,
-            max_samples=max_samples,
-            samples_per_task=samples,
-            tasks=read_tasks(tasks) if tasks else None,
-            seed=seed,
-            success_reward=success_reward,
-            max_concurrent=concurrent,
-            token_ids=token_ids,
-            game_kwargs=kwargs,
-            scheduler_url=url,
-            on_result=progress.take,
-            on_job=progress.announce,
-            on_start=progress.start,
-        )
+    report = play_in_pool(
+        url,
+        served,
+        model,
+        game_class=load_game(chosen) if chosen else None,
+        game_kwargs=kwargs,
+        data_path=[str(path) for path in data] if data else None,
+        output_path=output,
+        progress=progress,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_turns=max_turns,
+        max_tokens=max_tokens,
+        max_tokens_per_turn=max_tokens_per_turn,
+        max_samples=max_samples,
+        samples_per_task=samples,
+        tasks=read_tasks(tasks) if tasks else None,
+        seed=seed,
+        success_reward=success_reward,
+        max_concurrent=concurrent,
+        token_ids=token_ids,
     )
     if common.json:
         print_json_line({"summary": report.summary})
     else:
-        _tell_report(report, output)
+        tell_report(report, output)
     return FAILED if report.failed and not report.results else 0
 
 
-async def _resolve(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
+def play_in_pool(
+    url: str,
+    served: JobRecord | None,
+    model: str,
+    *,
+    progress: "Progress",
+    **options: Any,
+) -> InferenceReport:
+    """Play with a serving job, or with `model` served for the occasion; see `run_inference`."""
+    return asyncio.run(
+        run_inference_async(
+            served.job if served else None,
+            model_path=None if served else model,
+            scheduler_url=url,
+            on_result=progress.take,
+            on_job=progress.announce,
+            on_start=progress.start,
+            **options,
+        )
+    )
+
+
+async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
     """Return the serving job that a name means, if it is one, and the `env` of the run it means."""
     run = model.partition("@")[0]
     if not is_token(run) or Path(model).is_dir():  # noqa: ASYNC240  one look at a local name
@@ -248,7 +265,7 @@ async def _resolve(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, 
     return (record if is_serving else None), dict(record.config.get("env") or {})
 
 
-class _Progress:
+class Progress:
     """Tells how an inference goes on."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -289,7 +306,8 @@ class _Progress:
             note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
 
 
-def _tell_report(report: InferenceReport, output: Path | None) -> None:
+def tell_report(report: InferenceReport, output: Path | None) -> None:
+    """Print the scores of an inference, and where its results are."""
     summary = report.summary
     rows = score_rows(summary)
     for kind, scores in summary.get("by_type", {}).items():

@@ -27,6 +27,7 @@ from tinkermq.actors.model_folder import (
     load_stop_token_ids,
     load_tokenizer,
 )
+from tinkermq.actors.policies import MAIN
 from tinkermq.broker.weights import TensorBytes
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ModelError
@@ -126,14 +127,14 @@ def test_what_is_sent_and_saved_of_a_version_is_its_adapter_to_the_bit(
 ) -> None:
     learner = trainer(job(base))
     train(learner, 1)
-    sent = snapshot(learner.model, torch.float32)
+    sent = snapshot({MAIN: learner.model}, torch.float32)
     stored = load_file(save(learner, tmp_path, base, 1) / "adapter_model.safetensors")
     assert sent.keys() == stored.keys()
     for name, tensor in stored.items():
         assert (sent[name].dtype, tuple(sent[name].shape)) == ("float32", tuple(tensor.shape))
         assert bytes(sent[name].data) == tensor.numpy().tobytes()
     assert {name.rpartition("lora_")[2] for name in sent} == {"A.weight", "B.weight"}
-    whole = snapshot(load_causal_lm(str(base), dtype=torch.float32), torch.float32)
+    whole = snapshot({MAIN: load_causal_lm(str(base), dtype=torch.float32)}, torch.float32)
     assert num_bytes(sent) < num_bytes(whole) / 3
 
 

@@ -1,8 +1,10 @@
 """Games that misbehave, each in one way; importable, so that worker processes find them."""
 
+import asyncio
 import os
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 from tinkermq.envs import AbstractGame, StepResult
@@ -158,3 +160,93 @@ class TellingGame(AbstractGame):
 
     def get_state(self) -> dict[str, Any]:
         return {"ground_truth": self.truth}
+
+
+class Waits(CountingGame):
+    """An async game; each action says how it waits."""
+
+    everybody = 0
+    waiting = 0
+    all_here: asyncio.Event
+
+    async def step(self, action: str) -> StepResult:
+        if action == "together":
+            await self.meet()
+        if action == "hang":
+            await asyncio.sleep(3600)
+        if action == "compute":
+            time.sleep(1.2)  # noqa: ASYNC251 - the mistake that is tested
+        return super().step(action)
+
+    async def meet(self) -> None:
+        """Wait until as many episodes wait as shall meet."""
+        kind = type(self)
+        if kind.waiting == 0:
+            kind.all_here = asyncio.Event()
+        kind.waiting += 1
+        if kind.waiting == kind.everybody:
+            kind.all_here.set()
+        await kind.all_here.wait()
+
+
+class WaitsInProcess(Waits):
+    isolation = "process"
+
+
+class WaitsToReset(CountingGame):
+    async def reset(self, start: int = 0, **_: Any) -> str:
+        await asyncio.sleep(0.01)
+        return super().reset(start)
+
+
+class SaysWhere(CountingGame):
+    """Tells its process, and asks for one of its own."""
+
+    isolation = "process"
+
+    def step(self, action: str) -> StepResult:
+        if action.isdecimal():
+            self.kept = bytes(int(action) << 20)
+        return StepResult(str(os.getpid()), 0.0, False)
+
+
+class HeldBack(CountingGame):
+    """A step that is told to waits until a file is there."""
+
+    def step(self, action: str) -> StepResult:
+        while action.startswith("/") and not Path(action).exists():
+            time.sleep(0.005)
+        return super().step(action)
+
+
+class TurnsGame(CountingGame):
+    """Two roles in turns; who says `again` keeps the turn, `end` ends, `raise` raises."""
+
+    roles = ("sun", "moon")
+
+    def reset(self, **_: Any) -> str:
+        """Begin with the sun."""
+        self.role = "sun"
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """1 to whoever acts and 10 to the other; 5 to the other at the end."""
+        mover, other = self.role, self.roles[self.role == "sun"]
+        if action == "raise":
+            raise ValueError(f"no rule for {action}")
+        if action.startswith("reward "):
+            name = action.split()[1]
+            rewards = {"star": 1} if name == "star" else {"sun": float("nan")}
+            return StepResult("", 0.0, done=False, rewards=rewards)
+        if action == "end":
+            return StepResult("", 1.0, done=True, rewards={other: 5.0})
+        self.role = "star" if action == "nobody" else mover if action == "again" else other
+        return StepResult(f"{mover} said {action}", 1.0, done=False, rewards={other: 10.0})
+
+    def get_system_prompt(self) -> str:
+        """Say who is spoken to."""
+        return f"you are {self.role}"
+
+    def get_initial_user_message(self) -> str:
+        """Say something at the very beginning only."""
+        return "begin" if self.role == "sun" else ""

@@ -61,4 +61,4 @@ def test_a_dataset_game_without_data_is_told_to_set_it():
     ],
 )
 def test_a_game_that_hangs_does_not_hang_the_check(game, limits, detail):
-    assert detail in failures(game=game, **limits)["types are right"].detail
+    assert detail in failures(game=game, **limits)["reset and step are in time"].detail

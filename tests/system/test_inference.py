@@ -12,12 +12,16 @@ import numpy as np
 import pytest
 from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.generator import make_chat, start_engine
+from tinkermq.actors.generator.generator import make_chat
+from tinkermq.actors.generator.players import start_engine
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.parts import ask_parts
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
+from tinkermq.clients.inference import Sampling
+from tinkermq.clients.openai_endpoint import Endpoint
+from tinkermq.clients.openai_play import play_with_endpoint
 from tinkermq.clients.results import EpisodeResult
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
@@ -105,6 +109,13 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
             text = await openai.completions.create(model=job["job_id"], prompt="2+2=", max_tokens=3)
             assert text.usage is not None
             assert text.usage.prompt_tokens == 4
+            endpoint = await asyncio.to_thread(Endpoint.find, str(openai.base_url), None)
+            short = Sampling(max_turns=2, max_tokens_per_turn=4)
+            played = await play_with_endpoint(endpoint, GuessGame, sampling=short, max_samples=6)
+            assert [(one.task, one.num_turns) for one in played.results] == [
+                (task, 2) for task in range(6)
+            ]
+            assert {one.model for one in played.results} == {job["name"]}
 
 
 async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_ended(

@@ -81,7 +81,7 @@ def test_the_state_comes_back_as_it_was(folder: Path, tmp_path: Path) -> None:
     )
     trainer = make_trainer(folder)
     tokenizer = load_tokenizer(str(folder))
-    saved = make_store(tmp_path).save(trainer.model, tokenizer, trainer.optimizer, state)
+    saved = make_store(tmp_path).save(state, lambda made: trainer.save(made, tokenizer))
     assert load_state(saved) == state
 
 

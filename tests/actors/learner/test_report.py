@@ -36,7 +36,7 @@ def _groups():
 
 
 def test_a_step_is_described_under_the_names_that_users_know() -> None:
-    numbers = group_numbers(_groups(), version=7, max_response_tokens=5)
+    numbers = group_numbers(_groups(), version=7, max_response_tokens=5, success_reward=1.5)
     wanted = {
         "training_step_reward": (2.5 + 1.0 + 0.0 + 0.0) / 4,
         "critic/score/mean": 0.875,
@@ -68,6 +68,7 @@ def test_a_step_is_described_under_the_names_that_users_know() -> None:
         "rollout/finish_length": 0.25,
         "game/score": 2.5,
         "game/won": 1.0,
+        "game/success_rate": 0.25,
     }
     assert {key: numbers[key] for key in wanted} == pytest.approx(wanted)
     assert "game/note" not in numbers

@@ -5,7 +5,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tinkermq.actors.learner.advantages import AdvantageInputs, compute_advantages
 from tinkermq.actors.learner.training_batch import assemble, select
+from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.task import Task
 
 from tests.groups import make_group, make_trajectory, random_group
 
@@ -85,3 +88,60 @@ def test_it_is_what_a_loop_over_episodes_gives(seed: int, num: int, greedy: bool
             turn += bool(ends)
             at += 1
     assert at == batch.num_tokens
+
+
+def test_roles_of_a_task_are_compared_within_themselves() -> None:
+    returns = {"x": [1.0, -1.0, 1.0], "o": [-1.0, 1.0]}  # one game ended before o's first turn
+    members = [
+        make_trajectory([1], [([2], [])], [reward], role=role)
+        for role, rewards in returns.items()
+        for reward in rewards
+    ]
+    task = Task(task=0, seed=0, group_size=3)
+    batch = assemble([Group(task=task, trajectories=members, source="test")])
+    assert batch.group_S.tolist() == [0, 0, 0, 1, 1]
+    inputs = AdvantageInputs(batch.rewards_S, batch.group_S, batch.seq_N)
+    assert compute_advantages("dr_grpo", inputs).tolist() == pytest.approx(
+        [2 / 3, -4 / 3, 2 / 3, -1.0, 1.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("returns", "equal"),
+    [
+        ({"x": [1.0, 1.0], "o": [-1.0, -1.0]}, True),
+        ({"x": [1.0, -1.0], "o": [-1.0, -1.0]}, False),
+        ({"": [0.5, 0.5]}, True),
+        ({"": [0.5, 0.0]}, False),
+    ],
+)
+def test_equal_rewards_are_those_of_each_role(returns: dict[str, list[float]], equal: bool) -> None:
+    members = [
+        make_trajectory([1], [([2], [])], [reward], role=role)
+        for role, rewards in returns.items()
+        for reward in rewards
+    ]
+    group = Group(task=Task(task=0, seed=0, group_size=2), trajectories=members, source="test")
+    assert group.has_equal_rewards is equal
+
+
+@pytest.mark.parametrize(
+    ("roles", "problem"),
+    [
+        (["x", "x", "x", "o"], "has 2 episodes, this has 3 of role x"),
+        (["", ""], None),
+        ([""], "has 2 episodes, this has 1"),
+        (["x", "o", "x"], None),
+        (["x"], None),
+    ],
+)
+def test_a_role_may_have_fewer_conversations_than_episodes_and_never_more(
+    roles: list[str], problem: str | None
+) -> None:
+    members = [make_trajectory([1], [([2], [])], [0.0], role=role) for role in roles]
+    task = Task(task=0, seed=0, group_size=2)
+    if problem is None:
+        assert Group(task=task, trajectories=members, source="test").sampled == members
+        return
+    with pytest.raises(ValueError, match=problem):
+        Group(task=task, trajectories=members, source="test")

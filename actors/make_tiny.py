@@ -1,0 +1,26 @@
+"""Write a tiny random model to try things with: `python -m tinkermq.actors.make_tiny FOLDER`.
+
+It is a real model of a real class that knows nothing; a CPU core trains it in seconds.
+"""
+
+import argparse
+from pathlib import Path
+
+from .tiny_model import save_tiny_model
+
+
+def main() -> None:
+    """Make the folder that the command line names."""
+    options = argparse.ArgumentParser(
+        prog="python -m tinkermq.actors.make_tiny", description="Write a tiny random model."
+    )
+    options.add_argument("folder", type=Path)
+    options.add_argument("--width", type=int, default=64)
+    options.add_argument("--layers", type=int, default=1)
+    options.add_argument("--seed", type=int, default=0)
+    given = options.parse_args()
+    save_tiny_model(given.folder, width=given.width, layers=given.layers, seed=given.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Play a game with roles in one process, without a host: the conversation of each role."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .episodes import Episodes, Opening
+from .game import AbstractGame, ChatMessage, StepResult
+
+Act = Callable[[str, list[ChatMessage]], str]
+"""Return the action of a role, from its conversation so far."""
+
+
+def converse(
+    game_class: type[AbstractGame],
+    act: Act,
+    *,
+    seed: int = 0,
+    kwargs: dict[str, Any] | None = None,
+    reset_kwargs: dict[str, Any] | None = None,
+) -> tuple[dict[str, list[ChatMessage]], list[tuple[str, StepResult]]]:
+    """Play one episode to its end; return the roles' conversations, and who acted with what result.
+
+    A role whose turn never came has no conversation. Raises GameError.
+    """
+    episodes = Episodes(game_class, kwargs or {})
+    episodes.reset(Opening("", seed, kwargs=reset_kwargs or {}))
+    told: dict[str, list[ChatMessage]] = {}
+    results: list[tuple[str, StepResult]] = []
+    observation = ""
+    while True:
+        role, prompt = episodes.turn("")
+        if prompt:
+            told[role] = list(prompt)
+        else:
+            told[role].append({"role": "user", "content": observation})
+        action = act(role, told[role])
+        told[role].append({"role": "assistant", "content": action})
+        result = episodes.step("", action)
+        results.append((role, result))
+        if result.done:
+            return told, results
+        observation = result.observation
+
+
+def returns(results: list[tuple[str, StepResult]]) -> dict[str, float]:
+    """Add up what each role got in an episode."""
+    totals: dict[str, float] = {}
+    for role, result in results:
+        totals[role] = totals.get(role, 0.0) + result.reward
+        for other, reward in result.rewards.items():
+            totals[other] = totals.get(other, 0.0) + reward
+    return totals

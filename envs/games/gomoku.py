@@ -1,0 +1,262 @@
+"""Gomoku: five in a row on a square board, against players of several strengths.
+
+The policy plays X or O and answers with `<move>row,col</move>`. Prompt, moves, rewards and limits
+are those of OpenTinker's gomoku, with its mistakes left out: the colour to move is the one whose
+turn it is by the stones on the board, an action is played before the game is over for its length,
+and every key of the constructor is read. With the opponent `self` the policy plays both colours, as
+two roles, each with a conversation of its own.
+"""
+
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ..game import AbstractGame, StepResult
+from .board import SYMBOLS, Board, O, X
+from .board_players import Player, make_player
+
+WIN, LOSS, DRAW = 10.0, -10.0, 0.0
+VALID, INVALID = 0.0, -1.0
+TIMEOUT = -20.0
+AFTER_THE_END = -5.0
+MAX_INVALID = 100
+"""Invalid actions in a row that end the game."""
+MIN_SIZE, MAX_SIZE = 3, 26
+SELF = "self"
+COLOURS = {"x": X, "o": O}
+NAMES = {X: "x", O: "o"}
+_OUTCOMES = ("win", "loss", "draw", "timeout", "incomplete")
+_RATES = {
+    outcome: {f"{name}_rate": float(name == outcome) for name in _OUTCOMES} for outcome in _OUTCOMES
+}
+"""The numbers of one episode whose means over episodes are the rates."""
+_EITHER = ("draw_rate", "timeout_rate", "incomplete_rate")
+_MOVE = re.compile(r"<move>\s*(\d{1,4})\s*,\s*(\d{1,4})\s*</move>", re.ASCII | re.IGNORECASE)
+_THINKING = re.compile(r"<thinking>.*?</thinking>", re.DOTALL | re.IGNORECASE)
+
+
+class GomokuGame(AbstractGame):
+    """Get five stones in a row before the opponent does."""
+
+    def __init__(
+        self,
+        board_size: int = 9,
+        win_length: int = 5,
+        max_total_steps: int | None = None,
+        max_initial_moves: int | None = None,
+        empty_board_prob: float | None = None,
+        opponent: str | Sequence[str] = "one_ply",
+        colour: str = "both",
+    ) -> None:
+        """Set the rules.
+
+        `max_total_steps` actions at most (40), the invalid ones included. A game starts from an
+        empty board with `empty_board_prob` (0.2), else with up to `max_initial_moves` (6) stones.
+        `opponent` is a player's name, or several to draw from for each task, or `self`: then the
+        policy plays both roles. `colour` is what the policy plays otherwise: `x`, `o`, or `both`
+        for one or the other.
+        """
+        self._size = board_size
+        self._win_length = win_length
+        self._max_steps = 40 if max_total_steps is None else max_total_steps
+        self._max_initial = 6 if max_initial_moves is None else max_initial_moves
+        self._empty_prob = 0.2 if empty_board_prob is None else empty_board_prob
+        self._opponents = names_of(opponent)
+        self._colour = colour
+        if self._opponents == [SELF]:
+            self.roles = tuple(COLOURS)
+        self._check()
+        self._start([], "x", self._opponents[0])
+
+    def _check(self) -> None:
+        if not (MIN_SIZE <= self._size <= MAX_SIZE and 3 <= self._win_length <= self._size):
+            raise ValueError(
+                f"board_size={self._size} must be from {MIN_SIZE} to {MAX_SIZE}, "
+                f"win_length={self._win_length} from 3 to board_size"
+            )
+        if self._max_steps < 1 or not 0 <= self._max_initial <= self._size**2 - 2:
+            raise ValueError(
+                f"max_total_steps={self._max_steps} must be at least 1, "
+                f"max_initial_moves={self._max_initial} from 0 to {self._size**2 - 2}"
+            )
+        if not 0 <= self._empty_prob <= 1:
+            raise ValueError(f"empty_board_prob={self._empty_prob} must be from 0 to 1")
+        if self._colour not in (*COLOURS, "both"):
+            raise ValueError(f"colour={self._colour!r} must be x, o or both")
+        if not self.roles:
+            for name in self._opponents:
+                make_player(name)
+
+    def generate_initial_state(self) -> dict[str, Any]:
+        """Draw the stones on the board and the policy's colour."""
+        empty = self.rng.random() < self._empty_prob
+        count = 0 if empty else self.rng.randint(0, self._max_initial)
+        colour = self.rng.choice(list(COLOURS)) if self._colour == "both" else self._colour
+        return {
+            "moves": draw_position(self._size, self._win_length, count, self.rng),
+            "colour": colour,
+        }
+
+    def reset(
+        self,
+        *,
+        moves: Sequence[Sequence[int]] = (),
+        colour: str = "x",
+        opponent: str | Sequence[str] | None = None,
+        **_: Any,
+    ) -> str:
+        """Put stones on the board, X first, and let the opponent move if it is its turn.
+
+        Of several opponents one is drawn.
+        """
+        names = self._opponents if opponent is None else names_of(opponent)
+        self._start(moves, colour, self.rng.choice(names))
+        if self._player is None:
+            self._mine = self._board.turn
+        elif self._board.turn != self._mine:
+            self._answer(self._player)
+        self.role = NAMES[self._mine] if self.roles else ""
+        return self._shown()
+
+    def _start(self, moves: Sequence[Sequence[int]], colour: str, opponent: str) -> None:
+        itself = bool(self.roles) and opponent == SELF
+        self._opponent, self._player = opponent, None if itself else make_player(opponent)
+        self._mine = COLOURS[colour]
+        self._steps = {X: 0, O: 0}
+        self._invalid = self._invalid_in_a_row = 0
+        self._outcome = "incomplete"
+        self._board = Board(self._size, self._win_length)
+        for row, column in moves:
+            self._board.play(row * self._size + column)
+
+    def step(self, action: str) -> StepResult:
+        """Play one action of the policy, and the opponent's answer."""
+        if self._outcome != "incomplete":
+            return StepResult("The game is over.", AFTER_THE_END, done=True, info=self._info())
+        self._steps[self._mine] += 1
+        cell, problem = self._cell(action)
+        if cell is None:
+            return self._refuse(problem)
+        self._invalid_in_a_row = 0
+        self._board.play(cell)
+        if self._player is not None and not self._board.is_over:
+            self._answer(self._player)
+        if self._board.is_over:
+            return self._end()
+        if self._steps[self._mine] >= self._max_steps:
+            return self._time_out()
+        if self._player is None:
+            self._mine = self._board.turn
+            self.role = NAMES[self._mine]
+        return StepResult(self._shown(), VALID, done=False, info=self._info())
+
+    def _cell(self, action: str) -> tuple[int | None, str]:
+        """Return the free cell that an action names, or what is wrong with it."""
+        match = _MOVE.search(_THINKING.sub("", action))
+        if match is None:
+            return None, "Invalid format: answer with <move>row,col</move>."
+        row, column = int(match[1]), int(match[2])
+        if row >= self._size or column >= self._size:
+            highest = self._size - 1
+            return None, f"Invalid move {row},{column}: rows and columns go from 0 to {highest}."
+        cell = row * self._size + column
+        if self._board.cells[cell]:
+            return None, f"Invalid move {row},{column}: the cell is taken."
+        return cell, ""
+
+    def _refuse(self, problem: str) -> StepResult:
+        self._invalid += 1
+        self._invalid_in_a_row += 1
+        if self._invalid_in_a_row >= MAX_INVALID or self._steps[self._mine] >= self._max_steps:
+            return self._time_out()
+        return StepResult(f"{problem}\n\n{self._shown()}", INVALID, done=False, info=self._info())
+
+    def _answer(self, player: Player) -> None:
+        self._board.play(player(self._board, self.rng))
+
+    def _time_out(self) -> StepResult:
+        self._outcome = "timeout"
+        return self._over(TIMEOUT, TIMEOUT)
+
+    def _end(self) -> StepResult:
+        winner = self._board.winner
+        self._outcome = "draw" if not winner else "win" if winner == self._mine else "loss"
+        reward = {"win": WIN, "loss": LOSS, "draw": DRAW}[self._outcome]
+        return self._over(reward, -reward)
+
+    def _over(self, reward: float, other: float) -> StepResult:
+        """End the game; `other` is what the other role gets, where there is one."""
+        rewards = {NAMES[-self._mine]: other} if self._player is None else {}
+        return StepResult(
+            self._board.render(), reward, done=True, info=self._info(), rewards=rewards
+        )
+
+    def _info(self) -> dict[str, Any]:
+        """Tell the outcome so far, as rates over episodes: all, and against this opponent.
+
+        The policy always wins against itself: there the colour that won is told.
+        """
+        counted = {"invalid_moves": self._invalid, "steps": sum(self._steps.values())}
+        if self._player is None:
+            won_by = self._board.winner
+            colours = {f"{name}_win_rate": float(won_by == COLOURS[name]) for name in COLOURS}
+            rates = _RATES[self._outcome]
+            return colours | {key: rates[key] for key in _EITHER} | counted
+        won = float(self._outcome == "win")
+        return {
+            "type": self._opponent,
+            "success": self._outcome == "win",
+            **_RATES[self._outcome],
+            f"win_rate/{self._opponent}": won,
+            **counted,
+        }
+
+    def _shown(self) -> str:
+        return f"{self._board.render()}\n\nYou play {SYMBOLS[self._mine]}. Your move."
+
+    def get_system_prompt(self) -> str:
+        """Return the rules and the form of an answer."""
+        return (
+            f"You play Gomoku on a {self._size}x{self._size} board. X moves first, the players "
+            f"take turns, and {self._win_length} stones of one colour in an unbroken row, column "
+            "or diagonal win. Rows and columns are numbered from 0; a dot is a free cell.\n"
+            "Think in <thinking></thinking>, then give your move as <move>row,col</move>."
+        )
+
+    def get_initial_user_message(self) -> str:
+        """Return the words before the first board."""
+        return "The board:"
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the board, the policy's colour, the opponent and the outcome."""
+        return {
+            "board": self._board.render(),
+            "colour": SYMBOLS[self._mine],
+            "opponent": self._opponent,
+            "outcome": self._outcome,
+            "steps": sum(self._steps.values()),
+        }
+
+
+def names_of(opponent: str | Sequence[str]) -> list[str]:
+    """Return the names of one opponent or several; ValueError for none."""
+    names = [opponent] if isinstance(opponent, str) else list(opponent)
+    if not names:
+        raise ValueError("opponent is an empty list: name at least one")
+    return names
+
+
+def draw_position(
+    size: int, win_length: int, count: int, rng: random.Random
+) -> list[tuple[int, int]]:
+    """Draw moves from an empty board, colours in turns; none wins, nor can the next one."""
+    board = Board(size, win_length)
+    for _ in range(count):
+        cells = [cell for cell in board.free() if not board.completes(cell, board.turn)]
+        if not cells:
+            break
+        board.play(rng.choice(cells))
+    while any(board.completes(cell, board.turn) for cell in board.free()):
+        board.undo()
+    return [divmod(cell, size) for cell in board.moves]

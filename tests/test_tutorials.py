@@ -1,0 +1,62 @@
+"""The tutorials do what they show: every block is saved or run as it is written, in order."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.pages import Block, blocks, environment, matches, run, save, succeed
+
+DOCS = Path(__file__).parents[1] / "docs"
+TUTORIALS = [*sorted((DOCS / "tutorials").glob("*.md")), DOCS / "multi-agent.md"]
+
+
+class Reader:
+    """Somebody who follows a tutorial in an empty folder."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start; what `pip install` installs goes into the folder, not into the tests' own."""
+        self.here = folder
+        self.env = {
+            **environment(folder),
+            "PIP_TARGET": str(folder / "site"),
+            "PYTHONPATH": str(folder / "site"),
+            "PIP_NO_DEPS": "1",
+            "PIP_NO_INDEX": "1",
+            "PIP_NO_BUILD_ISOLATION": "false",  # which is how pip spells yes
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+
+    def follow(self, block: Block) -> None:
+        """Do what a block says."""
+        if block.title:
+            save(block, self.here)
+        elif block.language == "sh":
+            for line in block.text.splitlines():
+                self.type(line)
+        elif block.language == "console":
+            for part in block.text.removeprefix("$ ").split("\n$ "):
+                line, _, shown = part.partition("\n")
+                said = run(line, self.here, env=self.env).stdout
+                assert matches(f"{shown.rstrip()}\n" if shown.strip() else "", said), (
+                    f"{block}: {line}\n{said}"
+                )
+
+    def type(self, line: str) -> None:
+        """Run a line that must succeed; go where a `cd` leads."""
+        words = shlex.split(line)
+        if words[0] == "cd":
+            self.here /= words[1]
+        else:
+            succeed(line, self.here, env=self.env)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
+    reader = Reader(tmp_path)
+    try:
+        for block in blocks(page):
+            reader.follow(block)
+    finally:
+        run("tinkermq down", tmp_path, env=reader.env)
