@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from . import codec, errors
+from . import array_codec, codec, errors
 from .config import JobConfig
 from .errors import TinkermqError
 from .message import SCHEMA_VERSION, Message
@@ -97,7 +97,7 @@ Every payload is a msgpack map with the keys below and `v`, the schema version (
 {SCHEMA_VERSION}). Unknown keys are ignored, an unknown `v` is refused. `tinkermq decode` prints a
 payload: `nats sub --translate "tinkermq decode" '{PREFIX}.job.>'`.
 
-A numeric array is msgpack extension type {codec.ARRAY_EXT}, little endian throughout:
+A numeric array is msgpack extension type {array_codec.ARRAY_EXT}, little endian throughout:
 
 | bytes | meaning |
 |---|---|
@@ -114,7 +114,7 @@ same to the ordinary NATS tools."""
 
 
 def _dtypes() -> str:
-    return _cell(", ".join(f"`{name}`" for name in sorted(codec.ARRAY_DTYPES)))
+    return _cell(", ".join(f"`{name}`" for name in sorted(array_codec.ARRAY_DTYPES)))
 
 
 def _topic_rows() -> list[tuple[str, ...]]:

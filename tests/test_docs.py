@@ -1,9 +1,9 @@
 """The documentation is true: pages match the code, links and commands exist, guides' code runs."""
 
 import ast
+import asyncio
 import contextlib
 import io
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ from tinkermq.schemas.secret import JobSecrets
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.topics import STORES, TOPICS
 
-from tests.pages import Block, blocks, prose, run, save, succeed
+from tests.pages import Block, blocks, prose, save, succeed
+from tests.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -218,24 +219,19 @@ def test_every_python_example_imports_what_exists(block: Block) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_the_code_of_the_training_guide_trains(tmp_path: Path, model: Path) -> None:
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_code_of_the_training_guide_trains(
+    stack: Stack, tmp_path: Path, model: Path
+) -> None:
     """Run what the guides show, with a tiny model and few steps in the place of large ones."""
     for block in [*blocks(FIRST_GAME), *blocks(ROOT / "docs" / "training.md")]:
         if block.title:
             block.text = block.text.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model))
             save(block, tmp_path)
-    up = run("tinkermq up --port 0 --slots 6 --json", tmp_path)
-    assert up.returncode == 0, up.stdout
-    try:
-        for script in ("train.py", "publish.py"):
-            code = (tmp_path / script).read_text()
-            code = code.replace("nats://127.0.0.1:4222", json.loads(up.stdout)["url"])
-            code = code.replace("num_steps=100, test_freq=20, save_freq=50", "num_steps=2")
-            (tmp_path / script).write_text(code)
-        fit = succeed("python train.py", tmp_path)
-        assert fit.splitlines()[-1] == "0.0"
-        publish = succeed("python publish.py", tmp_path)
-        assert publish == "task 0\ntask 1\ntask 2\ntask 3\n"
-    finally:
-        down = run("tinkermq down", tmp_path)
-    assert down.stdout == "stopped\n"
+    for script, told in (("train.py", "0.0\n"), ("publish.py", "task 0\ntask 1\ntask 2\ntask 3\n")):
+        code = (tmp_path / script).read_text()
+        code = code.replace("nats://127.0.0.1:4222", stack.server.url)
+        code = code.replace("num_steps=100, test_freq=20, save_freq=50", "num_steps=2")
+        (tmp_path / script).write_text(code)
+        said = await asyncio.to_thread(succeed, f"python {script}", tmp_path)
+        assert said.endswith(told)

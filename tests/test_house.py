@@ -177,6 +177,11 @@ def test_the_environment_host_starts_without_torch() -> None:
     assert not HEAVY & loaded_by(["tinkermq.actors.environment"])
 
 
+def test_who_sends_no_arrays_starts_without_numpy() -> None:
+    names = ["tinkermq.actors.scheduler", "tinkermq.actors.node.node", "tinkermq.clients.cli.runs"]
+    assert "numpy" not in loaded_by(names)
+
+
 def test_a_client_starts_without_pyarrow() -> None:
     assert "pyarrow" not in loaded_by(["tinkermq.clients", "tinkermq.clients.cli.app"])
 

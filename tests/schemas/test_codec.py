@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from tinkermq.schemas.codec import ARRAY_DTYPES, ARRAY_EXT, MAX_MESSAGE_BYTES, pack, unpack
+from tinkermq.schemas.array_codec import ARRAY_DTYPES, ARRAY_EXT
+from tinkermq.schemas.codec import MAX_MESSAGE_BYTES, pack, unpack
 from tinkermq.schemas.errors import MessageError
 
 VALUES = st.recursive(

@@ -1,0 +1,68 @@
+"""Numeric arrays in msgpack's extension type 1; imported when the first array travels.
+
+Most processes send and receive none, and need not load NumPy for them.
+"""
+
+import math
+import struct
+from typing import Any, cast
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs]
+import numpy as np
+
+from .errors import MessageError
+
+ARRAY_EXT = 1
+ARRAY_DTYPES = frozenset(
+    {"<f2", "<f4", "<f8", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "|b1"}
+)
+_HEADER: struct.Struct = struct.Struct("<BB")  # length of the dtype string, number of dimensions
+_MAX_DIMS = 8
+_DTYPES_BY_NAME: dict[bytes, "np.dtype[Any]"] = {
+    name.encode(): np.dtype(name) for name in ARRAY_DTYPES
+}
+_SHAPES: list[struct.Struct] = [struct.Struct(f"<{ndim}Q") for ndim in range(_MAX_DIMS + 1)]
+
+
+def pack_array(value: Any) -> msgpack.ExtType:
+    """Return an array or a NumPy scalar as an extension; TypeError for anything else."""
+    if isinstance(value, np.generic):
+        value = np.array(cast("Any", value))
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no msgpack form")
+    shape: tuple[int, ...] = cast("Any", value).shape
+    array = np.ascontiguousarray(cast("np.ndarray[Any, Any]", value))
+    array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    dtype = array.dtype.str
+    if dtype not in ARRAY_DTYPES:
+        raise TypeError(f"arrays of {array.dtype} do not travel")
+    name = dtype.encode()
+    head = _HEADER.pack(len(name), len(shape)) + name
+    head += _SHAPES[len(shape)].pack(*shape)
+    return msgpack.ExtType(ARRAY_EXT, head + array.tobytes())
+
+
+def unpack_array(code: int, data: bytes) -> "np.ndarray[Any, Any]":
+    """Return an extension as a read-only array over `data`; MessageError for what is none."""
+    if code != ARRAY_EXT:
+        raise MessageError(f"unknown msgpack extension type {code}")
+    try:
+        header: tuple[int, int] = _HEADER.unpack_from(data, 0)
+        name_len, ndim = header
+        offset = _HEADER.size + name_len
+        dtype = _DTYPES_BY_NAME.get(data[_HEADER.size : offset])
+        if dtype is None or ndim > _MAX_DIMS:
+            name = data[_HEADER.size : offset]
+            raise MessageError(f"an array of dtype {name!r} with {ndim} dimensions is refused")
+        shape: tuple[int, ...] = _SHAPES[ndim].unpack_from(data, offset)
+    except struct.error as error:
+        raise MessageError(f"an array's header is broken: {error}") from error
+    offset += 8 * ndim
+    count = math.prod(shape)
+    if count * dtype.itemsize != len(data) - offset:
+        raise MessageError(
+            f"an array of shape {shape} and dtype {dtype} needs {count * dtype.itemsize} bytes, "
+            f"the payload has {len(data) - offset}"
+        )
+    array = np.frombuffer(data, dtype, count, offset)
+    return array if ndim == 1 else array.reshape(shape)
