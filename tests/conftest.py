@@ -19,11 +19,13 @@ __all__ = ["model", "shared_stack", "stack"]
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
+TESTS = Path(__file__).parent
 _numbers = itertools.count(1)
 _LONGEST = (
     "test_quickstart",
     "test_house",
     "test_docs",
+    "test_tutorials",
     "test_secured",
     "test_kills",
     "test_inference",
@@ -35,14 +37,19 @@ _LONGEST = (
 )
 
 
+_WAITING = ("system", "faults", "clients", "deploy", "envs")
+"""Folders whose tests wait more than others: beside them there is room for what computes."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest modules first, so that several workers end at about the same time."""
 
     def rank(item: pytest.Item) -> int:
         if item.path.stem in _LONGEST:
             return _LONGEST.index(item.path.stem)
-        whole_stack = item.path.parent.name in ("system", "faults")
-        return len(_LONGEST) + int(not whole_stack)
+        folder = item.path.relative_to(TESTS).parts[0]
+        last = len(_WAITING)
+        return len(_LONGEST) + (_WAITING.index(folder) if folder in _WAITING else last)
 
     items.sort(key=rank)
 

@@ -129,7 +129,12 @@ class Reporter:
         if config.sft.data:
             actor = {key: n for key, n in report.numbers.items() if key.startswith("actor/")}
             return {**demonstration_numbers(groups), **actor}
-        numbers = group_numbers(groups, step - 1, config.rollout.max_response_tokens)
+        numbers = group_numbers(
+            groups,
+            step - 1,
+            config.rollout.max_response_tokens,
+            config.evaluation.success_reward,
+        )
         return {**numbers, **report.numbers, **self.waste.numbers()}
 
     def _wait_share(self) -> float:

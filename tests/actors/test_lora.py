@@ -69,7 +69,7 @@ def train(learner: Trainer, *steps: int) -> dict[str, float]:
 def save(learner: Trainer, run: Path, base: Path, step: int) -> Path:
     store = CheckpointStore(run, keep_last=2, keep_every=0)
     tokenizer = load_tokenizer(str(base))
-    return store.save(learner.model, tokenizer, learner.optimizer, LearnerState(step=step))
+    return store.save(LearnerState(step=step), lambda folder: learner.save(folder, tokenizer))
 
 
 def logits(model: PreTrainedModel | torch.nn.Module) -> torch.Tensor:

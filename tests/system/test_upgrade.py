@@ -8,7 +8,7 @@ from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
-pytestmark = pytest.mark.asyncio(loop_scope="session")
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
 SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
