@@ -19,7 +19,6 @@ __all__ = ["model", "shared_stack", "stack"]
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
-TESTS = Path(__file__).parent
 _numbers = itertools.count(1)
 _LONGEST = (
     "test_quickstart",
@@ -37,8 +36,8 @@ _LONGEST = (
 )
 
 
-_WAITING = ("system", "faults", "clients", "deploy", "envs")
-"""Folders whose tests wait more than others: beside them there is room for what computes."""
+_COMPUTING = ("learner", "generator", "schemas")
+"""Folders whose tests wait for nothing; beside the waiting of the others there is room for them."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,9 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def rank(item: pytest.Item) -> int:
         if item.path.stem in _LONGEST:
             return _LONGEST.index(item.path.stem)
-        folder = item.path.relative_to(TESTS).parts[0]
-        last = len(_WAITING)
-        return len(_LONGEST) + (_WAITING.index(folder) if folder in _WAITING else last)
+        return len(_LONGEST) + int(item.path.parent.name in _COMPUTING)
 
     items.sort(key=rank)
 

@@ -218,6 +218,7 @@ def test_every_python_example_imports_what_exists(block: Block) -> None:
 # -- the guides' code against a real stack ---------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.asyncio(loop_scope="session")
 async def test_the_code_of_the_training_guide_trains(
