@@ -13,7 +13,11 @@ from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 from tests.stack_fixtures import warm_model
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 SHORT = {
     "group_size": 4,
@@ -25,7 +29,6 @@ SHORT = {
 
 
 @pytest.mark.learns
-@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(
     ("name", "measure", "highest_before", "rise"),
