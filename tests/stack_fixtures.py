@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.tiny_model import save_tiny_model
-from tinkermq.actors.warm_start import warm_start
 
 from tests.configs import REPOSITORY
 from tests.stack import Stack
@@ -18,11 +16,15 @@ WARM_MODELS = REPOSITORY / "outputs" / "models"
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a random model, for runs in which learning does not matter."""
+    from tinkermq.actors.tiny_model import save_tiny_model  # torch, which only workers need
+
     return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny", width=64, layers=2, seed=1)
 
 
 def warm_model(game: str) -> Path:
     """Return the warm-started model of a game, made by its recipe unless it is there."""
+    from tinkermq.actors.warm_start import warm_start
+
     warm_start(game, WARM_MODELS / game)
     return WARM_MODELS / game
 
