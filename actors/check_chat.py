@@ -25,8 +25,8 @@ class Conversation:
     """Chat messages of the first prompt."""
     actions: list[str]
     """The policy's answers."""
-    observations: list[str]
-    """The game's answers to them; the last one is not shown any more."""
+    observations: list[dict[str, Any]]
+    """The game's answers to them as chat messages; the last one is not shown any more."""
 
 
 def check_chat(
@@ -92,9 +92,7 @@ def _lengths(chat: ChatTokenizer, one: Conversation) -> tuple[list[int], int]:
     stop = chat.stop_token_ids[0]
     answers = [[*chat.encode(action), stop] for action in one.actions]
     shown = zip(answers, one.observations[: len(answers) - 1], strict=False)
-    observed = [
-        len(chat.next_turn(ids, [{"role": "user", "content": text}])) for ids, text in shown
-    ]
+    observed = [len(chat.next_turn(ids, [message])) for ids, message in shown]
     return [len(ids) for ids in answers], sum(observed)
 
 

@@ -7,7 +7,7 @@ from .connection import Broker
 from .rpc import call
 
 CHECKPOINT_DEADLINE_S = 600.0
-_TRAINS = frozenset({"RUNNING", "PAUSED"})
+_LIVE = frozenset({"RUNNING", "PAUSED"})
 
 
 async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
@@ -16,8 +16,8 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     Raises StateError for a job that does not train, StorageError when the disk is full,
     DeadlineError after ten minutes.
     """
-    if record.kind != "train" or record.state not in _TRAINS:
-        what = "trains nothing" if record.kind != "train" else f"is {record.state}"
+    if not record.trains or record.state not in _LIVE:
+        what = f"is {record.state}" if record.trains else "trains nothing"
         raise StateError(
             f"job {record.name} {what}, so there is no checkpoint to write",
             hint="ask while a training job runs; one that ends has written its last checkpoint",

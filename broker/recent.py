@@ -36,6 +36,7 @@ def run_row(record: JobRecord, values: Mapping[str, float]) -> dict[str, Any]:
     return {
         "job": record.job,
         "kind": record.kind,
+        "trains": record.trains,
         "state": record.state,
         "reason": record.reason,
         "step": int(values.get("step", record.version)),

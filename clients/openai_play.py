@@ -20,7 +20,7 @@ from ..envs.game import AbstractGame, ChatMessage, StepResult
 from ..envs.host_data import HostData
 from ..envs.runner import Runner, make_runner
 from ..schemas.config import EnvConfig
-from ..schemas.errors import GameError
+from ..schemas.errors import ConfigError, GameError
 from .inference import InferenceReport, Sampling
 from .inference_tasks import Tasks, chosen_tasks, hosted_env
 from .openai_endpoint import Endpoint
@@ -89,7 +89,14 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
             runner.reap()
             await asyncio.sleep(_REAP_S)
 
-    await runner.start()
+    facts = await runner.start()
+    if facts.tools or facts.roles:
+        await runner.stop()
+        what = "roles" if facts.roles else "tools, which the endpoint would render in its own way"
+        raise ConfigError(
+            f"{facts.name} has {what}: it cannot be played with a URL",
+            hint="serve the model in a pool: `tinkermq serve`, then `tinkermq eval` or `infer`",
+        )
     reaping = asyncio.create_task(reap(), name="reap games")
     try:
         yield runner

@@ -181,7 +181,7 @@ def check_game(
     with contextlib.suppress(_Stop):
         found = game_class or _ask(results, "the game imports", lambda: load_game(config.game))
         data = _ask(results, "the data can be read", lambda: HostData(config, seed))
-        with contextlib.closing(data), LocalGame(config, found, data) as game:
+        with contextlib.closing(data), contextlib.closing(LocalGame(config, found, data)) as game:
             _ask(results, "the game can be made", game.probe)
             for name, question in _questions(_Checker(game)):
                 _ask(results, name, question)
@@ -196,7 +196,7 @@ def conversations(config: EnvConfig, *, seed: int = 0) -> list[Transcript]:
     found = load_game(config.game)
     with (
         contextlib.closing(HostData(config, seed)) as data,
-        LocalGame(config, found, data) as game,
+        contextlib.closing(LocalGame(config, found, data)) as game,
     ):
         actions = None if has_gold(found) else SENSELESS
         return [transcribe(game, number, actions) for number in range(NUM_EPISODES)]

@@ -11,8 +11,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from ..schemas.config import EnvConfig
 from ..schemas.env import Split
@@ -44,15 +43,8 @@ class LocalGame:
         self._loop = asyncio.Runner()
         self._left_behind = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """End the event loop of async games."""
         if not self._left_behind:  # else a thread that cannot be ended still uses it
             self._loop.close()
 

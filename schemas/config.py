@@ -285,6 +285,11 @@ class JobConfig(Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
+    @property
+    def generator_slots(self) -> int:
+        """Slots of one generator; that of an SFT job only reads data, which takes none."""
+        return 0 if self.sft.data else self.generator.slots
+
     def with_model(self, path: str) -> "JobConfig":
         """Return the same configuration for another model, with the tokenizer that lies there."""
         model = self.model.model_copy(update={"path": path, "tokenizer": None})

@@ -131,6 +131,11 @@ class JobRecord(Message):
         """The job's names on the broker."""
         return JobScope(self.user, self.job)
 
+    @property
+    def trains(self) -> bool:
+        """Whether the job has a learner, and so steps, versions and checkpoints."""
+        return self.kind in ("train", "sft")
+
 
 class RequestRecord(Message):
     """The job that a submission made, in the KV bucket of requests: it may be sent again."""

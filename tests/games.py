@@ -68,6 +68,13 @@ class AnyArm(BanditGame):
         return StepResult("", float(action in set("0123456")), done=True)
 
 
+class WithTool(BanditGame):
+    """Offers a tool that nobody needs."""
+
+    def get_tools(self) -> list[dict[str, Any]]:
+        return [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+
+
 class RaisesInStep(BanditGame):
     """Fails at every step."""
 

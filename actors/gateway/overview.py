@@ -35,7 +35,7 @@ async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[
 def possible(record: JobRecord) -> dict[str, bool]:
     """Return which actions the state of a job allows."""
     ended = record.state in FINAL_STATES
-    trains = record.kind == "train" and record.stop == "no"
+    trains = record.trains and record.stop == "no"
     return {
         "stop": not ended and record.stop == "no",
         "stop_now": not ended and record.stop != "now",

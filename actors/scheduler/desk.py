@@ -27,7 +27,7 @@ from .board import Board
 from .messenger import tell_learner
 from .pool import Pool
 from .reconciler import Reconciler
-from .roster import generator_slots, scaled, slots_of, unplaced
+from .roster import scaled, slots_of, unplaced
 from .submission import Submission, check_priority, check_quota
 from .vault import Vault
 
@@ -184,7 +184,7 @@ class Desk:
                 f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
             )
         config = self._board.config(record)
-        slots = 0 if request.role == "environment" else generator_slots(config, record.kind)
+        slots = 0 if request.role == "environment" else config.generator_slots
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)

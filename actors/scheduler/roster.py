@@ -37,17 +37,14 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
             "an SFT job was submitted without data",
             hint="name files with conversations in sft.data, or submit it with `tinkermq train`",
         )
-    slots = generator_slots(config, kind)
     actors = [_actor("learner", "learner", config.learner.slots)]
-    actors += [_actor("generator", f"generator-{i}", slots) for i in range(config.generator.count)]
+    actors += [
+        _actor("generator", f"generator-{i}", config.generator_slots)
+        for i in range(config.generator.count)
+    ]
     if config.env.num_val > 0:
         actors.append(_actor("evaluator", "evaluator-0"))
     return actors + hosts
-
-
-def generator_slots(config: JobConfig, kind: str) -> int:
-    """Return the slots of one generator; that of an SFT job only reads data, which takes none."""
-    return 0 if kind == "sft" else config.generator.slots
 
 
 def _servers(config: GeneratorConfig) -> list[ActorPlacement]:

@@ -260,7 +260,7 @@ class Submission:
                 hint="name either a live run or one of its checkpoints",
             )
         record = self._board.get(user, request.follow)
-        if record.kind not in ("train", "sft") or is_final(record):
+        if not record.trains or is_final(record):
             raise StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
                 "new versions",

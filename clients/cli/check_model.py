@@ -73,5 +73,7 @@ def _told(transcript: Transcript) -> dict[str, Any]:
     return {
         "messages": transcript.messages,
         "actions": transcript.actions,
-        "observations": [result.observation for result in transcript.results],
+        "observations": [
+            {"role": result.role, "content": result.observation} for result in transcript.results
+        ],
     }

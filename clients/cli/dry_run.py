@@ -131,8 +131,7 @@ def check_chats(config: JobConfig) -> str:
 
 def needed_slots(config: JobConfig) -> int:
     """Return the slots that the job's learner and generators take."""
-    generators = 0 if config.sft.data else config.generator.count * config.generator.slots
-    return config.learner.slots + generators
+    return config.learner.slots + config.generator.count * config.generator_slots
 
 
 def check_slots(config: JobConfig, nats_url: str | None) -> str:

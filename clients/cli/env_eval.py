@@ -17,9 +17,9 @@ from ..pool import Pool
 from ..quiet import quiet_logs
 from ..single_error import single_errors
 from .chosen_game import choosing_game
-from .infer import FAILED, Progress, play_in_pool, read_tasks, resolve_served, tell_report
+from .infer import Progress, conclude, play_in_pool, read_tasks, resolve_served
 from .options import COMMON, Common
-from .output import note, print_json_line
+from .output import note
 from .session import with_pool
 
 MAX_TURNS = 10
@@ -115,11 +115,7 @@ def evaluate(
             success_reward=chosen.job.evaluation.success_reward if chosen.job else 0.5,
             max_concurrent=concurrent,
         )
-    if common.json:
-        print_json_line({"summary": report.summary})
-    else:
-        tell_report(report, output)
-    return FAILED if report.failed and not report.results else 0
+    return conclude(report, output, as_json=common.json)
 
 
 def _at_endpoint(

@@ -223,11 +223,7 @@ def infer(
         max_concurrent=concurrent,
         token_ids=token_ids,
     )
-    if common.json:
-        print_json_line({"summary": report.summary})
-    else:
-        tell_report(report, output)
-    return FAILED if report.failed and not report.results else 0
+    return conclude(report, output, as_json=common.json)
 
 
 def play_in_pool(
@@ -306,8 +302,16 @@ class Progress:
             note(f"{self._done} of {self._total} played, mean reward {mean:.3f}")
 
 
-def tell_report(report: InferenceReport, output: Path | None) -> None:
-    """Print the scores of an inference, and where its results are."""
+def conclude(report: InferenceReport, output: Path | None, *, as_json: bool) -> int:
+    """Print the scores of an inference, and where its results are; return the exit code."""
+    if as_json:
+        print_json_line({"summary": report.summary})
+    else:
+        _tell_report(report, output)
+    return FAILED if report.failed and not report.results else 0
+
+
+def _tell_report(report: InferenceReport, output: Path | None) -> None:
     summary = report.summary
     rows = score_rows(summary)
     for kind, scores in summary.get("by_type", {}).items():

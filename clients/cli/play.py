@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from ...envs.conversations import returns
 from ...envs.game import ChatMessage, StepResult
 from ...envs.host_data import HostData
 from ...envs.local import LocalEpisode, LocalGame
@@ -61,14 +62,14 @@ def play(
         max_turns = chosen.job.rollout.max_turns if chosen.job else None
         with (
             contextlib.closing(HostData(chosen.env, chosen.seed)) as data,
-            LocalGame(chosen.env, found, data) as table,
+            contextlib.closing(LocalGame(chosen.env, found, data)) as table,
         ):
             episode = table.start(seed, row=row)
             if not episode.roles:
                 show.prompt(episode.messages)
             actions = _gold_actions(episode, echo=not json) if gold else _typed(echo=not json)
             said: Counter[str] = Counter()
-            returns = dict.fromkeys(episode.roles or ("",), 0.0)
+            played: list[tuple[str, StepResult]] = []
             while not episode.done:
                 role, messages = episode.turn() if episode.roles else ("", [])
                 show.role(role, messages)
@@ -78,10 +79,8 @@ def play(
                 said[role] += 1
                 result = episode.step(action)
                 show.turn(action, result)
-                returns[role] += result.reward
-                for other, reward in result.rewards.items():
-                    returns[other] += reward
-            show.end(episode, returns)
+                played.append((role, result))
+            show.end(episode, dict.fromkeys(episode.roles or ("",), 0.0) | returns(played))
     return 0 if episode.done else NOT_ENDED
 
 

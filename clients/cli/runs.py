@@ -27,6 +27,7 @@ from .session import with_pool
 
 _EXPLAINED = frozenset({"QUEUED", "LOST", "FAILED"})
 _WHY_CHARACTERS = 72
+_QUOTA_S = 2.0
 _ROLES: dict[str, Literal["generator", "environment", "server"]] = {
     "servers": "server",
     "server": "server",
@@ -55,7 +56,15 @@ def ps(
     everyone
         Those of all users, for admins.
     """
-    rows, told = with_pool(common.nats_url, lambda pool: _list(pool, all=all, everyone=everyone))
+
+    async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
+        listed = pool.everybodys_jobs if everyone else pool.list_jobs
+        records = await listed(all=all)
+        told = asyncio.create_task(_quota(pool, records)) if not common.json else None
+        rows = await asyncio.gather(*(_row(pool, record) for record in records))
+        return list(rows), "" if told is None else await told
+
+    rows, told = with_pool(common.nats_url, work)
     if common.json:
         print_json(rows)
         return 0
@@ -81,25 +90,17 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
     print_table(columns, cells)
 
 
-async def _list(pool: Pool, *, all: bool, everyone: bool) -> tuple[list[dict[str, Any]], str]:
-    """Return a row for each run, and what is to be said of the user's quota."""
-    if everyone:
-        records = await pool.everybodys_jobs(all=all)
-    else:
-        records = await pool.list_jobs(all=all)
-    rows = await asyncio.gather(*(_row(pool, record) for record in records))
-    return list(rows), await _quota(pool)
-
-
-async def _quota(pool: Pool) -> str:
+async def _quota(pool: Pool, records: Sequence[JobRecord]) -> str:
+    """Say what of the user's quota these runs hold; runs are told of without a scheduler, too."""
     try:
-        quota = await pool.quota()
-    except BrokerError as error:  # runs are told of while the scheduler is down
-        return f"quota unknown: {error.message}"
+        async with asyncio.timeout(_QUOTA_S):
+            quota = await pool.quota()
+    except (BrokerError, TimeoutError):
+        return "no scheduler answers: your quota is unknown, and nothing is placed"
     if quota.max_slots is None:
         return ""
-    live = await pool.list_jobs()
-    held = sum(sum(held_slots(record).values()) for record in live)
+    own = [one for one in records if one.user == pool.broker.user]
+    held = sum(sum(held_slots(one).values()) for one in own if one.state not in FINAL_STATES)
     return f"{held} of {quota.max_slots} slots of your quota are held"
 
 
@@ -139,7 +140,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         row["run"],
         row["state"],
-        f"{row['step']}{total}" if row["kind"] in ("train", "sft") else row["kind"],
+        f"{row['step']}{total}" if row["trains"] else row["kind"],
         _number(row["reward"], ".3f"),
         _number(row["validation"], ".3f"),
         _number(row["tokens_per_s"], ",.0f"),

@@ -61,11 +61,7 @@ def train(
         From -10 to 10: runs of a higher one are placed first.
     """
     effective = _load(config, overrides, from_)
-    if dry_run:
-        from .dry_run import dry_run as check
-
-        return check(effective, common.nats_url, as_json=common.json, from_run=from_)
-    return _submit(effective, from_, detach=detach, priority=priority, common=common)
+    return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
 
 def sft(
@@ -96,20 +92,13 @@ def sft(
     priority
         From -10 to 10: runs of a higher one are placed first.
     """
-    if not _load(config, overrides, from_).sft.data:
+    effective = _load(config, overrides, from_)
+    if not effective.sft.data:
         raise ConfigError(
             f"{config} names no conversations to learn from",
             hint="set sft.data to parquet or JSONL files with the column messages",
         )
-    return train(
-        config,
-        *overrides,
-        from_=from_,
-        dry_run=dry_run,
-        detach=detach,
-        priority=priority,
-        common=common,
-    )
+    return _begin(effective, from_, dry_run, detach=detach, priority=priority, common=common)
 
 
 def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobConfig:
@@ -118,9 +107,20 @@ def _load(config: Path, overrides: Sequence[str], from_run: str | None) -> JobCo
     return load_config(config, [*overrides, *given])
 
 
-def _submit(
-    effective: JobConfig, from_run: str | None, *, detach: bool, priority: int, common: Common
+def _begin(
+    effective: JobConfig,
+    from_run: str | None,
+    dry_run: bool,
+    *,
+    detach: bool,
+    priority: int,
+    common: Common,
 ) -> int:
+    """Submit a job and watch it, or only check it."""
+    if dry_run:
+        from .dry_run import dry_run as check
+
+        return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
     # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
     values = resolve_paths(effective.model_dump(exclude_unset=True), url)

@@ -101,8 +101,7 @@ class _Position:
         self._weights = [0.0, *(8.0**n for n in range(length + 1))]
         self.worth = 0.0
         """What the board is worth to X, minus what it is worth to O."""
-        for move in range(len(board.moves)):
-            cell = board.moves[move]
+        for cell in board.moves:
             self._count(cell, board.cells[cell], 1)
 
     def play(self, cell: int) -> None:
@@ -145,7 +144,7 @@ class _Position:
 class AlphaBeta:
     """Negamax with alpha-beta pruning over the most promising cells, to a fixed depth in plies.
 
-    Equally good moves are drawn from.
+    Of equally promising first moves a random one is looked at first.
     """
 
     depth: int

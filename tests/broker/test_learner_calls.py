@@ -11,7 +11,11 @@ from tests.clients.conftest import new_record
 
 @pytest.mark.parametrize(
     ("kind", "state", "told"),
-    [("infer", "RUNNING", "trains nothing"), ("train", "QUEUED", "is QUEUED")],
+    [
+        ("infer", "RUNNING", "trains nothing"),
+        ("train", "QUEUED", "is QUEUED"),
+        ("sft", "COMPLETED", "is COMPLETED"),
+    ],
 )
 async def test_a_job_that_does_not_train_has_no_checkpoint_to_write(
     broker: Broker, kind: str, state: str, told: str

@@ -210,6 +210,18 @@ def test_a_game_that_fails_is_told_and_no_score(cli: Cli, server: Server) -> Non
     assert "ValueError: no rule for 1 letters" in done.out
 
 
+@pytest.mark.parametrize(
+    ("game", "said"), [("tictactoe", "has roles"), ("tests.games:WithTool", "has tools")]
+)
+def test_a_game_that_only_a_pool_can_play_is_refused(
+    cli: Cli, server: Server, game: str, said: str
+) -> None:
+    done = cli("env", "eval", game, "--model", url(server), "--max-samples", "2")
+    assert done.code == 2
+    assert said in done.err
+    assert server.asked == []
+
+
 def test_an_evaluation_without_a_model_says_what_to_give(cli: Cli) -> None:
     done = cli("env", "eval", "guess")
     assert (done.code, done.err.splitlines()[0]) == (

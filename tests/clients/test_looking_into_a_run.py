@@ -78,7 +78,9 @@ async def test_ps_shows_state_step_reward_and_restarts(
     assert row["state"] == "RUNNING"
     assert (row["step"], row["total_steps"], row["reward"]) == (1, 3.0, 0.5)
     assert (row["tokens_per_s"], row["slots"], row["restarts"]) == (1234.0, 2, 1)
-    text = (await aside(cli, "ps", "--nats-url", broker.url)).out
+    shown = await aside(cli, "ps", "--nats-url", broker.url)
+    assert "no scheduler answers: your quota is unknown" in shown.err
+    text = shown.out
     assert f"{run.name}  RUNNING  1/3" in " ".join(text.split("\n")).replace("   ", "  ")
 
 

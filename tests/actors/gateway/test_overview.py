@@ -11,6 +11,7 @@ from tests.clients.conftest import new_record
     ("kind", "state", "stop", "offered"),
     [
         ("train", "RUNNING", "no", {"checkpoint", "pause", "stop", "stop_now"}),
+        ("sft", "RUNNING", "no", {"checkpoint", "pause", "stop", "stop_now"}),
         ("train", "RUNNING", "drain", {"stop_now"}),
         ("train", "PAUSED", "no", {"checkpoint", "resume", "stop", "stop_now"}),
         ("infer", "RUNNING", "no", {"stop", "stop_now"}),
