@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Kinds of models whose images and rotary positions `actors/vision.py` knows."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -60,6 +62,11 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrai
         ) from error
 
 
+def sees_images(config: "PreTrainedConfig") -> bool:
+    """Whether a model takes images."""
+    return config.model_type in VISION_TYPES
+
+
 def load_causal_lm(
     path: str,
     *,
@@ -67,19 +74,20 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a causal language model in evaluation mode, on the CPU.
+    """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    check_model_folder(path)
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    kind: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            kind.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -90,7 +98,7 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
-            hint="`AutoModelForCausalLM.from_pretrained` must be able to open it",
+            hint=f"`{kind.__name__}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])
