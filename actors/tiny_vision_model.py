@@ -1,4 +1,4 @@
-"""Make a tiny random vision-language model: Qwen2-VL's or Qwen2.5-VL's classes, a tower of one layer.
+"""Make a tiny random vision-language model of Qwen2-VL's or Qwen2.5-VL's classes.
 
 Its tokenizer reads single characters, as that of the other tiny models does, and has one more
 token, for images. An image is cut into squares of 4 pixels; 2 × 2 of them are one token.
@@ -97,7 +97,7 @@ def save_tiny_vision_model(
     seed: int = 0,
 ) -> Path:
     """Write a tiny model with its tokenizer and image processor; return the folder."""
-    from transformers import AutoImageProcessor, Qwen2VLImageProcessorPil
+    from transformers import Qwen2VLImageProcessorPil
     from transformers.utils import logging
 
     logging.disable_progress_bar()

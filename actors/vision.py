@@ -21,6 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CACHE_BYTES = 256 << 20
+_MAX_SEEN = 1024
 _MAX_PIXELS = 1 << 26
 """Pixels of an image file; what a model sees of it is bounded by its processor."""
 
@@ -76,7 +78,11 @@ class SeenImages:
 
 
 class ImageReader:
-    """Reads image files the way a model's processor does; safe to use from several threads."""
+    """Reads image files the way a model's processor does; safe to use from several threads.
+
+    What was read lately is remembered: the episodes of a group, and the turns of an episode, see
+    the same images.
+    """
 
     def __init__(self, processor: Any, token_id: int) -> None:
         self.processor = processor
@@ -84,6 +90,7 @@ class ImageReader:
         """The id that stands in a prompt for each token of an image."""
         self._known: OrderedDict[bytes, Images] = OrderedDict()
         self._known_bytes = 0
+        self._seen: OrderedDict[bytes, SeenImages] = OrderedDict()
         self._lock = threading.Lock()
 
     def count_tokens(self, encoded: bytes) -> int:
@@ -91,26 +98,56 @@ class ImageReader:
         with _open(encoded) as image:
             return self._tokens(image)
 
-    def known(self, encoded: Sequence[bytes]) -> Images | None:
-        """Return the images if they were read lately."""
+    def remembered(self, token_ids: NDArray[Any], encoded: Sequence[bytes]) -> SeenImages | None:
+        """Return the images at their places in a prompt, if such a prompt was seen lately.
+
+        Raises DataError for a prompt that does not hold them.
+        """
         with self._lock:
-            return self._known.get(digest_of(encoded))
+            images = self._known.get(digest_of(encoded))
+        if images is None:
+            return None
+        key = _key(token_ids, self._find(token_ids, images), images)
+        with self._lock:
+            return self._seen.get(key)
+
+    def see(
+        self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
+    ) -> SeenImages:
+        """Read images and find their tokens in a prompt; the model knows their rotary positions.
+
+        Raises DataError for what is no image, and for a prompt that does not hold the images.
+        """
+        if (remembered := self.remembered(token_ids, encoded)) is not None:
+            return remembered
+        images = self.read(encoded)
+        places_Q = self._find(token_ids, images)
+        kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token behind them
+        kinds_M[places_Q] = 1
+        base: Any = cast("Any", model).base_model
+        kinds = torch.from_numpy(kinds_M)[None]
+        rope_31M, _ = base.get_rope_index(kinds, kinds, image_grid_thw=images.grid_I3)
+        seen = SeenImages(images, places_Q, rope_31M[:, 0].numpy())
+        with self._lock:
+            self._seen[_key(token_ids, places_Q, images)] = seen
+            if len(self._seen) > _MAX_SEEN:
+                self._seen.popitem(last=False)
+        return seen
 
     def read(self, encoded: Sequence[bytes]) -> Images:
         """Read images, or remember having read them; DataError for what is no image."""
-        known = self.known(encoded)
-        if known is not None:
-            return known
+        digest = digest_of(encoded)
+        with self._lock:
+            if (known := self._known.get(digest)) is not None:
+                return known
         decoded = [_decode(one) for one in encoded]
         tokens = tuple(self._tokens(image) for image in decoded)
         features = self.processor(images=decoded, return_tensors="pt")
-        found = Images(
-            features["pixel_values"], features["image_grid_thw"], tokens, digest_of(encoded)
-        )
+        found = Images(features["pixel_values"], features["image_grid_thw"], tokens, digest)
         self._remember(found)
         return found
 
-    def find(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
+    def _find(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
         """Return the places of the images' tokens: int64[Q].
 
         Raises DataError for ids that do not hold each image's tokens in one piece.
@@ -118,9 +155,10 @@ class ImageReader:
         lengths_I = np.array(images.tokens)
         ends_I = np.cumsum(lengths_I)
         places_Q = np.flatnonzero(token_ids == self.token_id)[: ends_I[-1]]
-        if len(places_Q) < ends_I[-1] or (
-            places_Q[ends_I - 1] - places_Q[ends_I - lengths_I] != lengths_I - 1
-        ).any():
+        if (
+            len(places_Q) < ends_I[-1]
+            or (places_Q[ends_I - 1] - places_Q[ends_I - lengths_I] != lengths_I - 1).any()
+        ):
             raise DataError(
                 f"the images of a prompt take {', '.join(map(str, images.tokens))} tokens, which "
                 f"do not stand in it in one piece each ({len(places_Q)} are there)",
@@ -147,6 +185,24 @@ class ImageReader:
             while self._known_bytes > _CACHE_BYTES and len(self._known) > 1:
                 _, oldest = self._known.popitem(last=False)
                 self._known_bytes -= oldest.pixels_PD.nbytes
+
+
+def _key(token_ids: NDArray[Any], places_Q: NDArray[np.int64], images: Images) -> bytes:
+    return images.digest + token_ids[: int(places_Q[-1]) + 1].astype(np.int32).tobytes()
+
+
+@dataclass(frozen=True)
+class Processor:
+    """A tokenizer, and what reads images where a model sees some: they are saved together."""
+
+    tokenizer: Any
+    image_reader: ImageReader | None
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write both as a Hugging Face folder."""
+        self.tokenizer.save_pretrained(folder)
+        if self.image_reader is not None:
+            self.image_reader.processor.save_pretrained(folder)
 
 
 def digest_of(encoded: Sequence[bytes]) -> bytes:
@@ -176,23 +232,7 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
     return ImageReader(processor, int(config.image_token_id))
 
 
-def place_images(model: nn.Module, reader: ImageReader, token_ids: NDArray[Any], images: Images) -> SeenImages:
-    """Find the images' tokens in a prompt, and ask the model for their rotary positions.
-
-    Raises DataError for a prompt that does not hold them.
-    """
-    places_Q = reader.find(token_ids, images)
-    kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token behind them
-    kinds_M[places_Q] = 1
-    base: Any = cast("Any", model).base_model
-    kinds = torch.from_numpy(kinds_M)[None]
-    rope_31M, _ = base.get_rope_index(kinds, kinds, image_grid_thw=images.grid_I3)
-    return SeenImages(images, places_Q, rope_31M[:, 0].numpy())
-
-
-def embed(
-    model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[Images]
-) -> Tensor:
+def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[Images]) -> Tensor:
     """Return what the decoder reads, [B, T, H]: embeddings, with the images at these columns.
 
     `columns_Q` counts through the rows one after the other, in the order of the images. Gradients
@@ -205,6 +245,26 @@ def embed(
     seen = whole.get_image_features(pixels_PD, grid_I3, return_dict=True).pooler_output
     seen_QH = torch.cat(tuple(seen)).to(words_BTH.dtype)
     return words_BTH.flatten(0, 1).index_copy(0, columns_Q, seen_QH).view_as(words_BTH)
+
+
+def plain_inputs(ids_BT: Tensor, seen: SeenImages) -> dict[str, Tensor]:
+    """Return what a model's own forward pass asks for beside the ids, to compare with."""
+    kinds_BT = torch.zeros_like(ids_BT, dtype=torch.int32)
+    kinds_BT.view(-1)[torch.from_numpy(seen.places_Q)] = 1
+    return {
+        "pixel_values": seen.images.pixels_PD.to(ids_BT.device),
+        "image_grid_thw": seen.images.grid_I3.to(ids_BT.device),
+        "mm_token_type_ids": kinds_BT,
+    }
+
+
+def probe_image() -> bytes:
+    """Return a small image, as a file."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.linear_gradient("L").resize((48, 32)).save(file, "PNG")
+    return file.getvalue()
 
 
 def _open(encoded: bytes) -> "Image":

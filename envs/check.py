@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError, TinkermqError
+from ..schemas.images import plain_text
 from .episodes import Episodes, Opening
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_data import HostData
@@ -139,7 +140,7 @@ class _Checker:
         lengths: list[int] = []
         for number in range(NUM_EPISODES):
             messages = self.play(number, []).messages
-            lengths.append(sum(len(str(message["content"])) for message in messages))
+            lengths.append(sum(len(plain_text(message["content"])) for message in messages))
         if max(lengths) > MAX_PROMPT_CHARACTERS:
             raise GameError(
                 f"a first prompt has {max(lengths):,} characters",
@@ -248,9 +249,8 @@ def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
 
 def _difference(first: _Transcript, second: _Transcript) -> str:
     if first.messages != second.messages:
-        return (
-            f"first prompts {first.messages[-1]['content']!r}, {second.messages[-1]['content']!r}"
-        )
+        one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
+        return f"first prompts {one!r}, {other!r}"
     for turn, (one, other) in enumerate(zip(first.results, second.results, strict=False)):
         if one != other:
             return f"turn {turn} answered {one}, {other}"

@@ -29,7 +29,7 @@ def images_of(
     messages: Sequence[Mapping[str, Any]], shared: Sequence[bytes] = ()
 ) -> tuple[bytes, ...]:
     """Return the encoded images of the messages; DataError for one that is not there in bytes."""
-    return tuple(_encoded(part, shared) for part in image_parts(messages))
+    return tuple(encoded_image(part, shared) for part in image_parts(messages))
 
 
 def replace_images(
@@ -45,10 +45,12 @@ def replace_images(
 
 
 def number_images(
-    messages: Sequence[Mapping[str, Any]], shared: dict[bytes, int]
+    messages: Sequence[Mapping[str, Any]], numbers: dict[bytes, int], shared: Sequence[bytes] = ()
 ) -> list[dict[str, Any]]:
-    """Return the messages with images as numbers; those that `shared` lacks are added to it."""
-    return replace_images(messages, lambda part: shared.setdefault(_encoded(part), len(shared)))
+    """Return the messages with images as numbers; those that `numbers` lacks are added to it."""
+    return replace_images(
+        messages, lambda part: numbers.setdefault(encoded_image(part, shared), len(numbers))
+    )
 
 
 def restore_images(
@@ -56,8 +58,20 @@ def restore_images(
 ) -> list[dict[str, Any]]:
     """Return the messages with bytes in place of the numbers of images."""
     return replace_images(
-        messages, lambda part: _encoded(part, shared) if _is_number(part) else _image(part)
+        messages, lambda part: encoded_image(part, shared) if _is_number(part) else _image(part)
     )
+
+
+def plain_text(content: Any) -> str:
+    """Return a message's content as text; each image is `[image]`."""
+    if not isinstance(content, list):
+        return str(content)
+    parts = cast("list[Any]", content)
+    return "".join("[image]" if _is_image(part) else _text(part) for part in parts)
+
+
+def _text(part: Any) -> str:
+    return str(cast("dict[str, Any]", part).get("text", part) if isinstance(part, dict) else part)
 
 
 def _is_image(part: Any) -> bool:
@@ -79,7 +93,7 @@ def _replaced(part: Any, new: Callable[[dict[str, Any]], Any]) -> Any:
     return {**rest, "type": "image", "image": new(part)}
 
 
-def _encoded(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> bytes:
+def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> bytes:
     """Return the bytes of one image part."""
     image = _image(part)
     if isinstance(image, int) and 0 <= image < len(shared):

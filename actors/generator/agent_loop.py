@@ -15,7 +15,8 @@ import numpy as np
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.errors import EngineError, RewardError, SandboxError, TinkermqError
+from ...schemas.errors import DataError, EngineError, RewardError, SandboxError, TinkermqError
+from ...schemas.images import images_of
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
@@ -69,6 +70,7 @@ class _Transcript:
     messages: list[dict[str, Any]]
     num_prompt: int
     data_source: str = ""
+    images: tuple[bytes, ...] = ()
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -167,6 +169,7 @@ class AgentLoop:
             prompt = self._chat.first_prompt(reset.messages, reset.tools).tolist()
             self._check_prompt(prompt)
             transcript = _Transcript.start(prompt, list(reset.messages))
+            transcript.images = images_of(reset.messages)
             transcript.data_source = reset.data_source
             transcript.environment_s = time.perf_counter() - started
             while True:
@@ -209,6 +212,7 @@ class AgentLoop:
             sampling,
             request_id=f"{plan.episode}.{turn}",
             conversation=plan.episode if config.max_turns > 1 else None,
+            images=transcript.images,
         )
         transcript.generate_s += time.perf_counter() - started
         if generation.finish_reason == "cancelled" or not len(generation.token_ids):
@@ -277,5 +281,7 @@ def _failure(boundary: Boundary, error: TinkermqError, transcript: _Transcript) 
         boundary = "sandbox"
     elif isinstance(error, RewardError):
         boundary = "reward"
+    elif boundary == "engine" and isinstance(error, DataError):
+        boundary = "task"  # an image that cannot be read
     blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
     return EpisodeFailed(blame, transcript.num_generated, host_gone=isinstance(error, HostGone))

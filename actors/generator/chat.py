@@ -10,16 +10,20 @@ rewrites earlier turns would show the policy another history than the one it was
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 from jinja2 import TemplateError
 
-from ...schemas.errors import ModelError
+from ...schemas.errors import DataError, ModelError
+from ...schemas.images import encoded_image, images_of, replace_images
 from .engine import IntVector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..vision import ImageReader
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 
@@ -46,8 +50,12 @@ class ChatTokenizer:
         tokenizer: "PreTrainedTokenizerBase",
         template_kwargs: Mapping[str, Any] | None = None,
         extra_stop_token_ids: Sequence[int] = (),
+        image_reader: "ImageReader | None" = None,
     ) -> None:
-        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration."""
+        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration.
+
+        Without an `image_reader` messages with images are refused.
+        """
         if not tokenizer.chat_template:  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
             raise ModelError(
                 "the tokenizer has no chat template",
@@ -55,6 +63,7 @@ class ChatTokenizer:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
         head = self._render(_STAND_IN, prompt=False)
@@ -77,15 +86,38 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, of tools for it, and the generation prompt.
 
-        Raises ModelError for tools that the template leaves out.
+        Images are there as the tokens that they take. Raises ModelError for tools that the
+        template leaves out and images that the model does not see, DataError for what is no image.
         """
+        images = images_of(messages)
         text = self._render(messages, prompt=True, tools=tools)
         if tools and text == self._render(messages, prompt=True):
             raise ModelError(
                 "the model's chat template has no place for tools: it would not see them",
                 hint="leave `tools` out, or use a model whose template takes them",
             )
-        return self.encode(text)
+        return self.encode(self._make_room(text, images) if images else text)
+
+    def _make_room(self, text: str, images: Sequence[bytes]) -> str:
+        """Write each image's token as often as the image takes tokens."""
+        reader = self._image_reader
+        if reader is None:
+            raise ModelError(
+                "a prompt holds images, and the model reads text alone",
+                hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or data "
+                "without images",
+            )
+        token = self.token_text(reader.token_id)
+        between = text.split(token)
+        if len(between) != len(images) + 1:
+            raise DataError(
+                f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
+                "the chat template has rendered it",
+                hint=f"no message may hold the text {token}, and the template must write it once "
+                "for each image",
+            )
+        rooms = [token * reader.count_tokens(image) for image in images]
+        return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
 
     def first_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -97,7 +129,8 @@ class ChatTokenizer:
         if tools and (asked := repr(tools)) not in self._proven_tools:
             self._check_tools(messages, tools)
             self._proven_tools.add(asked)
-        return self._remember(f"first {tools!r} {messages!r}", lambda: self.prompt(messages, tools))
+        named = replace_images(messages, lambda part: sha256(encoded_image(part)).hexdigest())
+        return self._remember(f"first {tools!r} {named!r}", lambda: self.prompt(messages, tools))
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]

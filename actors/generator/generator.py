@@ -28,6 +28,7 @@ from ..model_folder import (
     load_tokenizer,
 )
 from ..runtime import JobContext, settle_memory
+from ..vision import load_image_reader
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
 from .engine import Engine, EngineStats
@@ -82,7 +83,10 @@ def make_chat(config: JobConfig) -> ChatTokenizer:
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
     check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
     chat = ChatTokenizer(
-        tokenizer, config.model.template_kwargs, load_stop_token_ids(config.model.path)
+        tokenizer,
+        config.model.template_kwargs,
+        load_stop_token_ids(config.model.path),
+        load_image_reader(config.model.path, trust_remote_code=trust),
     )
     chat.check_template(multi_turn=config.rollout.max_turns > 1)
     return chat
@@ -213,7 +217,7 @@ class Generator:
                 task=task.task,
                 boundary=failure.blame.boundary,
             )
-        won = await self._log.append(group)
+        won = await self._log.append(group.with_shared_images())
         self._num_groups += int(won)
         if not won:
             _log.info("group_was_there", task=task.task)

@@ -78,6 +78,7 @@ class Learner:
             group_size=config.rollout.group_size,
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
+            check_images=trainer.check_images,
         )
         self.issuer = Issuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
@@ -344,8 +345,7 @@ class Learner:
     async def _wait_for_log(self, seq: int) -> None:
         """Wait until the intake has read up to `seq`."""
         deadline = time.monotonic() + _RECOVERY_S
-        log = RolloutLog(self.context.broker, self.context.scope)
-        if seq < await log.first_seq():
+        if seq < await RolloutLog(self.context.broker, self.context.scope).first_seq():
             return
         with self.context.waiting("the rollout log to be read"):
             while self.intake.last_seq < seq:

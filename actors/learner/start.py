@@ -11,6 +11,7 @@ from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ..model_folder import load_tokenizer
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
+from ..vision import Processor
 from .checkpoint import CheckpointStore, LearnerState, load_state
 from .curriculum import Curriculum, CurriculumConfig
 from .data_order import DataOrder, TaskOrder, total_steps
@@ -63,7 +64,7 @@ async def make_learner(context: JobContext) -> Learner:
     return Learner(
         context,
         trainer,
-        tokenizer,
+        Processor(tokenizer, trainer.image_reader),
         state,
         task_order(config, num_rows, state),
         checkpoints,

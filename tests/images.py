@@ -1,0 +1,58 @@
+"""Images and tiny vision-language models for tests, and the plain pass that they are compared with."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from tinkermq.actors.tiny_vision_model import IMAGE, TinyVisionKind, save_tiny_vision_model
+from tinkermq.actors.vision import ImageReader, plain_inputs
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+IMAGE_ID = 264
+"""The tiny models' token of an image."""
+KINDS: tuple[TinyVisionKind, ...] = ("qwen2_vl", "qwen2_5_vl")
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Return a file of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def make_vision_model(folder: Path, kind: TinyVisionKind = "qwen2_vl") -> Path:
+    """Write a tiny model whose eyes and rotary positions matter; return its folder."""
+    save_tiny_vision_model(folder, kind=kind, seed=1)
+    model = load(folder)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """Load the model to compare with."""
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def seeing_logprobs(
+    model: PreTrainedModel,
+    reader: ImageReader,
+    prompt: np.ndarray,
+    tokens: np.ndarray,
+    images: tuple[bytes, ...] = (),
+) -> np.ndarray:
+    """Return the log-prob of each token after the prompt, by the model's own forward pass."""
+    ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
+    more = plain_inputs(ids, reader.see(model, prompt, images)) if images else {}
+    with torch.no_grad():
+        logprobs = model(input_ids=ids, **more).logits[0].log_softmax(-1)
+    return logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+__all__ = ["IMAGE", "IMAGE_ID", "KINDS", "load", "make_vision_model", "png", "seeing_logprobs"]
