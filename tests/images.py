@@ -47,11 +47,20 @@ def seeing_logprobs(
     tokens: np.ndarray,
     images: tuple[bytes, ...] = (),
 ) -> np.ndarray:
-    """Return the log-prob of each token after the prompt, by the model's own forward pass."""
+    """Return the log-prob of each token after the prompt, by the model's own forward pass.
+
+    That takes every image token for an image: those of the prompt get an id of their own here, so
+    that one which the policy has generated is a text for it, too.
+    """
     ids = torch.from_numpy(np.concatenate([prompt, tokens]).astype(np.int64))[None]
-    more = plain_inputs(ids, reader.see(model, prompt, images)) if images else {}
+    shown, more = ids.clone(), {}
+    if images:
+        seen = reader.see(model, prompt, images)
+        more = plain_inputs(ids, seen)
+        model.config.image_token_id = next(i for i in range(264) if i not in ids)
+        shown[0, torch.from_numpy(seen.places_Q)] = model.config.image_token_id
     with torch.no_grad():
-        logprobs = model(input_ids=ids, **more).logits[0].log_softmax(-1)
+        logprobs = model(input_ids=shown, **more).logits[0].log_softmax(-1)
     return logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
 
