@@ -22,6 +22,8 @@ class Recipe:
     batch: int = 64
     width: int = 128
     layers: int = 2
+    conversations: int = 8192
+    """Different demonstrations at most."""
     sees: bool = False
     """The model is a vision-language model."""
 
@@ -33,7 +35,7 @@ RECIPES = {
     "bandit": Recipe(steps=60, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
-    "geo3k": Recipe(steps=300, width=64, sees=True),
+    "geo3k": Recipe(steps=300, width=64, conversations=2048, sees=True),
 }
 
 

@@ -38,7 +38,6 @@ from .vision import load_image_reader
 ChatMessage = dict[str, Any]
 _ROW_TOKENS = 128
 _BATCH_TOKENS = 1 << 16
-_MAX_CONVERSATIONS = 8192
 
 
 def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
@@ -74,7 +73,7 @@ def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> fl
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
-    count = min(steps * recipe.batch, _MAX_CONVERSATIONS)
+    count = min(steps * recipe.batch, recipe.conversations)
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
     seen = {
         one.images: reader.see(model, one.token_ids, one.images)

@@ -170,5 +170,3 @@ def test_each_image_travels_once_in_a_group() -> None:
     again = Group.from_bytes(packed)
     assert [one.images for one in assemble([again]).sequences] == [(SMALL, TALL)] * 4
     assert again.with_shared_images().to_bytes() == packed
-
-
