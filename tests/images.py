@@ -1,4 +1,4 @@
-"""Images and tiny vision-language models for tests, and the plain pass that they are compared with."""
+"""Images and tiny vision-language models for tests, and the plain pass to compare with."""
 
 import io
 from pathlib import Path
