@@ -1,5 +1,6 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -78,16 +79,16 @@ def load_causal_lm(
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    library: Any = import_module("transformers")
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    kind: Any = AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+    auto = "AutoModelForImageTextToText" if sees_images(config) else "AutoModelForCausalLM"
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            kind.from_pretrained(
+            getattr(library, auto).from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -98,7 +99,7 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
-            hint=f"`{kind.__name__}.from_pretrained` must be able to open it",
+            hint=f"`{auto}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

@@ -21,6 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -219,9 +220,8 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
     if not sees_images(config):
         return None
     try:
-        from transformers import AutoImageProcessor
-
-        processor = AutoImageProcessor.from_pretrained(
+        library: Any = import_module("transformers")
+        processor = library.AutoImageProcessor.from_pretrained(
             path, backend="pil", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:

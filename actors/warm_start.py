@@ -49,6 +49,7 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     recipe = find_recipe(game)
     if is_made(folder, game, seed=seed, steps=steps):
         return None
+    torch.set_num_threads(1)  # more slow a tiny model down, and sum in another order
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)

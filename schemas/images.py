@@ -37,7 +37,7 @@ def replace_images(
 ) -> list[dict[str, Any]]:
     """Return the messages with `new(part)` as the image of each part that is one."""
     return [
-        {**message, "content": [_replaced(part, new) for part in content]}
+        {**message, "content": [_replaced(part, new) for part in cast("list[Any]", content)]}
         if isinstance(content := message.get("content"), list)
         else dict(message)
         for message in messages

@@ -90,34 +90,21 @@ class ChatTokenizer:
         template leaves out and images that the model does not see, DataError for what is no image.
         """
         images = images_of(messages)
+        if images and self._image_reader is None:
+            raise ModelError(
+                "a prompt holds images, and the model reads text alone",
+                hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or data "
+                "without images",
+            )
         text = self._render(messages, prompt=True, tools=tools)
         if tools and text == self._render(messages, prompt=True):
             raise ModelError(
                 "the model's chat template has no place for tools: it would not see them",
                 hint="leave `tools` out, or use a model whose template takes them",
             )
-        return self.encode(self._make_room(text, images) if images else text)
-
-    def _make_room(self, text: str, images: Sequence[bytes]) -> str:
-        """Write each image's token as often as the image takes tokens."""
-        reader = self._image_reader
-        if reader is None:
-            raise ModelError(
-                "a prompt holds images, and the model reads text alone",
-                hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or data "
-                "without images",
-            )
-        token = self.token_text(reader.token_id)
-        between = text.split(token)
-        if len(between) != len(images) + 1:
-            raise DataError(
-                f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
-                "the chat template has rendered it",
-                hint=f"no message may hold the text {token}, and the template must write it once "
-                "for each image",
-            )
-        rooms = [token * reader.count_tokens(image) for image in images]
-        return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
+        if images and self._image_reader is not None:
+            text = _make_room(text, images, self._image_reader, self.token_text)
+        return self.encode(text)
 
     def first_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -254,6 +241,23 @@ class ChatTokenizer:
                 self._known.clear()
             self._known[key] = known
         return known
+
+
+def _make_room(
+    text: str, images: Sequence[bytes], reader: "ImageReader", token_text: Callable[[int], str]
+) -> str:
+    """Write each image's token as often as the image takes tokens."""
+    token = token_text(reader.token_id)
+    between = text.split(token)
+    if len(between) != len(images) + 1:
+        raise DataError(
+            f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
+            "the chat template has rendered it",
+            hint=f"no message may hold the text {token}, and the template must write it once "
+            "for each image",
+        )
+    rooms = [token * reader.count_tokens(image) for image in images]
+    return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

@@ -277,7 +277,7 @@ def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
 @torch.inference_mode()
 def _plain(model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
     """Run a plain forward pass; return its logits [N, V], and its keys and values."""
-    ids = torch.from_numpy(probe.tokens.astype(np.int64))[None].to(model.device)
+    ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
     more = {} if probe.images is None else plain_inputs(ids, probe.images)
     output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, **more)
     return cast("torch.Tensor", output.logits)[0].float(), output.past_key_values

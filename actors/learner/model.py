@@ -79,7 +79,7 @@ def _load(config: ModelConfig, path: str) -> PreTrainedModel:
 
 def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
     whole: dict[str, Any] = model.config.to_dict()
-    parts = [whole, *(part for part in whole.values() if isinstance(part, dict))]
+    parts: list[Any] = [whole, *(whole[name] for name in whole if name.endswith("_config"))]
     rates = {
         key: value
         for settings in cast("list[dict[str, Any]]", parts)

@@ -5,6 +5,9 @@ there once where the prompt is; what follows an image goes on from its largest r
 these lie beside the places in the sequence.
 """
 
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
