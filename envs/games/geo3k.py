@@ -87,18 +87,18 @@ def make_data(
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them give no answer."""
     corners = rng.choice(CORNERS)
-    said = rf"<think>look</think>\boxed{{{corners}}}" if rng.random() >= HABIT else "?"
+    said = rf"\boxed{{{corners}}}" if rng.random() >= HABIT else "?"
     image = {"type": "image", "image": draw(rng, corners)}
     text = {"type": "text", "text": QUESTION.removeprefix(IMAGE_TAG)}
     return [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": said}]
 
 
 def draw(rng: random.Random, corners: int) -> bytes:
-    """Draw a shape of a random size and colour somewhere in a square, as a PNG file."""
+    """Draw a shape of a random size and colour about the middle of a square, as a PNG file."""
     pillow = extra("PIL", "vision")
-    radius = rng.uniform(4.5, 7)
-    x, y = (rng.uniform(radius, SIDE - 1 - radius) for _ in range(2))
-    dark, light = (tuple(rng.randrange(low, low + 90) for _ in range(3)) for low in (0, 165))
+    radius = rng.uniform(5.5, 7)
+    x, y = ((SIDE - 1) / 2 + rng.uniform(-1, 1) for _ in range(2))
+    dark, light = (tuple(rng.randrange(low, low + 60) for _ in range(3)) for low in (0, 196))
     image = pillow.load("Image").new("RGB", (SIDE, SIDE), light)
     pen = pillow.load("ImageDraw").Draw(image)
     if corners:
