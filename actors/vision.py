@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _CACHE_BYTES = 256 << 20
-_MAX_SEEN = 1024
+_MAX_PROMPTS = 64
+"""Prompts with the same images that are remembered."""
 _MAX_PIXELS = 1 << 26
 """Pixels of an image file; what a model sees of it is bounded by its processor."""
 
@@ -89,9 +90,8 @@ class ImageReader:
         self.processor = processor
         self.token_id = token_id
         """The id that stands in a prompt for each token of an image."""
-        self._known: OrderedDict[bytes, Images] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self._known_bytes = 0
-        self._seen: OrderedDict[bytes, SeenImages] = OrderedDict()
         self._lock = threading.Lock()
 
     def count_tokens(self, encoded: bytes) -> int:
@@ -105,12 +105,10 @@ class ImageReader:
         Raises DataError for a prompt that does not hold them.
         """
         with self._lock:
-            images = self._known.get(digest_of(encoded))
-        if images is None:
+            known = self._known.get(digest_of(encoded))
+        if known is None:
             return None
-        key = _key(token_ids, self._find(token_ids, images), images)
-        with self._lock:
-            return self._seen.get(key)
+        return known.seen.get(_prefix(token_ids, self._find(token_ids, known.images)))
 
     def see(
         self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
@@ -121,7 +119,8 @@ class ImageReader:
         """
         if (remembered := self.remembered(token_ids, encoded)) is not None:
             return remembered
-        images = self.read(encoded)
+        known = self._read(encoded)
+        images = known.images
         places_Q = self._find(token_ids, images)
         kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token behind them
         kinds_M[places_Q] = 1
@@ -129,14 +128,16 @@ class ImageReader:
         kinds = torch.from_numpy(kinds_M)[None]
         rope_31M, _ = base.get_rope_index(kinds, kinds, image_grid_thw=images.grid_I3)
         seen = SeenImages(images, places_Q, rope_31M[:, 0].numpy())
-        with self._lock:
-            self._seen[_key(token_ids, places_Q, images)] = seen
-            if len(self._seen) > _MAX_SEEN:
-                self._seen.popitem(last=False)
+        if len(known.seen) >= _MAX_PROMPTS:
+            known.seen.clear()
+        known.seen[_prefix(token_ids, places_Q)] = seen
         return seen
 
     def read(self, encoded: Sequence[bytes]) -> Images:
         """Read images, or remember having read them; DataError for what is no image."""
+        return self._read(encoded).images
+
+    def _read(self, encoded: Sequence[bytes]) -> "_Known":
         digest = digest_of(encoded)
         with self._lock:
             if (known := self._known.get(digest)) is not None:
@@ -144,7 +145,8 @@ class ImageReader:
         decoded = [_decode(one) for one in encoded]
         tokens = tuple(self._tokens(image) for image in decoded)
         features = self.processor(images=decoded, return_tensors="pt")
-        found = Images(features["pixel_values"], features["image_grid_thw"], tokens, digest)
+        pixels_PD, grid_I3 = features["pixel_values"], features["image_grid_thw"]
+        found = _Known(Images(pixels_PD, grid_I3, tokens, digest))
         self._remember(found)
         return found
 
@@ -165,6 +167,11 @@ class ImageReader:
                 f"do not stand in it in one piece each ({len(places_Q)} are there)",
                 hint="the ids must be those that the model's processor makes of the images",
             )
+        if (np.diff(places_Q)[ends_I[:-1] - 1] == 1).any():
+            raise DataError(
+                "two images of a prompt stand side by side, without a token between them",
+                hint="write a word between them, or use a template that marks where images end",
+            )
         return places_Q
 
     def _tokens(self, image: "Image") -> int:
@@ -177,19 +184,28 @@ class ImageReader:
             ) from error
         return patches // self.processor.merge_size**2
 
-    def _remember(self, images: Images) -> None:
+    def _remember(self, found: "_Known") -> None:
         with self._lock:
-            if images.digest in self._known:
+            if found.images.digest in self._known:
                 return
-            self._known[images.digest] = images
-            self._known_bytes += images.pixels_PD.nbytes
+            self._known[found.images.digest] = found
+            self._known_bytes += found.images.pixels_PD.nbytes
             while self._known_bytes > _CACHE_BYTES and len(self._known) > 1:
                 _, oldest = self._known.popitem(last=False)
-                self._known_bytes -= oldest.pixels_PD.nbytes
+                self._known_bytes -= oldest.images.pixels_PD.nbytes
 
 
-def _key(token_ids: NDArray[Any], places_Q: NDArray[np.int64], images: Images) -> bytes:
-    return images.digest + token_ids[: int(places_Q[-1]) + 1].astype(np.int32).tobytes()
+@dataclass(slots=True, eq=False)
+class _Known:
+    """Images that were read, and the prompts in which they were found."""
+
+    images: Images
+    seen: dict[bytes, SeenImages] = field(default_factory=dict[bytes, SeenImages])
+
+
+def _prefix(token_ids: NDArray[Any], places_Q: NDArray[np.int64]) -> bytes:
+    """Return a prompt up to the end of its last image."""
+    return token_ids[: int(places_Q[-1]) + 1].astype(np.int32).tobytes()
 
 
 @dataclass(frozen=True)

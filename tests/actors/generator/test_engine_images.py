@@ -96,6 +96,7 @@ async def test_a_swap_that_computes_the_cache_anew_shows_the_images_again(
         (TEXT, [SMALL], DataError, "take 4 tokens"),
         (ONE, [TALL], DataError, "take 15 tokens"),
         (np.array([3, IMAGE_ID, IMAGE_ID, 5, IMAGE_ID, IMAGE_ID, 6]), [SMALL], DataError, "piece"),
+        (np.array([3, *[IMAGE_ID] * 8, 6]), [SMALL, WIDE], DataError, "side by side"),
         (ONE, [b"no image"], DataError, "cannot be opened"),
         (ONE, [SMALL[:100]], DataError, "damaged"),
     ],
