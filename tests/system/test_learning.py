@@ -31,7 +31,6 @@ pytestmark = [
         ("guess", 0.75, 0.8),
         ("math", 0.5, 0.7),
         ("ppo", 0.5, 0.65),
-        ("geo3k", 0.55, 0.8),
     ],
 )
 async def test_the_reward_of_an_example_rises(
