@@ -196,7 +196,8 @@ class Generator:
         task = lease.task
         attempt = f"{self._context.name}-{self._process}-{lease.num_delivered}"
         try:
-            won = await self._log.append(await self._runner.run(task, attempt))
+            group = await self._runner.run(task, attempt)
+            won = await self._log.append(group.with_shared_images())
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)

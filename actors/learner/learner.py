@@ -78,6 +78,7 @@ class Learner:
             group_size=config.rollout.group_size,
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
+            check_images=policies.check_images,
         )
         self.issuer = Issuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
