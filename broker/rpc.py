@@ -29,7 +29,7 @@ from ..schemas.errors import (
 )
 from ..schemas.message import Message
 from ..schemas.reply import ErrorReply
-from ..schemas.subjects import user_of_rpc
+from ..schemas.subjects import user_of_inbox, user_of_rpc
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 
 Q = TypeVar("Q", bound=Message)
@@ -52,11 +52,23 @@ class RequestContext:
 
     subject: str
     """The subject it came on."""
+    reply: str = ""
+    """The inbox to which it is answered."""
 
     @property
     def user(self) -> str:
         """The user on whose behalf it was sent; only for `rpc.<user>.…` subjects."""
         return user_of_rpc(self.subject)
+
+    @property
+    def caller(self) -> str:
+        """The user who hears the answer: another than `user` is an admin who acts for him."""
+        return user_of_inbox(self.reply) or self.user
+
+    @property
+    def who(self) -> str:
+        """Who is to be named in an event."""
+        return f"user {self.caller}" + (f" for {self.user}" if self.caller != self.user else "")
 
 
 Handler = Callable[..., Awaitable[Message]]
@@ -172,7 +184,7 @@ class _Endpoint:
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
         self._count(time.perf_counter_ns() - started, headers)
-        reply = cast("Any", request)._msg.reply
+        reply = _reply_of(request)
         if not reply:
             return
         if not reply.startswith(INBOXES):  # we may publish where the caller may not
@@ -186,7 +198,7 @@ class _Endpoint:
     async def _reply_to(self, request: Request) -> tuple[bytes, dict[str, str] | None]:
         try:
             query = self._request_model.from_bytes(request.data)
-            reply = await self._handler(query, RequestContext(request.subject))
+            reply = await self._handler(query, RequestContext(request.subject, _reply_of(request)))
             payload = reply.to_bytes()
             self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None
@@ -206,6 +218,10 @@ class _Endpoint:
         if headers is not None:
             self.micro._num_errors += 1
             self.micro._last_error = f"{headers[_ERROR_CODE]}: {headers[_ERROR_TEXT]}"
+
+
+def _reply_of(request: Request) -> str:
+    return cast("Any", request)._msg.reply
 
 
 def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:

@@ -85,6 +85,12 @@ def user_of_rpc(subject: str) -> str:
     return subject.split(".")[3]
 
 
+def user_of_inbox(subject: str) -> str:
+    """Return the user or service whose inbox a subject belongs to; empty if it is none's."""
+    owner, _, rest = subject.removeprefix("_INBOX_").partition(".")
+    return owner if rest and subject.startswith("_INBOX_") else ""
+
+
 def number_of(subject: str) -> int:
     """Return the task number at the end of a task or rollout subject.
 

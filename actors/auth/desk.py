@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from nats.aio.client import Client
 
+from ...broker.audit import Audit
 from ...broker.credentials import expiry
 from ...broker.keys import id_of_invitation, key_hash, new_api_key, new_invitation
 from ...broker.rpc import Handler, RequestContext, Service
@@ -30,7 +31,6 @@ from ...schemas.user import (
     UserRecord,
     UserReply,
 )
-from .audit import Audit
 from .callout import check_invitation
 from .kicks import kick
 

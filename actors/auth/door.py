@@ -14,6 +14,7 @@ import structlog
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as StreamNotFound
 
+from ...broker.audit import Audit
 from ...broker.connection import Broker, Listening
 from ...broker.faults import NO_STREAM
 from ...broker.kv import WRITE_ID
@@ -22,7 +23,6 @@ from ...broker.rpc import INBOXES
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.subjects import PREFIX, rpc
-from .audit import Audit
 
 _QUEUE = "door"
 _KNOWN_S = 5.0

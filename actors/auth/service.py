@@ -15,6 +15,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from ...broker.addresses import server_urls
+from ...broker.audit import Audit
 from ...broker.complaints import RECONNECT_WAIT_S
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore
@@ -22,7 +23,6 @@ from ...broker.login import tls_options
 from ...broker.users import UserStore, create_user_stores
 from ...schemas.errors import AuthError, ConfigError, ConflictError, MessageError, TinkermqError
 from ..runtime import ActorContext
-from .audit import Audit
 from .callout import Gate
 from .claims import Issuer, LoginRequest, read_request
 from .desk import UserDesk

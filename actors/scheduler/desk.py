@@ -1,7 +1,9 @@
 """What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
 
 import asyncio
+from typing import cast
 
+from ...broker.audit import Audit
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.rpc import Handler, RequestContext, Service
@@ -21,7 +23,7 @@ from ...schemas.job import (
 from ...schemas.message import Empty, Message
 from ...schemas.node import NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
-from ...schemas.subjects import rpc
+from ...schemas.subjects import DEFAULT_USER, rpc
 from ...schemas.user import Quota
 from .board import Board
 from .messenger import tell_learner
@@ -30,6 +32,10 @@ from .reconciler import Reconciler
 from .roster import scaled, slots_of, unplaced
 from .submission import Submission, check_priority, check_quota
 from .vault import Vault
+
+_CHANGES = frozenset(
+    {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
+)
 
 
 class Desk:
@@ -55,6 +61,7 @@ class Desk:
         self._reconciler = reconciler
         self._submission = Submission(broker, jobs, board, reconciler, vault)
         self._vault = vault
+        self._audit = Audit(broker)
         self._lock = asyncio.Lock()
 
     async def open(self, service: Service) -> None:
@@ -76,9 +83,23 @@ class Desk:
             ("secrets", SecretsRequest, self.secrets),
         ]
         for method, model, handler in endpoints:
-            await service.endpoint(method, rpc("*", "scheduler", method), model, handler)
+            noted = self._noted(method, handler) if method in _CHANGES else handler
+            await service.endpoint(method, rpc("*", "scheduler", method), model, noted)
         subject = rpc("node", "secrets", "open")
         await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
+
+    def _noted(self, method: str, handler: Handler) -> Handler:
+        """Return a handler that writes into the audit stream what is done to jobs of others."""
+
+        async def note(request: Message, context: RequestContext) -> JobReply:
+            reply = cast("JobReply", await handler(request, context))
+            record = reply.record
+            if context.caller != record.user and self._broker.user != DEFAULT_USER:
+                target = f"{record.user}/{record.name}"
+                await self._audit.write(context.caller, f"jobs.{method}", target=target)
+            return reply
+
+        return note
 
     async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
         """Make a job."""
@@ -140,7 +161,7 @@ class Desk:
                 update={
                     "stop": how,
                     "stop_complete": request.complete or current.stop_complete,
-                    "stopped_by": current.stopped_by or f"user {context.user}",
+                    "stopped_by": current.stopped_by or context.who,
                 }
             )
 
@@ -161,7 +182,7 @@ class Desk:
                 record,
                 "QUEUED",
                 "resumed",
-                f"user {context.user}",
+                context.who,
                 attempt=record.attempt + 1,
                 stop="no",
                 stop_complete=False,
@@ -222,7 +243,7 @@ class Desk:
                 hint="see its state: `tinkermq ps`",
             )
         await tell_learner(self._broker, record, "pause")
-        who = f"user {context.user}"
+        who = context.who
         return JobReply(record=await self._jobs.transition(record, "PAUSED", "paused", who))
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
@@ -235,7 +256,7 @@ class Desk:
                 f"job {record.name} is {record.state}, not PAUSED",
                 hint="an ended job goes on with `tinkermq resume`",
             )
-        who = f"user {context.user}"
+        who = context.who
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
         await tell_learner(self._broker, record, "resume")
         return JobReply(record=record)

@@ -235,8 +235,13 @@ def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     denied = operator.run(*words, key="bob")
     assert denied.code != 0
     assert "belongs" in denied.err or "no model folder and no run" in denied.err
-    for name in (served["name"], "live-run"):
-        assert operator.run("stop", name, "--now", key="ada").code == 0
+    assert operator.run("stop", served["name"], "--now", key="ada").code == 0
+    stopped = operator.told("stop", "live-run", "--now", key="root", TINKERMQ_AS="ada")
+    assert stopped["stopped_by"] == "user root for ada"
+    audit = operator.told("user", "audit", key="root")
+    noted = {(one["who"], one["what"], one["target"]) for one in audit}
+    assert ("root", "jobs.stop", "ada/live-run") in noted
+    assert not {one for one in noted if one[0] == "ada" and one[1].startswith("jobs.")}
 
 
 def holders(secret: str) -> set[str]:

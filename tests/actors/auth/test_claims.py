@@ -8,10 +8,10 @@ import nkeys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.auth.audit import Bound
 from tinkermq.actors.auth.claims import Issuer, LoginRequest, read_request
 from tinkermq.actors.auth.door import read_request as read_door_request
 from tinkermq.actors.auth.door import read_subject
+from tinkermq.broker.audit import Bound
 from tinkermq.broker.permissions import Guest, user_permissions
 from tinkermq.schemas.errors import MessageError
 

@@ -4,12 +4,12 @@ import time
 
 import structlog
 
-from ...broker.connection import Broker
-from ...broker.stored import get_batch
-from ...broker.streams import stream_info
-from ...schemas.errors import TinkermqError
-from ...schemas.subjects import AUDIT, STREAM_AUDIT
-from ...schemas.user import AuditRecord
+from ..schemas.errors import TinkermqError
+from ..schemas.subjects import AUDIT, STREAM_AUDIT
+from ..schemas.user import AuditRecord
+from .connection import Broker
+from .stored import get_batch
+from .streams import stream_info
 
 MAX_REFUSALS = 60
 WINDOW_S = 60.0
