@@ -17,6 +17,8 @@ def open_weights(context: JobContext) -> WeightStore:
         config.transport,
         folder=config.folder or context.run_dir / "weights",
         chunk_bytes=config.chunk_bytes,
+        differences=config.differences,
+        whole_every=config.whole_every,
     )
 
 

@@ -29,6 +29,7 @@ NAMES = (
     "adapters",
     "engine",
     "weights",
+    "differences",
     "lora",
     "overhead",
     "memory",

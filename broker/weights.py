@@ -4,6 +4,11 @@ The payload is stored first, by one of two transports (through NATS, or a file i
 then the manifest goes to KV as `v<version>` and, if it is the newest, as `latest`; then an
 announcement wakes whoever waits. So a manifest that can be read names a payload that is there, and
 a lost announcement costs two seconds. No torch here: tensors are names, dtypes, shapes and bytes.
+
+Weights of 16 bits travel as differences where these are smaller: from the version before, for
+those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
+sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
+have the digest that the manifest tells, else it is made anew from the anchor.
 """
 
 import asyncio
@@ -11,28 +16,26 @@ import contextlib
 import math
 import re
 import time
-import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 from nats.aio.msg import Msg
 
-from ..schemas.errors import BrokerError, ConfigError, ConflictError, MessageError, NotFoundError
+from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
 from ..schemas.subjects import JobScope
-from ..schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
+from ..schemas.weights import Difference, Manifest, TensorEntry, WeightsAnnouncement
 from .connection import Broker, Listening
 from .kv import Bucket
-from .objects import CHUNK_BYTES, DigestMismatch, ObjectStore
-from .weight_files import read_file, remove_file, write_file
+from .objects import CHUNK_BYTES, DigestMismatch
+from .weight_history import ITEM_BYTES, Step, WeightHistory, Whole, digest_of, joined, make
+from .weight_payloads import Payloads, Transport
 
-TRANSFER_DEADLINE_S = 600.0
 _LOOK_S = 2.0
 _LATEST = "latest"
 _KEY = re.compile(r"^v(\d{1,18})$")
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NOTHING = WeightHistory(enabled=False, whole_every=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,29 +57,27 @@ class WeightStore:
         self,
         broker: Broker,
         scope: JobScope,
-        transport: Literal["object", "file"] = "object",
+        transport: Transport = "object",
         *,
         folder: Path | str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
+        differences: bool = True,
+        whole_every: int = 16,
         look_s: float = _LOOK_S,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
 
-        Who waits for a version looks for it every `look_s`, should its announcement be lost.
+        With `differences`, 16-bit weights are published and kept as the module says; every
+        `whole_every`-th version is a whole one. Who waits for a version looks for it every
+        `look_s`, should its announcement be lost.
 
         Raises ConfigError for the file transport without a folder.
         """
-        if transport == "file" and folder is None:
-            raise ConfigError(
-                "weights.transport is 'file' and there is no folder",
-                hint="set weights.folder to a path that learner and generators share",
-            )
         self._broker = broker
         self._scope = scope
-        self._transport: Literal["object", "file"] = transport
-        self._folder = Path(folder) if folder is not None else None
+        self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes)
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
-        self._objects = ObjectStore(broker, scope.object_weights, chunk_bytes=chunk_bytes)
+        self._history = WeightHistory(enabled=differences, whole_every=whole_every)
         self._look_s = look_s
         self._announced = asyncio.Event()
         self._listening: Listening | None = None
@@ -86,8 +87,7 @@ class WeightStore:
         version: int,
         tensors: Mapping[str, TensorBytes],
         *,
-        kind: Literal["full", "delta", "lora"] = "full",
-        base: int | None = None,
+        kind: Literal["full", "lora"] = "full",
     ) -> Manifest:
         """Store a version, then tell of it; publishing one again replaces it.
 
@@ -96,18 +96,10 @@ class WeightStore:
         """
         entries = _layout(tensors)
         views = [tensor.data.cast("B") for tensor in tensors.values() if tensor.data.nbytes]
-        location, digest = await self._put(version, entries, views)
-        manifest = Manifest(
-            version=version,
-            kind=kind,
-            base=base,
-            tensors=entries,
-            num_bytes=sum(entry.num_bytes for entry in entries),
-            digest=digest,
-            transport=self._transport,
-            location=location,
-            published=time.time(),
-        )
+        if kind == "full" and self._history.keeps(entries):
+            manifest = await self._publish_words(version, entries, views)
+        else:
+            manifest = await self._put_whole(version, kind, entries, views)
         old = await self._manifests.get(_key(version))
         await self._manifests.put(_key(version), manifest)
         await self._advance_latest(manifest)
@@ -117,6 +109,64 @@ class WeightStore:
         if old is not None:
             await self._remove_payload(old.value)
         return manifest
+
+    async def _publish_words(
+        self, version: int, entries: list[TensorEntry], views: list[memoryview]
+    ) -> Manifest:
+        """Store a version of 16-bit weights as differences, or whole where that is not more."""
+        payload = await asyncio.to_thread(joined, views)
+        made = await asyncio.to_thread(self._history.encode, version, entries, payload)
+        if not made:
+            manifest = await self._put_whole(version, "full", entries, [payload])
+            self._history.restart(Whole(version, entries, manifest.digest, payload))
+            return manifest
+        digest = await asyncio.to_thread(digest_of, payload)
+        stored = [await self._put_difference(version, base, text) for base, text in made]
+        self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
+        return self._manifest(version, "delta", entries, digest, differences=stored)
+
+    async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
+        label = f"v{version}-from-v{base.version}"
+        location, digest = await self._payloads.put(label, [memoryview(text)])
+        return Difference(
+            base=base.version,
+            base_digest=base.digest,
+            num_bytes=len(text),
+            digest=digest,
+            location=location,
+        )
+
+    async def _put_whole(
+        self,
+        version: int,
+        kind: Literal["full", "lora"],
+        entries: list[TensorEntry],
+        views: list[memoryview],
+    ) -> Manifest:
+        location, digest = await self._payloads.put(f"v{version}", views, entries)
+        return self._manifest(version, kind, entries, digest, location=location)
+
+    def _manifest(
+        self,
+        version: int,
+        kind: Literal["full", "delta", "lora"],
+        entries: list[TensorEntry],
+        digest: str,
+        *,
+        location: str = "",
+        differences: Sequence[Difference] = (),
+    ) -> Manifest:
+        return Manifest(
+            version=version,
+            kind=kind,
+            tensors=entries,
+            num_bytes=sum(entry.num_bytes for entry in entries),
+            digest=digest,
+            transport=self._payloads.transport,
+            location=location,
+            differences=list(differences),
+            published=time.time(),
+        )
 
     async def latest(self) -> Manifest | None:
         """Return the manifest of the newest version, or None before the first."""
@@ -163,9 +213,9 @@ class WeightStore:
         """
         _check_layout(manifest)
         try:
-            payload = await self._get(manifest)
+            payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:
-            payload = await self._get_again(manifest)
+            payload = await self._payload_again(manifest)
         return {
             entry.name: TensorBytes(
                 entry.dtype,
@@ -175,6 +225,53 @@ class WeightStore:
             for entry in manifest.tensors
         }
 
+    async def _payload_again(self, manifest: Manifest) -> memoryview:
+        """Fetch once more, and nothing that is held counts."""
+        try:
+            return await self._payload(manifest, _NOTHING.step_to)
+        except DigestMismatch as error:
+            raise BrokerError(
+                f"version {manifest.version} is damaged: {error.message}",
+                hint="the learner publishes a new version with its next step; if that is "
+                "damaged, too, check the disk of nats-server or the shared folder",
+            ) from error
+
+    async def _payload(self, manifest: Manifest, step_to: Callable[[Manifest], Step]) -> memoryview:
+        """Return the bytes of a version, and hold what later ones may be made from."""
+        if manifest.kind != "delta":
+            whole = await self._whole(manifest)
+            self._history.hold(whole)
+            return whole.payload
+        step = step_to(manifest)
+        base = step.base or await self._anchor(manifest, step.difference)
+        difference = await self._payloads.get(
+            manifest.transport,
+            step.difference.location,
+            step.difference.num_bytes,
+            step.difference.digest,
+        )
+        whole = await asyncio.to_thread(make, base, difference, manifest)
+        self._history.hold(whole, step.anchor if step.base else base)
+        return whole.payload
+
+    async def _anchor(self, manifest: Manifest, step: Difference) -> Whole:
+        anchor = await self.manifest(step.base)
+        if anchor is None:
+            raise NotFoundError(
+                f"version {step.base}, of which version {manifest.version} of job "
+                f"{self._scope.job} is made, was removed",
+                hint="take the newest version",
+            )
+        if anchor.digest != step.base_digest or anchor.kind != "full":
+            raise DigestMismatch(f"version {step.base} is not what {manifest.version} is made of")
+        return await self._whole(anchor)
+
+    async def _whole(self, manifest: Manifest) -> Whole:
+        payload = await self._payloads.get(
+            manifest.transport, manifest.location, manifest.num_bytes, manifest.digest
+        )
+        return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
+
     async def remove(self, version: int) -> None:
         """Remove a version; harmless if it is gone. `latest` stays as it is."""
         entry = await self._manifests.get(_key(version))
@@ -182,13 +279,20 @@ class WeightStore:
             await self._manifests.delete(_key(version))
             await self._remove_payload(entry.value)
 
+    async def keep(self, versions: Set[int]) -> None:
+        """Remove all versions but these, and those of which these are made."""
+        manifests = [entry.value for entry in await self._manifests.items()]
+        kept = [one for one in manifests if one.version in versions]
+        needed = versions | {one.differences[-1].base for one in kept if one.differences}
+        for version in {one.version for one in manifests} - needed:
+            await self.remove(version)
+
     async def sweep(self) -> None:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
-        stored = await self._objects.names()
-        named = {entry.value.location for entry in await self._manifests.items()}
-        for name in stored:
-            if name not in named:
-                await self._objects.delete(name)
+        manifests = [entry.value for entry in await self._manifests.items()]
+        await self._payloads.remove_others(
+            {location for one in manifests for location in _locations(one)}
+        )
 
     async def close(self) -> None:
         """Stop listening to announcements."""
@@ -214,51 +318,14 @@ class WeightStore:
                 continue
             return
 
-    async def _put(
-        self, version: int, entries: list[TensorEntry], views: list[memoryview]
-    ) -> tuple[str, str]:
-        """Store the payload under a fresh name; return location and digest."""
-        name = f"v{version}-{uuid.uuid4().hex[:8]}"
-        if self._folder is not None and self._transport == "file":
-            path = self._folder / f"{name}.safetensors"
-            return str(path), await asyncio.to_thread(write_file, path, entries, views)
-        info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
-        return name, info.digest
-
-    async def _get_again(self, manifest: Manifest) -> memoryview:
-        try:
-            return await self._get(manifest)
-        except DigestMismatch as error:
-            raise BrokerError(
-                f"version {manifest.version} is damaged: {error.message}",
-                hint="the learner publishes a new version with its next step; if that is "
-                "damaged, too, check the disk of nats-server or the shared folder",
-            ) from error
-
-    async def _get(self, manifest: Manifest) -> memoryview:
-        if manifest.transport == "file":
-            path = Path(manifest.location)
-            digest, payload = await asyncio.to_thread(read_file, path, manifest.num_bytes)
-            if digest != manifest.digest:
-                raise DigestMismatch(f"{path} has digest {digest}, stored was {manifest.digest}")
-            return payload
-        info = await self._objects.info(manifest.location)
-        if info is None:
-            raise NotFoundError(
-                f"version {manifest.version} of job {self._scope.job} was removed",
-                hint="take the newest version",
-            )
-        if info.num_bytes != manifest.num_bytes or info.digest != manifest.digest:
-            raise DigestMismatch(f"object {info.name} is not the one of its manifest")
-        buffer = np.empty(info.num_bytes, np.uint8).data  # not zeroed: it is filled anyway
-        await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
-        return buffer
-
     async def _remove_payload(self, manifest: Manifest) -> None:
-        if manifest.transport == "file":
-            await asyncio.to_thread(remove_file, Path(manifest.location))
-        else:
-            await self._objects.delete(manifest.location)
+        await self._payloads.remove(manifest.transport, _locations(manifest))
+
+
+def _locations(manifest: Manifest) -> list[str]:
+    """Return where all that was stored for a version lies."""
+    places = [manifest.location, *(one.location for one in manifest.differences)]
+    return [place for place in places if place]
 
 
 def _key(version: int) -> str:

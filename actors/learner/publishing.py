@@ -62,11 +62,8 @@ class Publisher:
         started = time.perf_counter()
         await self._store.publish(version, tensors, kind=self._kind)
         self.send_s = time.perf_counter() - started
-        needed = self._pinned | keep
-        versions = sorted(await self._store.versions())
-        for old in versions[:-_KEEP_NEWEST]:
-            if old not in needed:
-                await self._store.remove(old)
+        newest = sorted(await self._store.versions())[-_KEEP_NEWEST:]
+        await self._store.keep({*newest, *self._pinned, *keep})
 
 
 @torch.no_grad()

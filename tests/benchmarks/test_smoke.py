@@ -27,6 +27,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         pytest.param("against_trl", marks=needs("trl", "datasets")),
         "asynchrony",
         "dashboard",
+        "differences",
         "engine",
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),

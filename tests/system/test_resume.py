@@ -6,6 +6,7 @@ import pytest
 import torch
 from tinkermq.actors.learner.checkpoint import CheckpointStore
 from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.broker.weights import WeightStore
 
 from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
@@ -13,13 +14,15 @@ from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
+SENT = {"publish_dtype": "bfloat16", "lr": 1e-6}
+"""So that new weights travel as differences."""
 SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
     stack: Stack, model: Path
 ) -> None:
-    job = await stack.submit(small_job(model, env=SLOW, training={"keep_last": 10}))
+    job = await stack.submit(small_job(model, env=SLOW, learner=SENT, training={"keep_last": 10}))
     await job.until_step(4)
     await job.stop()
     stopped = await job.until("CANCELLED")
@@ -35,6 +38,10 @@ async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
 
     await job.until("COMPLETED")
     assert job.record.attempt == 2
+    sent = await WeightStore(stack.broker, job.scope).latest()
+    assert sent is not None
+    assert sent.kind == "delta"
+    assert sent.stored_bytes < sent.num_bytes / 8
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
 
