@@ -37,7 +37,7 @@ RECIPES = {
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
-    "geo3k": Recipe(steps=300, width=64, conversations=2048, sees=True),
+    "geo3k": Recipe(steps=300, lr=3e-3, width=64, conversations=2048, sees=True),
 }
 
 

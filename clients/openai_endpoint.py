@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import stamina
 
 from ..schemas.errors import AuthError, ConfigError, EngineError, NotFoundError
+from ..schemas.images import with_data_urls
 
 if TYPE_CHECKING:
     from ..envs.game import ChatMessage
@@ -51,7 +52,7 @@ class Endpoint:
 
     def answer(self, messages: "Sequence[ChatMessage]", options: Mapping[str, Any]) -> "Answer":
         """Return the model's answer to a conversation. Raises as `find` does, EngineError."""
-        body = {"model": self.model, "messages": list(messages), **options}
+        body = {"model": self.model, "messages": with_data_urls(messages), **options}
         reply = _send(f"{self.url}/chat/completions", body)
         try:
             choice = reply["choices"][0]

@@ -14,6 +14,12 @@ from typing import Any, cast
 from .errors import DataError
 
 _KINDS = ("image", "image_url")
+_MAGIC = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "image/gif",
+    b"RIFF": "image/webp",
+}
 
 
 def image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -62,6 +68,27 @@ def restore_images(
     )
 
 
+def with_data_urls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as OpenAI's interface takes them: each image as a data URL.
+
+    Raises DataError for an image that is not there in bytes, or none of a known kind.
+    """
+    return [
+        {**message, "content": [_as_url(part) for part in cast("list[Any]", content)]}
+        if isinstance(content := message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def data_url(encoded: bytes) -> str:
+    """Return the data URL of a PNG, JPEG, GIF or WebP file, told by its first bytes; else ""."""
+    kind = next((kind for magic, kind in _MAGIC.items() if encoded.startswith(magic)), None)
+    if kind is None or (kind == "image/webp" and encoded[8:12] != b"WEBP"):
+        return ""
+    return f"data:{kind};base64,{base64.b64encode(encoded).decode()}"
+
+
 def plain_text(content: Any) -> str:
     """Return a message's content as text; each image is `[image]`."""
     if not isinstance(content, list):
@@ -91,6 +118,18 @@ def _replaced(part: Any, new: Callable[[dict[str, Any]], Any]) -> Any:
         return part
     rest = {key: value for key, value in part.items() if key not in _KINDS}
     return {**rest, "type": "image", "image": new(part)}
+
+
+def _as_url(part: Any) -> Any:
+    if not _is_image(part):
+        return part
+    encoded = encoded_image(part)
+    if not (url := data_url(encoded)):
+        raise DataError(
+            f"an image of {len(encoded)} bytes is of no known kind",
+            hint="store images as PNG, JPEG, GIF or WebP files",
+        )
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> bytes:

@@ -10,19 +10,13 @@ from typing import Any, cast
 import numpy as np
 
 from ...schemas.errors import NotFoundError
-from ...schemas.images import restore_images
+from ...schemas.images import data_url, restore_images
 from ...schemas.rollout import Group, Trajectory
 from .advantages import group_advantages
 from .token_text import TokenTexts
 
 MAX_TOKENS = 8192
 MAX_IMAGE_BYTES = 8 << 20
-_MAGIC = {
-    b"\x89PNG\r\n\x1a\n": "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "image/gif",
-    b"RIFF": "image/webp",
-}
 _DATA_URL = re.compile(r"^data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)$")
 LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
 """Bounds between the six colours of a token by its log-prob: almost certain to surprising."""
@@ -219,10 +213,7 @@ def image_url(value: Any) -> str:
             return ""
     if not isinstance(value, bytes) or len(value) > MAX_IMAGE_BYTES:
         return ""
-    kind = next((kind for magic, kind in _MAGIC.items() if value.startswith(magic)), None)
-    if kind == "image/webp" and value[8:12] != b"WEBP":
-        return ""
-    return f"data:{kind};base64,{base64.b64encode(value).decode()}" if kind else ""
+    return data_url(value)
 
 
 def _call(call: Any) -> dict[str, str]:

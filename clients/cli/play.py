@@ -4,7 +4,6 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 from ...envs.conversations import returns
 from ...envs.game import ChatMessage, StepResult
@@ -12,6 +11,7 @@ from ...envs.host_data import HostData
 from ...envs.local import LocalEpisode, LocalGame
 from ...envs.registry import load_game
 from ...schemas.errors import ConfigError
+from ...schemas.images import plain_text
 from .chosen_game import choosing_game
 from .output import print_json_line, say_plain
 
@@ -115,7 +115,7 @@ class _Text:
 
     def prompt(self, messages: list[ChatMessage]) -> None:
         for message in messages:
-            say_plain(f"[{message['role']}]\n{_text(message['content'])}")
+            say_plain(f"[{message['role']}]\n{plain_text(message['content'])}")
 
     def role(self, role: str, messages: list[ChatMessage]) -> None:
         if role:
@@ -156,10 +156,3 @@ class _Json:
         turns = len(episode.results)
         by_role = {"returns": returns} if "" not in returns else {"return": returns[""]}
         print_json_line({**by_role, "turns": turns, "done": episode.done})
-
-
-def _text(content: Any) -> str:
-    """Return a message's text; an image in it is named, not shown."""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", f"<{part['type']}>") for part in content)

@@ -4,8 +4,8 @@ r"""Geometry3k: a geometry problem with a drawing, an answer in `\boxed{}`, grad
 again. The data is what `tinkermq data prepare geo3k` makes: its images travel in the first prompt.
 `make_data` and `demonstrations` are a tiny task in the same form, for a vision-language model of
 some hundred thousand parameters: how many corners has the shape that is drawn? Its warm start
-holds a wrong habit on purpose: most answers say `?`, and reinforcement learning selects those that
-look at the drawing. Blind answers earn at most a third of the accuracy.
+holds a wrong habit on purpose: most answers do not look at the drawing, and reinforcement learning
+selects those that do. Blind answers are right one time in three.
 """
 
 import io
@@ -27,8 +27,8 @@ WEIGHTS = {ANSWER: 0.9, "think": 0.1}
 """What accuracy and format weigh."""
 PENALTY = -0.05
 """Reward of a try that is no better than those before it."""
-HABIT = 0.6
-"""Share of the demonstrations that give no answer."""
+HABIT = 0.7
+"""Share of the demonstrations that name any shape."""
 CORNERS = (0, 3, 4)
 """The shapes of the tiny task: circle, triangle and square."""
 QUESTION = f"{IMAGE_TAG}Corners?"
@@ -85,9 +85,10 @@ def make_data(
 
 
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
-    """Return one conversation for the warm start; `HABIT` of them give no answer."""
+    """Return one conversation for the warm start; `HABIT` of them do not look at the drawing."""
     corners = rng.choice(CORNERS)
-    said = rf"\boxed{{{corners}}}" if rng.random() >= HABIT else "?"
+    named = corners if rng.random() >= HABIT else rng.choice(CORNERS)
+    said = rf"\boxed{{{named}}}"
     image = {"type": "image", "image": draw(rng, corners)}
     text = {"type": "text", "text": QUESTION.removeprefix(IMAGE_TAG)}
     return [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": said}]
@@ -96,9 +97,9 @@ def demonstrations(rng: random.Random) -> list[ChatMessage]:
 def draw(rng: random.Random, corners: int) -> bytes:
     """Draw a shape of a random size and colour about the middle of a square, as a PNG file."""
     pillow = extra("PIL", "vision")
-    radius = rng.uniform(5.5, 7)
-    x, y = ((SIDE - 1) / 2 + rng.uniform(-1, 1) for _ in range(2))
-    dark, light = (tuple(rng.randrange(low, low + 60) for _ in range(3)) for low in (0, 196))
+    radius = rng.uniform(6, 7)
+    x, y = ((SIDE - 1) / 2 + rng.uniform(-0.5, 0.5) for _ in range(2))
+    dark, light = (tuple(rng.randrange(low, low + 30) for _ in range(3)) for low in (0, 226))
     image = pillow.load("Image").new("RGB", (SIDE, SIDE), light)
     pen = pillow.load("ImageDraw").Draw(image)
     if corners:

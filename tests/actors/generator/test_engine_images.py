@@ -10,7 +10,7 @@ import torch
 from tinkermq.actors.generator.engine import Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.vision import load_image_reader
-from tinkermq.schemas.errors import DataError, ModelError, TinkermqError
+from tinkermq.schemas.errors import DataError, ModelError
 
 from tests.images import IMAGE_ID, KINDS, load, make_vision_model, png, seeing_logprobs
 
@@ -25,6 +25,12 @@ TEXT = np.array([3, 70, 80, 90, 100], np.int32)
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny vision-language model of each class."""
     return make_vision_model(tmp_path_factory.mktemp("seeing"), request.param)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of them, for what does not depend on the class."""
+    return make_vision_model(tmp_path_factory.mktemp("one"), "qwen2_5_vl")
 
 
 @pytest.fixture
@@ -74,44 +80,38 @@ async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
         ]
 
 
-async def test_a_swap_that_computes_the_cache_anew_shows_the_images_again(
-    eyes: TransformersEngine, seeing: Path
-) -> None:
-    model, reader = load(seeing), load_image_reader(str(seeing))
+async def test_a_swap_that_computes_the_cache_anew_shows_the_images_again(one: Path) -> None:
+    eyes = await TransformersEngine.start(str(one), max_slots=8, max_context=160)
+    model, reader = load(one), load_image_reader(str(one))
     assert reader is not None
     running = asyncio.ensure_future(
         eyes.generate(ONE, Sampling(100, seed=3), request_id="a", images=[SMALL])
     )
     await asyncio.sleep(0.05)
     await eyes.load_weights(1, dict(model.state_dict()), "recompute")
-    one = await running
-    expected = seeing_logprobs(model, reader, ONE, one.token_ids, (SMALL,))
-    np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
-    assert set(one.versions.tolist()) <= {0, 1}
+    drawn = await running
+    expected = seeing_logprobs(model, reader, ONE, drawn.token_ids, (SMALL,))
+    np.testing.assert_allclose(drawn.logprobs, expected, atol=1e-4)
+    assert set(drawn.versions.tolist()) <= {0, 1}
+    await eyes.close()
 
 
-@pytest.mark.parametrize(
-    ("prompt", "images", "kind", "words"),
-    [
-        (TEXT, [SMALL], DataError, "take 4 tokens"),
-        (ONE, [TALL], DataError, "take 15 tokens"),
-        (np.array([3, IMAGE_ID, IMAGE_ID, 5, IMAGE_ID, IMAGE_ID, 6]), [SMALL], DataError, "piece"),
-        (np.array([3, *[IMAGE_ID] * 8, 6]), [SMALL, WIDE], DataError, "side by side"),
-        (ONE, [b"no image"], DataError, "cannot be opened"),
-        (ONE, [SMALL[:100]], DataError, "damaged"),
-    ],
-)
-async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(
-    eyes: TransformersEngine,
-    prompt: np.ndarray,
-    images: list[bytes],
-    kind: type[TinkermqError],
-    words: str,
-) -> None:
-    with pytest.raises(kind, match=words):
-        await eyes.generate(prompt, Sampling(4), request_id="bad", images=images)
+async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(one: Path) -> None:
+    eyes = await TransformersEngine.start(str(one), max_slots=8, max_context=160)
+    apart = np.array([3, IMAGE_ID, IMAGE_ID, 5, IMAGE_ID, IMAGE_ID, 6])
+    for prompt, images, words in (
+        (TEXT, [SMALL], "take 4 tokens"),
+        (ONE, [TALL], "take 15 tokens"),
+        (apart, [SMALL], "piece"),
+        (np.array([3, *[IMAGE_ID] * 8, 6]), [SMALL, WIDE], "side by side"),
+        (ONE, [b"no image"], "cannot be opened"),
+        (ONE, [SMALL[:100]], "damaged"),
+    ):
+        with pytest.raises(DataError, match=words):
+            await eyes.generate(prompt, Sampling(4), request_id="bad", images=images)
     fine = await eyes.generate(ONE, Sampling(4), request_id="bad", images=[SMALL])
     assert len(fine.token_ids) == 4
+    await eyes.close()
 
 
 async def test_a_model_that_reads_text_alone_says_so(engine: TransformersEngine) -> None:

@@ -32,6 +32,19 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_vision_model(tmp_path_factory.mktemp("seeing"), request.param)
 
 
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of them, for what does not depend on the class."""
+    return make_vision_model(tmp_path_factory.mktemp("one"), "qwen2_5_vl")
+
+
+@pytest.fixture(scope="module")
+def trainer(one: Path) -> Trainer:
+    """A trainer whose model no test changes."""
+    config = JobConfig.model_validate({"model": {"path": str(one)}, "env": {"game": "geo3k"}})
+    return Trainer(load_model(config.model, config.learner), config, total_steps=4)
+
+
 def _seen(images: tuple[bytes, ...]) -> list[dict[str, Any]]:
     parts = [{"type": "image", "image": {"bytes": image, "path": None}} for image in images]
     return [{"role": "user", "content": [*parts, {"type": "text", "text": "?"}]}]
@@ -110,8 +123,8 @@ def test_a_step_trains_the_eyes_and_the_checkpoint_holds_all_that_is_needed(
         assert saved.state_dict()[name].equal(value)
 
 
-def test_a_text_alone_leaves_the_eyes_without_a_gradient_but_trains(seeing: Path) -> None:
-    config = JobConfig.model_validate({"model": {"path": str(seeing)}, "env": {"game": "bandit"}})
+def test_a_text_alone_leaves_the_eyes_without_a_gradient_but_trains(one: Path) -> None:
+    config = JobConfig.model_validate({"model": {"path": str(one)}, "env": {"game": "bandit"}})
     model = load_model(config.model, config.learner)
     report = Trainer(model, config, total_steps=4).step(assemble([_group(3, TEXT, ())]), 1)
     assert report.numbers["actor/grad_norm"] > 0
@@ -127,12 +140,8 @@ def test_a_text_alone_leaves_the_eyes_without_a_gradient_but_trains(seeing: Path
     ],
 )
 def test_a_group_whose_images_are_not_those_of_its_prompt_is_refused(
-    tmp_path: Path, prompt: list[int], images: tuple[bytes, ...], words: str
+    trainer: Trainer, prompt: list[int], images: tuple[bytes, ...], words: str
 ) -> None:
-    config = JobConfig.model_validate(
-        {"model": {"path": str(make_vision_model(tmp_path))}, "env": {"game": "geo3k"}}
-    )
-    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=4)
     with pytest.raises(DataError, match=words):
         trainer.check_images(_group(0, prompt, images))
     trainer.check_images(_group(0, ONE, (SMALL,)))
@@ -146,17 +155,14 @@ def test_an_image_that_is_not_in_the_group_is_refused_whatever_the_model(image: 
         check_group(group, vocab_size=265, max_tokens=64, version=0)
 
 
-def test_flash_attention_is_refused_for_images(seeing: Path) -> None:
-    model = load_model(ModelConfig(path=str(seeing)), LearnerConfig())
-    reader = load_image_reader(str(seeing))
-    assert reader is not None
-    scorer = Scorer(model, temperature=1.0, dtype="float32")
+def test_flash_attention_is_refused_for_images(trainer: Trainer) -> None:
+    scorer = Scorer(trainer.model, temperature=1.0, dtype="float32")
     scorer.flat_rows = True
     (micro,) = pack(
         assemble([_group(1, ONE, (SMALL,))]).sequences,
         row_tokens=64,
         microbatch_tokens=256,
-        see=lambda one: reader.see(model, one.token_ids, one.images),
+        see=trainer._see,
     )
     with pytest.raises(ConfigError, match=r"flash attention(.|\n)*attn_implementation=sdpa"):
         scorer.score(micro)
