@@ -14,7 +14,14 @@ from ..schemas.trace import GroupTrace, StepTrace, trace_of
 Shares = dict[str, float]
 PHASES: tuple[str, ...] = ("queue", "weights", "generate", "environment", "other")
 """What a group may be at while the learner waits for it, in this order."""
-_OWN = ("train", "publish", "checkpoint", "paused", "other")
+_OWN = {
+    "train": "train",
+    "publish": "publish",
+    "checkpoint": "checkpoint",
+    "paused": "paused",
+    "other": "rest",
+}
+"""What the learner does by itself in a step, in this order, and what it is called there."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,7 @@ def _typical(traces: Sequence[StepTrace]) -> TypicalStep | None:
     trace = by_length[(len(by_length) - 1) // 2]
     waits = waited_for(trace)
     last = trace.groups[-1] if trace.groups and waits else None
-    own = [(kind, trace.learner[kind]) for kind in _OWN if trace.learner.get(kind)]
+    own = [(name, trace.learner[kind]) for kind, name in _OWN.items() if trace.learner.get(kind)]
     return TypicalStep(
         step=trace.step,
         seconds=sum(trace.learner.values()),

@@ -19,7 +19,7 @@ from .session import with_pool
 
 _STEPS = 100
 _BUSY = {
-    "learner": ("train", "publish", "checkpoint"),
+    "learner": ("train", "publish", "checkpoint", "other"),
     "generator": ("generate",),
     "host": ("play",),
 }
@@ -111,10 +111,8 @@ def _print(found: Profile, advice: list[Advice]) -> None:
 
 
 def _rows(found: Profile) -> list[tuple[str, str, str, str]]:
-    waits = {kind: share for kind, share in found.learner.items() if kind in ("paused", "other")}
-    for kind, share in found.waited_for.items():
-        waits[kind] = waits.get(kind, 0.0) + share
-    rows = [_row("learner", found.learner, "learner", waits)]
+    paused = {kind: share for kind, share in found.learner.items() if kind == "paused"}
+    rows = [_row("learner", found.learner, "learner", found.waited_for | paused)]
     rows += [_row(name, shares, "generator") for name, shares in found.generators.items()]
     rows += [_row(name, shares, "host") for name, shares in found.hosts.items()]
     return rows

@@ -105,7 +105,7 @@ def test_shares_are_of_each_actors_own_wall_time() -> None:
         "other",
         "train",
         "publish",
-        "other",
+        "rest",
     ]
     assert sum(seconds for _, seconds in typical.path) == pytest.approx(typical.seconds) == 8.0
 
