@@ -102,7 +102,8 @@ class EnvironmentHost:
         self._seed = seed
         self._max_episodes = max_episodes
         self._drain_s = drain_s
-        self._runner = TimedRunner(make_runner(config, game_class), self.time_use)
+        self._runner = make_runner(config, game_class)
+        self._games = TimedRunner(self._runner, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
@@ -254,9 +255,9 @@ class EnvironmentHost:
     def _begin(self, episode: str, request: ResetRequest) -> Held:
         """Start a game: an episode of its own, or the table of a game with roles."""
         if self._roles:
-            player: Solo | Table = Table(self._runner, episode, self._roles)
+            player: Solo | Table = Table(self._games, episode, self._roles)
         else:
-            player = Solo(self._runner, episode)
+            player = Solo(self._games, episode)
         return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
 
     async def _open(

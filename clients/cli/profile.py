@@ -10,6 +10,7 @@ from ...broker.advice import Advice, advise, seconds_text
 from ...broker.feed import read_traces
 from ...broker.learner_calls import trace_steps
 from ...broker.profile import Profile, TypicalStep, profile_of
+from ...broker.spans import spans_of
 from ...schemas.job import JobRecord
 from ...schemas.trace import StepTrace
 from ..pool import Pool
@@ -43,6 +44,7 @@ def profile(
     *,
     steps: Annotated[int | None, Parameter(validator=Number(gte=1))] = None,
     torch_profiler: bool = False,
+    otlp: str | None = None,
     common: Common = COMMON,
 ) -> int:
     """Show where the time of a run goes: who waits for whom, and what to change.
@@ -56,6 +58,9 @@ def profile(
     torch_profiler
         Have the learner trace its next steps with torch's profiler, and print the files on the
         pool, which chrome://tracing and Perfetto open.
+    otlp
+        Send the spans of these steps to a collector of OpenTelemetry's at this URL, such as
+        http://127.0.0.1:4318.
     """
 
     async def trace(pool: Pool) -> list[str]:
@@ -69,7 +74,10 @@ def profile(
         _print_files(with_pool(common.nats_url, trace), as_json=common.json)
         return 0
     record, traces = with_pool(common.nats_url, read)
-    found = profile_of(traces[-(steps or _STEPS) :])
+    traces = traces[-(steps or _STEPS) :]
+    if otlp is not None:
+        _send(record, traces, otlp)
+    found = profile_of(traces)
     advice = advise(found, record.name) if traces else []
     if common.json:
         print_json(_document(record, found, advice))
@@ -86,6 +94,14 @@ def _print_files(files: list[str], *, as_json: bool) -> None:
         return
     for file in files:
         say_plain(file)
+
+
+def _send(record: JobRecord, traces: list[StepTrace], url: str) -> None:
+    from ..otlp import send_spans
+
+    spans = [span for trace in traces for span in spans_of(trace)]
+    send_spans(spans, url, {"tinkermq.run": record.name, "tinkermq.job": record.job})
+    note(f"sent {len(spans)} spans to {url}")
 
 
 def _document(record: JobRecord, found: Profile, advice: list[Advice]) -> dict[str, Any]:
