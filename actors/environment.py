@@ -37,6 +37,8 @@ async def _tell(context: JobContext, host: EnvironmentHost) -> None:
     while True:
         context.numbers.update({name: float(n) for name, n in vars(host.counts).items()})
         context.numbers["episodes"] = float(host.num_running)
+        spent = host.time_use.totals()
+        context.numbers.update({f"{kind}_s": seconds for kind, seconds in spent.items()})
         await asyncio.sleep(BEAT_S)
 
 

@@ -18,6 +18,7 @@ from ..schemas.message import Message
 from ..schemas.metric import Event, LogLines, Metric
 from ..schemas.subjects import JobScope
 from ..schemas.task import DeadLetter
+from ..schemas.trace import StepTrace
 from .connection import Broker, NoResponders
 from .reader import StreamReader
 from .stored import StoredMessage, get_all, missing
@@ -47,6 +48,11 @@ async def publish_event(
     The server remembers ids for some minutes, and they stay in the messages' headers.
     """
     await _publish(broker, scope.event, event, message_id)
+
+
+async def publish_trace(broker: Broker, scope: JobScope, trace: StepTrace) -> None:
+    """Send where the time of a step went, without waiting: training does not depend on it."""
+    await broker.publish(scope.trace, trace.to_bytes())
 
 
 async def publish_log(broker: Broker, scope: JobScope, lines: LogLines) -> None:
@@ -84,6 +90,11 @@ async def read_metrics(broker: Broker, scope: JobScope) -> list[Metric]:
 async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
     """Return all events that are stored, in order; malformed ones are left out and logged."""
     return await _read_all(broker, scope.stream_feed, scope.event, Event)
+
+
+async def read_traces(broker: Broker, scope: JobScope) -> list[StepTrace]:
+    """Return the traces that are stored, in order; malformed ones are left out and logged."""
+    return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace)
 
 
 async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:

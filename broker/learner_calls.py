@@ -6,7 +6,7 @@ from ..schemas.job import JobRecord
 from .connection import Broker
 from .rpc import call
 
-CHECKPOINT_DEADLINE_S = 600.0
+DEADLINE_S = 600.0
 _LIVE = frozenset({"RUNNING", "PAUSED"})
 
 
@@ -16,20 +16,13 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
     Raises StateError for a job that does not train, StorageError when the disk is full,
     DeadlineError after ten minutes.
     """
-    if not record.trains or record.state not in _LIVE:
-        what = f"is {record.state}" if record.trains else "trains nothing"
-        raise StateError(
-            f"job {record.name} {what}, so there is no checkpoint to write",
-            hint="ask while a training job runs; one that ends has written its last checkpoint",
-        )
-    reply = await call(
-        broker,
-        record.scope.control("learner"),
-        ControlRequest(verb="checkpoint", reason="asked for"),
-        ControlReply,
-        timeout_s=CHECKPOINT_DEADLINE_S,
-        waiting_for=f"the learner's checkpoint of {record.name}",
+    _refuse_idle(
+        record,
+        "checkpoint to write",
+        "ask while a training job runs; one that ends has written its last checkpoint",
     )
+    request = ControlRequest(verb="checkpoint", reason="asked for")
+    reply = await _ask(broker, record, request, "checkpoint")
     folder = reply.detail["folder"]
     if folder is None:
         raise StorageError(
@@ -37,3 +30,34 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
             hint=f"its last event says why: `tinkermq watch {record.name}`",
         )
     return str(folder)
+
+
+async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str]:
+    """Have the learner of a job write torch's traces of its next steps; return their files there.
+
+    There are fewer when the run ends before. Raises StateError for a job that does not train,
+    StorageError for a full disk, DeadlineError after ten minutes.
+    """
+    _refuse_idle(record, "step to trace", "ask while a training job runs")
+    request = ControlRequest(verb="profile", reason="asked for", steps=steps)
+    reply = await _ask(broker, record, request, "next steps")
+    return [str(file) for file in reply.detail["files"]]
+
+
+def _refuse_idle(record: JobRecord, wanted: str, hint: str) -> None:
+    if not record.trains or record.state not in _LIVE:
+        what = f"is {record.state}" if record.trains else "trains nothing"
+        raise StateError(f"job {record.name} {what}, so there is no {wanted}", hint=hint)
+
+
+async def _ask(
+    broker: Broker, record: JobRecord, request: ControlRequest, what: str
+) -> ControlReply:
+    return await call(
+        broker,
+        record.scope.control("learner"),
+        request,
+        ControlReply,
+        timeout_s=DEADLINE_S,
+        waiting_for=f"the learner's {what} of {record.name}",
+    )

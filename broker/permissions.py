@@ -36,8 +36,8 @@ _DISCOVERY = "$SRV.>"
 _TOOLS_INBOX = "_INBOX.>"
 """Where the ordinary NATS tools wait for replies: only operators can listen there."""
 _INFO = "$JS.API.INFO"
-_FED = ("metric", "event", "log.*", "rollout.*", "batch", "dead", "weights")
-_STREAMS = ("task", "rollout", "batch", "dead", "feed", "log")
+_FED = ("metric", "event", "trace", "log.*", "rollout.*", "batch", "dead", "weights")
+_STREAMS = ("task", "rollout", "batch", "dead", "feed", "trace", "log")
 _JOB_KINDS = frozenset({*_STREAMS, "weights"})
 _SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
 _NUMBER = re.compile(r"^\d{1,18}$")
@@ -161,6 +161,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         scope.rollout("*"),
         scope.batch,
         scope.metric,
+        scope.trace,
         scope.weights,
         f"$KV.{BUCKET_EVALS}.{scope.key}.*",
         f"$KV.{weights}.>",

@@ -18,6 +18,7 @@ from nats.js.errors import NotFoundError as NatsNotFound
 from ..schemas.errors import BrokerError, MessageError
 from ..schemas.rollout import Group
 from ..schemas.subjects import JobScope, number_of
+from ..schemas.trace import TRACEPARENT
 from .connection import Broker, NoResponders
 from .reader import StreamReader
 from .stored import StoredMessage, get_last, get_seq, missing
@@ -46,6 +47,8 @@ class LogEntry:
     """The group, validated; its arrays are views of `payload`."""
     error: MessageError | None
     """Why the entry cannot be read."""
+    traceparent: str = ""
+    """W3C trace context that came with it."""
 
 
 class RolloutLog:
@@ -57,20 +60,32 @@ class RolloutLog:
         self._scope = scope
         self._stream = scope.stream_rollout
 
-    async def append(self, group: Group, *, deadline_s: float = APPEND_DEADLINE_S) -> bool:
+    async def append(
+        self, group: Group, *, traceparent: str = "", deadline_s: float = APPEND_DEADLINE_S
+    ) -> bool:
         """Append a group; return False if the log has one for this task already.
 
         Waits while the log is full or the server is away. Raises MessageError for a group that is
         larger than the server takes, BrokerError when the log stays full, DeadlineError,
         NotFoundError when the job is gone.
         """
-        return await self.append_payload(group.task.task, group.to_bytes(), deadline_s=deadline_s)
+        return await self.append_payload(
+            group.task.task, group.to_bytes(), traceparent=traceparent, deadline_s=deadline_s
+        )
 
     async def append_payload(
-        self, number: int, payload: bytes, *, deadline_s: float = APPEND_DEADLINE_S
+        self,
+        number: int,
+        payload: bytes,
+        *,
+        traceparent: str = "",
+        deadline_s: float = APPEND_DEADLINE_S,
     ) -> bool:
         """Append the bytes of a group; see `append`."""
         self._broker.check_size(len(payload), what=f"the group of task {number}")
+        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
+        if traceparent:
+            headers[TRACEPARENT] = traceparent
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         while True:
@@ -78,7 +93,7 @@ class RolloutLog:
                 await self._broker.append(
                     self._scope.rollout(number),
                     payload,
-                    headers={"Nats-Expected-Last-Subject-Sequence": "0"},
+                    headers=headers,
                     deadline_s=deadline - loop.time(),
                     waiting_for=f"the group of task {number} to be appended",
                 )
@@ -176,6 +191,7 @@ class RolloutLog:
 def read_entry(message: StoredMessage) -> LogEntry:
     """Validate one stored message; whatever it holds, the result is an entry."""
     number: int | None = None
+    trace = message.headers.get(TRACEPARENT, "")
     try:
         number = number_of(message.subject)
         group = Group.from_bytes(message.payload)
@@ -184,8 +200,8 @@ def read_entry(message: StoredMessage) -> LogEntry:
                 f"the group of task {group.task.task} was appended as that of task {number}"
             )
     except MessageError as error:
-        return LogEntry(message.seq, number, message.payload, None, error)
-    return LogEntry(message.seq, number, message.payload, group, None)
+        return LogEntry(message.seq, number, message.payload, None, error, trace)
+    return LogEntry(message.seq, number, message.payload, group, None, trace)
 
 
 def _is_there(error: APIError) -> bool:

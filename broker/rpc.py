@@ -30,6 +30,7 @@ from ..schemas.errors import (
 from ..schemas.message import Message
 from ..schemas.reply import ErrorReply
 from ..schemas.subjects import user_of_inbox, user_of_rpc
+from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 
 Q = TypeVar("Q", bound=Message)
@@ -54,6 +55,8 @@ class RequestContext:
     """The subject it came on."""
     reply: str = ""
     """The inbox to which it is answered."""
+    traceparent: str = ""
+    """W3C trace context that came with it."""
 
     @property
     def user(self) -> str:
@@ -198,7 +201,10 @@ class _Endpoint:
     async def _reply_to(self, request: Request) -> tuple[bytes, dict[str, str] | None]:
         try:
             query = self._request_model.from_bytes(request.data)
-            reply = await self._handler(query, RequestContext(request.subject, _reply_of(request)))
+            trace = (request.headers or {}).get(TRACEPARENT, "")
+            reply = await self._handler(
+                query, RequestContext(request.subject, _reply_of(request), trace)
+            )
             payload = reply.to_bytes()
             self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None
@@ -250,6 +256,7 @@ async def call(
     timeout_s: float,
     waiting_for: str,
     idempotent: bool = False,
+    traceparent: str = "",
 ) -> R:
     """Send a request and return its reply.
 
@@ -260,9 +267,10 @@ async def call(
     the subject, ConnectionLost, MessageError for a request that is too large or a malformed reply.
     """
     payload = request.to_bytes()
+    headers = {TRACEPARENT: traceparent} if traceparent else None
     deadline = asyncio.get_running_loop().time() + timeout_s
     try:
-        reply = await _send(broker, subject, payload, deadline, waiting_for, idempotent)
+        reply = await _send(broker, subject, payload, headers, deadline, waiting_for, idempotent)
     except TimeoutError:
         raise DeadlineError(
             f"{waiting_for} did not answer on {subject} within {timeout_s:g} s",
@@ -282,6 +290,7 @@ async def _send(
     broker: Broker,
     subject: str,
     payload: bytes,
+    headers: Mapping[str, str] | None,
     deadline: float,
     waiting_for: str,
     idempotent: bool,
@@ -290,7 +299,8 @@ async def _send(
     while True:
         await broker.wait_connected(deadline, waiting_for=waiting_for)
         try:
-            return await broker.request(subject, payload, timeout_s=deadline - loop.time())
+            timeout_s = deadline - loop.time()
+            return await broker.request(subject, payload, headers=headers, timeout_s=timeout_s)
         except ConnectionLost:
             if not idempotent:
                 raise

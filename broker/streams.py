@@ -203,6 +203,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             [scope.metric, scope.event],
             limits.log_bytes,
         ),
+        _stream(scope.stream_trace, f"Traces of {job}", [scope.trace], limits.log_bytes),
         _stream(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
         bucket_config(scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES),
         object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),

@@ -19,6 +19,7 @@ from nats.js.errors import NotFoundError as NatsNotFound
 from ..schemas.errors import BrokerError, MessageError
 from ..schemas.subjects import TASK_CONSUMER, JobScope, number_of
 from ..schemas.task import Task
+from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 from .pull import NS, ConsumerGone, PullInbox
 from .stored import missing
@@ -53,6 +54,11 @@ class Lease:
     """How often the task was handed out, this time included."""
     _message: Msg = field(repr=False)
     _broker: Broker = field(repr=False)
+
+    @property
+    def traceparent(self) -> str:
+        """W3C trace context that came with the task; empty for none."""
+        return (self._message.headers or {}).get(TRACEPARENT, "")
 
     async def keep(self) -> None:
         """Renew the lease; call it every third of `ack_wait_s`."""
@@ -102,7 +108,9 @@ class TaskQueue:
         self._inbox = PullInbox(broker)
         self._has_consumer = False
 
-    async def publish(self, task: Task, *, deadline_s: float = PUBLISH_DEADLINE_S) -> bool:
+    async def publish(
+        self, task: Task, *, traceparent: str = "", deadline_s: float = PUBLISH_DEADLINE_S
+    ) -> bool:
         """Queue a task; return False if its number is queued or held already.
 
         Waits while the queue is full. Raises DeadlineError, BrokerError when it stays full,
@@ -111,12 +119,15 @@ class TaskQueue:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         payload = task.to_bytes()
+        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
+        if traceparent:
+            headers[TRACEPARENT] = traceparent
         while True:
             try:
                 await self._broker.append(
                     self._scope.task(task.task),
                     payload,
-                    headers={"Nats-Expected-Last-Subject-Sequence": "0"},
+                    headers=headers,
                     deadline_s=deadline - loop.time(),
                     waiting_for=f"task {task.task} to be queued",
                 )

@@ -21,6 +21,8 @@ class Held:
     """Number of the next turn."""
     answer: "asyncio.Future[StepResult] | None" = None
     """The game's answer to the last turn."""
+    trace: str = ""
+    """Trace id of the task, for the log."""
     ended: bool = False
     """Whether the game is done, or has failed."""
     touched: float = field(default_factory=time.monotonic)

@@ -19,7 +19,8 @@ from uuid import uuid4
 import structlog
 
 from ..broker.connection import Broker
-from ..broker.rpc import Service
+from ..broker.rpc import RequestContext, Service
+from ..broker.time_use import TimeUse
 from ..schemas.config import EnvConfig
 from ..schemas.env import (
     CloseRequest,
@@ -33,6 +34,7 @@ from ..schemas.env import (
 from ..schemas.errors import NotFoundError, StateError, TinkermqError
 from ..schemas.message import Empty
 from ..schemas.subjects import JobScope
+from ..schemas.trace import trace_of
 from .answers import ResetAnswer, StepAnswer, wait_for_some
 from .episodes import Opening
 from .game import AbstractGame, ChatMessage, StepResult
@@ -40,7 +42,7 @@ from .held import Held
 from .host_data import HostData
 from .record import Record
 from .rewards import make_rewards
-from .runner import make_runner
+from .runner import TimedRunner, make_runner
 from .seats import Player, Solo, Table
 
 MAX_EPISODES = 4096
@@ -91,6 +93,7 @@ class EnvironmentHost:
         """
         self.name = name or host_name()
         self.counts = HostCounts()
+        self.time_use = TimeUse("play", rest="idle")
         self.ready = asyncio.Event()
         """Set once episodes can be reset."""
         self._broker = broker
@@ -100,6 +103,7 @@ class EnvironmentHost:
         self._max_episodes = max_episodes
         self._drain_s = drain_s
         self._runner = make_runner(config, game_class)
+        self._games = TimedRunner(self._runner, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
@@ -189,7 +193,8 @@ class EnvironmentHost:
         for episode in idle:
             if not self._held[episode].ended:
                 self.counts.expired += 1
-                _log.warning("episode_expired", episode=episode, lease_s=lease_s)
+                trace = self._held[episode].trace
+                _log.warning("episode_expired", episode=episode, lease_s=lease_s, trace=trace)
             self._free(episode)
 
     def _free(self, episode: str) -> None:
@@ -209,9 +214,10 @@ class EnvironmentHost:
             roles=self._roles,
         )
 
-    async def _reset(self, request: ResetRequest) -> ResetReply:
+    async def _reset(self, request: ResetRequest, context: RequestContext) -> ResetReply:
         """Start what is not held yet; tell what is ready, and what went wrong."""
-        held = [self._hold(episode, request) for episode in request.episodes]
+        trace = trace_of(context.traceparent)
+        held = [self._hold(episode, request, trace) for episode in request.episodes]
         await wait_for_some([episode.opening for episode in held], request.wait_s)
         answer = ResetAnswer()
         for episode in held:
@@ -225,12 +231,13 @@ class EnvironmentHost:
             lease_s=self._config.lease_s,
         )
 
-    def _hold(self, episode: str, request: ResetRequest) -> Held:
+    def _hold(self, episode: str, request: ResetRequest, trace: str) -> Held:
         held = self._held.get(episode)
         if held is None:
             self._make_room()
             begin = self._seat if request.table else self._begin
             held = begin(episode, request)
+            held.trace = trace
             held.opening.add_done_callback(_seen)
             self._held[episode] = held
         held.touch()
@@ -248,9 +255,9 @@ class EnvironmentHost:
     def _begin(self, episode: str, request: ResetRequest) -> Held:
         """Start a game: an episode of its own, or the table of a game with roles."""
         if self._roles:
-            player: Solo | Table = Table(self._runner, episode, self._roles)
+            player: Solo | Table = Table(self._games, episode, self._roles)
         else:
-            player = Solo(self._runner, episode)
+            player = Solo(self._games, episode)
         return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
 
     async def _open(

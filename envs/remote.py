@@ -78,6 +78,8 @@ class Start:
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     seat: SeatAt | None = None
     """In a game with roles: the seat that the episode takes; None for the table itself."""
+    traceparent: str = ""
+    """W3C trace context of the task."""
 
     def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
         """Return the message that starts these episodes."""
@@ -225,7 +227,9 @@ class Environments:
         hold_s = _HOLD_S if len(episodes) == 1 else _HOLD_MANY_S
         request = start.request(episodes, hold_s)
         try:
-            reply = await self._call(self._scope.env_reset, request, ResetReply, "any host")
+            reply = await self._call(
+                self._scope.env_reset, request, ResetReply, "any host", start.traceparent
+            )
         except TinkermqError as error:
             return [error] * len(episodes)
         return [_started(opened, reply) for opened in reply.episodes]
@@ -270,7 +274,9 @@ class Environments:
 
     # -- both ----------------------------------------------------------------------------------
 
-    async def _call(self, subject: str, request: Any, reply_model: Any, whom: str) -> Any:
+    async def _call(
+        self, subject: str, request: Any, reply_model: Any, whom: str, traceparent: str = ""
+    ) -> Any:
         return await call(
             self._broker,
             subject,
@@ -279,6 +285,7 @@ class Environments:
             timeout_s=_ANSWER_S,
             waiting_for=f"environment host {whom}",
             idempotent=True,
+            traceparent=traceparent,
         )
 
     async def _close(self, host: str, episode: str) -> None:

@@ -1,8 +1,10 @@
 """What the host needs of whatever runs its games: threads, processes, or an event loop."""
 
+import asyncio
 from collections.abc import Awaitable
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from ..broker.time_use import TimeUse
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError
 from .async_runner import AsyncRunner
@@ -11,6 +13,8 @@ from .game import AbstractGame, ChatMessage, StepResult
 from .process_runner import ProcessRunner
 from .registry import load_game
 from .thread_runner import ThreadRunner
+
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -43,6 +47,39 @@ class Runner(Protocol):
     async def stop(self) -> None:
         """End whatever plays games."""
         ...
+
+
+class TimedRunner:
+    """A runner that tells for how long games play: while one has been asked and not answered."""
+
+    def __init__(self, runner: Runner, time_use: TimeUse) -> None:
+        self._runner = runner
+        self._time_use = time_use
+        self.start = runner.start
+        self.drop = runner.drop
+        self.reap = runner.reap
+        self.stop = runner.stop
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode; GameError when the game fails."""
+        return self._timed(self._runner.reset(opening))
+
+    def step(self, episode: str, action: str) -> Awaitable[StepResult]:
+        """Play one action; GameError when the game fails, which ends the episode."""
+        return self._timed(self._runner.step(episode, action))
+
+    def turn(self, episode: str) -> Awaitable[tuple[str, list[ChatMessage]]]:
+        """Say whose turn it is in a game with roles, and what opens that role's conversation."""
+        return self._timed(self._runner.turn(episode))
+
+    def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
+        self._time_use.begin("play")
+        future = asyncio.ensure_future(answer)
+        future.add_done_callback(self._played)
+        return future
+
+    def _played(self, _: "asyncio.Future[T]") -> None:
+        self._time_use.end("play")
 
 
 def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None) -> Runner:

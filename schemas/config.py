@@ -248,7 +248,7 @@ class LimitsConfig(Section):
     rollout_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Rollout log; a full log makes generators wait."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16)
-    """Log lines of the actors, and metrics and events; the oldest go first."""
+    """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0)
     """An actor that fails more often within ten minutes fails the job."""
     max_losses: int = Field(default=5, ge=0)

@@ -6,14 +6,19 @@ from pydantic import Field
 
 from .message import Message
 
+MAX_TRACED_STEPS = 32
+
 
 class ControlRequest(Message):
     """Ask an actor to do something."""
 
-    verb: Literal["pause", "resume", "checkpoint", "stop", "status"]
-    """pause and resume the work; write a checkpoint now; drain and end; tell."""
+    verb: Literal["pause", "resume", "checkpoint", "profile", "stop", "status"]
+    """pause and resume the work; write a checkpoint now, or torch's traces of the next steps; drain
+    and end; tell."""
     reason: str = ""
     """Why, for the event."""
+    steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)
+    """How many steps to trace."""
 
 
 class ControlReply(Message):
@@ -24,7 +29,7 @@ class ControlReply(Message):
     step: int | None = None
     """Training step it is at."""
     detail: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Further key-values: the path of a checkpoint."""
+    """Further key-values: the path of a checkpoint, those of traces."""
 
 
 class ReserveRequest(Message):

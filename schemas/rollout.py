@@ -122,6 +122,10 @@ class Group(Message):
     """Seconds since the epoch at which the last episode ended."""
     tokens_wasted: int = Field(default=0, ge=0)
     """Generated tokens of tries that failed and are not in `trajectories`."""
+    weights_s: float = Field(default=0.0, ge=0)
+    """Seconds for which its generator held the task and waited for weights as new as it asks."""
+    time_use: dict[str, float] = Field(default_factory=dict[str, float])
+    """Seconds of the generator since its last group, by what it did (see `StepTrace`)."""
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

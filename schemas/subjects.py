@@ -157,6 +157,11 @@ class JobScope:
         """Subject of the job's events."""
         return self._subject("event")
 
+    @property
+    def trace(self) -> str:
+        """Subject of the traces by step."""
+        return self._subject("trace")
+
     def log(self, actor: str) -> str:
         """Subject of one actor's log lines (`*` for all)."""
         return self._subject(f"log.{actor}")
@@ -224,6 +229,11 @@ class JobScope:
     def stream_feed(self) -> str:
         """Limited stream of metrics and events."""
         return self._stream("feed")
+
+    @property
+    def stream_trace(self) -> str:
+        """Limited stream of the traces."""
+        return self._stream("trace")
 
     @property
     def stream_log(self) -> str:

@@ -32,6 +32,8 @@ class Task(Message):
     """A generator waits until its weights are at this version or newer."""
     group_size: int = Field(ge=1, le=4096)
     """Number of episodes."""
+    issued: float = 0.0
+    """Seconds since the epoch at which the learner issued it; 0: a client made it."""
     greedy_baseline: bool = False
     """Add one greedy episode, for the remax baseline."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)

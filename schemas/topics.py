@@ -52,6 +52,7 @@ from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
 from .rollout import Group
 from .secret import OpenedSecrets, OpenRequest, SealedSecrets, SealingKey, SecretsRequest
 from .task import DeadLetter, Task
+from .trace import StepTrace
 from .user import (
     AddUser,
     AuditList,
@@ -176,6 +177,7 @@ TOPICS: tuple[Topic, ...] = (
     _stored(_SCOPE.dead, DeadLetter, "generator → people"),
     _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
     _stored(_SCOPE.event, Event, "any actor → clients"),
+    _stored(_SCOPE.trace, StepTrace, "learner → clients"),
     _stored(_SCOPE.log("<actor>"), LogLines, "node → clients"),
     Topic(
         _shown(_SCOPE.weights),
@@ -257,6 +259,13 @@ STORES: tuple[Store, ...] = (
         "stream",
         "`metric`, `event`",
         None,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_trace),
+        "stream",
+        "`trace`",
+        StepTrace,
         "up to `limits.log_bytes`, the oldest go first",
     ),
     Store(

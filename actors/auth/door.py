@@ -23,6 +23,7 @@ from ...broker.rpc import INBOXES
 from ...broker.streams import stream_info
 from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.subjects import PREFIX, rpc
+from ...schemas.trace import TRACEPARENT
 
 _QUEUE = "door"
 _KNOWN_S = 5.0
@@ -39,6 +40,7 @@ _HEADERS = (
     "Nats-TTL",
     "KV-Operation",
     WRITE_ID,
+    TRACEPARENT,
 )
 """Headers that a guest's message keeps; others could do more than store it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
+from ...broker.time_use import TimeUse
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
@@ -153,12 +154,15 @@ class AgentLoop:
         environments: Environments,
         config: RolloutConfig,
         sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
     ) -> None:
+        """`time_use` is told when episodes wait for the engine and for their games."""
         self._engine = engine
         self._chat = chat
         self._environments = environments
         self._config = config
         self._sampling = sampling
+        self._time_use = time_use or TimeUse("generate", "environment", rest="other")
 
     def check_engine(self) -> None:
         """Raise what ended the engine, if it has ended: no episode can succeed any more."""
@@ -176,7 +180,8 @@ class AgentLoop:
         boundary: Boundary = "environment"
         try:
             started = time.perf_counter()
-            reset = await self._environments.reset(plan.episode, plan.start)
+            with self._time_use.doing("environment"):
+                reset = await self._environments.reset(plan.episode, plan.start)
             host = reset.host
             if not reset.messages:
                 _refuse_table(plan)
@@ -222,13 +227,14 @@ class AgentLoop:
             stop_token_ids=self._chat.stop_token_ids,
         )
         started = time.perf_counter()
-        generation = await self._engine.generate(
-            transcript.token_ids,
-            sampling,
-            request_id=f"{plan.episode}.{turn}",
-            conversation=plan.episode if config.max_turns > 1 else None,
-            images=transcript.images,
-        )
+        with self._time_use.doing("generate"):
+            generation = await self._engine.generate(
+                transcript.token_ids,
+                sampling,
+                request_id=f"{plan.episode}.{turn}",
+                conversation=plan.episode if config.max_turns > 1 else None,
+                images=transcript.images,
+            )
         transcript.generate_s += time.perf_counter() - started
         if generation.finish_reason == "cancelled" or not len(generation.token_ids):
             raise EngineError(f"the engine ended request {plan.episode}.{turn} without a turn")
@@ -243,7 +249,8 @@ class AgentLoop:
         started = time.perf_counter()
         turn = len(transcript.rewards)
         seated = plan.start.seat is not None
-        reply = await self._environments.step(host, plan.episode, turn, text, seated=seated)
+        with self._time_use.doing("environment"):
+            reply = await self._environments.step(host, plan.episode, turn, text, seated=seated)
         transcript.environment_s += time.perf_counter() - started
         transcript.add_reply(reply)
         return reply
@@ -252,7 +259,8 @@ class AgentLoop:
         """Add what an episode earns at its end though its game has not ended."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
-        reply = await self._environments.finish(host, plan.episode, turn)
+        with self._time_use.doing("environment"):
+            reply = await self._environments.finish(host, plan.episode, turn)
         transcript.environment_s += time.perf_counter() - started
         transcript.rewards[-1] += reply.reward
         transcript.info = reply.info

@@ -98,6 +98,8 @@ class EngineStats:
     """Seconds spent computing."""
     last_pause_s: float
     """How long decoding stood still at the last weight swap."""
+    paused_s: float
+    """How long it stood still at all swaps so far."""
     cache_bytes: int
     """Memory of the KV cache, parked conversations included."""
 

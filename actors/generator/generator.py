@@ -19,10 +19,12 @@ import structlog
 
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import Lease, TaskQueue
+from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.job import JobRecord
 from ...schemas.lora import LoraConfig
+from ...schemas.trace import GENERATOR_KINDS
 from ..job_weights import open_weights
 from ..lora import config_of, is_adapter
 from ..policies import MAIN, policy_folder
@@ -82,17 +84,20 @@ async def run_generator(context: JobContext) -> None:
     store = open_weights(context)
     environments = Environments(context.broker, context.scope, config.env, context.waiting)
     sampling = EpisodeSampling.of(config.rollout)
-    players = await Players.start(config, chat, environments, sampling)
+    *kinds, rest = GENERATOR_KINDS
+    time_use = TimeUse(*kinds, rest=rest)
+    players = await Players.start(config, chat, environments, sampling, time_use)
     follower = WeightFollower(store, players.engines, config.generator.kv_on_swap)
     background: list[Coroutine[Any, Any, None]] = [follower.run()]
     past: Players | None = None
     if config.self_play.past_share > 0:
-        past = await Players.start(config, chat, environments, sampling)
+        past = await Players.start(config, chat, environments, sampling, time_use)
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
         drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
     runner = GroupRunner(players, environments, config, context.name, past)
-    generator = Generator(context, players.engines[MAIN], follower, runner, background)
+    engine = players.engines[MAIN]
+    generator = Generator(context, engine, follower, runner, background, time_use)
     await context.serve_control()
     try:
         await generator.run()
@@ -112,8 +117,11 @@ class Generator:
         follower: WeightFollower,
         runner: GroupRunner,
         background: Sequence[Coroutine[Any, Any, None]],
+        time_use: TimeUse,
     ) -> None:
         """`background` is what runs beside the episodes: following the weights."""
+        self._time_use = time_use
+        self._paused_s = 0.0
         self._background = background
         self._context = context
         self._engine = engine
@@ -130,7 +138,6 @@ class Generator:
         self._process = secrets.token_hex(4)
         self._held: dict[int, Lease] = {}
         self._freed = asyncio.Event()
-        self._idle_s = 0.0
         self._num_groups = 0
 
     async def run(self) -> None:
@@ -144,6 +151,7 @@ class Generator:
             with context.waiting("the learner's first weights"):
                 await context.unless_stopping(self._follower.wait_for(0))
             settle_memory()
+            self._time_use.take()
             context.set_state("working", version=self._follower.version)
             await context.event("generator_ready", version=self._follower.version)
             async with asyncio.TaskGroup() as groups:
@@ -161,10 +169,7 @@ class Generator:
                 self._freed.clear()
                 await context.unless_stopping(self._freed.wait())
                 continue
-            started = time.perf_counter()
             leases = await context.unless_stopping(self._queue.pull(free, _PULL_TIMEOUT_S))
-            if not self._held:
-                self._idle_s += time.perf_counter() - started
             for lease in leases or []:
                 self._held[lease.task.task] = lease
                 groups.create_task(self._handle(lease), name=f"task {lease.task.task}")
@@ -174,10 +179,10 @@ class Generator:
         number = lease.task.task
         keeper = asyncio.create_task(self._keep(lease), name=f"lease {number}")
         try:
-            if not await self._log.contains(number):
-                await self._wait_for_weights(lease.task.min_version)
-                await self._roll_out(lease)
-            await lease.done()
+            with self._time_use.doing("other"):
+                if not await self._log.contains(number):
+                    await self._roll_out(lease, await self._wait_for_weights(lease))
+                await lease.done()
         except asyncio.CancelledError:
             await lease.give_back()
             raise
@@ -187,22 +192,37 @@ class Generator:
                 del self._held[number]
             self._freed.set()
 
-    async def _wait_for_weights(self, version: int) -> None:
-        if self._follower.version < version:
-            with self._context.waiting(f"the learner to publish version {version}"):
-                await self._follower.wait_for(version)
+    async def _wait_for_weights(self, lease: Lease) -> float:
+        """Wait until the weights are as new as the task asks; return for how many seconds."""
+        version = lease.task.min_version
+        if self._follower.version >= version:
+            return 0.0
+        started = time.perf_counter()
+        waiting = self._context.waiting(f"the learner to publish version {version}")
+        with waiting, self._time_use.doing("weights"):
+            await self._follower.wait_for(version)
+        return time.perf_counter() - started
 
-    async def _roll_out(self, lease: Lease) -> None:
+    async def _roll_out(self, lease: Lease, weights_s: float) -> None:
         task = lease.task
         attempt = f"{self._context.name}-{self._process}-{lease.num_delivered}"
         try:
-            group = await self._runner.run(task, attempt)
-            won = await self._log.append(group.with_shared_images())
+            group = await self._runner.run(task, attempt, lease.traceparent)
+            times = {"weights_s": weights_s, "time_use": self._take_time_use()}
+            timed = group.with_shared_images().model_copy(update=times)
+            won = await self._log.append(timed, traceparent=lease.traceparent)
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
         if not won:
             _log.info("group_was_there", task=task.task)
+
+    def _take_time_use(self) -> dict[str, float]:
+        """Say where the time since the last group went; the swaps' pauses are told apart."""
+        paused_s = self._engine.stats().paused_s
+        self._time_use.reassign("generate", "swap", paused_s - self._paused_s)
+        self._paused_s = paused_s
+        return self._time_use.take()
 
     async def _keep(self, lease: Lease) -> None:
         while True:
@@ -227,12 +247,12 @@ class Generator:
         while True:
             await asyncio.sleep(_STATS_S)
             stats = self._engine.stats()
-            now = time.perf_counter()
+            idle_s, now = self._time_use.totals()["tasks"], time.perf_counter()
             tell_engine(
                 context,
                 stats,
                 groups_held=len(self._held),
                 groups_done=self._num_groups,
-                idle_share=min(1.0, (self._idle_s - idle_before) / (now - time_before)),
+                idle_share=min(1.0, (idle_s - idle_before) / (now - time_before)),
             )
-            idle_before, time_before = self._idle_s, now
+            idle_before, time_before = idle_s, now

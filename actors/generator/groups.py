@@ -13,6 +13,7 @@ from ...envs.remote import Environments, Start
 from ...schemas.config import JobConfig
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, DeadLetter, Task
+from ...schemas.trace import trace_of
 from ..runtime import JobContext
 from ..self_play import learning_roles
 from .agent_loop import EpisodeFailed, EpisodePlan
@@ -66,10 +67,11 @@ class GroupRunner:
         self._source = source
         self._roles: list[str] | None = None
 
-    async def run(self, task: Task, attempt: str) -> Group:
+    async def run(self, task: Task, attempt: str, traceparent: str = "") -> Group:
         """Roll a task out `group_size` times (and once greedily, where asked for).
 
-        `attempt` makes the episodes' ids unique among generators that hold the same task. Raises
+        `attempt` makes the episodes' ids unique among generators that hold the same task,
+        `traceparent` is the trace context of the task. Raises
         GroupFailed when an episode failed as often as `rollout.max_tries` allows, EngineError when
         the engine has ended: that is nobody's try.
         """
@@ -80,7 +82,7 @@ class GroupRunner:
         misfit = _misfit(self._config, self._roles)
         if misfit is not None:
             raise self._given_up(task, misfit, cost, started)
-        plans = self._plans(task, attempt)
+        plans = self._plans(task, attempt, traceparent)
         learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -106,9 +108,9 @@ class GroupRunner:
             tokens_wasted=cost.tokens,
         )
 
-    def _plans(self, task: Task, attempt: str) -> list[EpisodePlan]:
+    def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
         """All episodes of a group start from the same state: the prompt is what they share."""
-        start = Start("train", task.sample, task.seed, task.reset_kwargs)
+        start = Start("train", task.sample, task.seed, task.reset_kwargs, traceparent=traceparent)
         return [
             EpisodePlan(
                 episode=f"{attempt}-{task.task}-{number}",
@@ -135,7 +137,9 @@ class GroupRunner:
                     self._past.check_engines()
                 cost.tokens += failure.tokens_wasted
                 cost.attempts += 1
-                _log.warning("episode_failed", episode=episode, **failure.blame.model_dump())
+                trace = trace_of(plan.start.traceparent)
+                blame = failure.blame.model_dump()
+                _log.warning("episode_failed", episode=episode, trace=trace, **blame)
                 blames.append(failure.blame)
                 counted = len([blame for blame in blames if blame.code != "host_gone"])
                 final = failure.blame.code in _FINAL_CODES

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ..policies import MAIN, policy_config, policy_names
@@ -49,13 +50,14 @@ class Players:
         chat: ChatTokenizer,
         environments: Environments,
         sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
     ) -> "Players":
-        """Start the engines."""
+        """Start the engines; `time_use` is told what the episodes wait for."""
         engines = {
             name: await start_engine(policy_config(config, name)) for name in policy_names(config)
         }
         loops = {
-            name: AgentLoop(engine, chat, environments, config.rollout, sampling)
+            name: AgentLoop(engine, chat, environments, config.rollout, sampling, time_use)
             for name, engine in engines.items()
         }
         return cls(engines, loops)

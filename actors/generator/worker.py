@@ -53,7 +53,7 @@ class EngineWorker:
         self._num_streams = 0
         self._closing = False
         self._generated = self._prefilled = self._reused = 0
-        self._busy_s = self._last_pause_s = 0.0
+        self._busy_s = self._last_pause_s = self._paused_s = 0.0
         self._marks = deque([(time.monotonic(), 0, 0.0)], maxlen=11)
 
     def do(self, command: Callable[[], None]) -> None:
@@ -115,6 +115,7 @@ class EngineWorker:
         if kv == "recompute" and self._rows.num:
             self._recompute()
         self._last_pause_s = time.perf_counter() - started
+        self._paused_s += self._last_pause_s
         done()
 
     def close(self) -> None:
@@ -139,6 +140,7 @@ class EngineWorker:
             reused_tokens=self._reused,
             busy_s=self._busy_s,
             last_pause_s=self._last_pause_s,
+            paused_s=self._paused_s,
             cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
         )
 

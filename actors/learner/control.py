@@ -14,8 +14,9 @@ from ...schemas.control import (
 from ..runtime import JobContext
 from .intake import Intake
 from .issuing import Issuer
+from .torch_trace import TorchTracer
 
-_CHECKPOINT_S = 600.0
+_ANSWER_S = 600.0
 
 
 class LearnerControl:
@@ -28,7 +29,9 @@ class LearnerControl:
         intake: Intake,
         vocab_size: int,
         version: Callable[[], int],
+        tracer: TorchTracer,
     ) -> None:
+        self._tracer = tracer
         self._context = context
         self._issuer = issuer
         self._intake = intake
@@ -75,7 +78,9 @@ class LearnerControl:
             future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
             self._checkpoints.append(future)
             self._wake()
-            return {"folder": await asyncio.wait_for(future, _CHECKPOINT_S)}
+            return {"folder": await asyncio.wait_for(future, _ANSWER_S)}
+        elif request.verb == "profile":
+            return {"files": await asyncio.wait_for(self._tracer.ask(request.steps), _ANSWER_S)}
         self._wake()
         return {"paused": self.paused}
 

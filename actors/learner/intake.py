@@ -6,6 +6,7 @@ What it holds is bounded by the admission gate: generators cannot be further ahe
 import asyncio
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ class Entry:
     candidate: Candidate
     blame: Blame | None
     """Why its task was given up, where it was."""
+    traceparent: str
+    """W3C trace context that came with it."""
+    arrived: float
+    """Seconds since the epoch at which it was read."""
 
 
 class Intake:
@@ -150,6 +155,8 @@ class Intake:
             digest=hashlib.sha256(raw.payload).digest(),
             candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
             blame=None if error is not None or group is None else group.error,
+            traceparent=raw.traceparent,
+            arrived=time.time(),
         )
 
     def _refuse_unfit(self, group: Group) -> None:

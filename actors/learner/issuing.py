@@ -12,6 +12,7 @@ from ...schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
 from ...schemas.errors import StateError
 from ...schemas.rollout import Group
 from ...schemas.task import Blame, Task
+from ...schemas.trace import new_trace
 from .admission import min_version
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
@@ -55,6 +56,7 @@ class Issuer:
         chosen = self._order.choose(issue.index, version)
         return Task(
             task=issue.number,
+            issued=time.time(),
             sample=chosen.sample,
             index=issue.index,
             item=chosen.item,
@@ -90,6 +92,7 @@ class Issuer:
         number, slot = self._ledger.reserve()
         return Task(
             task=number,
+            issued=time.time(),
             sample=spec.sample,
             seed=self._order.task_seed(number) if spec.seed is None else spec.seed,
             min_version=self._min_version(slot, version),
@@ -153,5 +156,5 @@ class Issuer:
 
     async def _publish(self, task: Task) -> None:
         self._ledger.note_task(task)
-        if not await self._queue.publish(task):
+        if not await self._queue.publish(task, traceparent=new_trace()):
             _log.info("task_was_there", task=task.task)

@@ -41,6 +41,8 @@ from .policies import Policies
 from .publishing import Publisher
 from .reporting import Reporter
 from .saving import Saver
+from .step_trace import learner_time_use
+from .torch_trace import TorchTracer
 
 T = TypeVar("T")
 _RECOVERY_S = 300.0
@@ -90,7 +92,10 @@ class Learner:
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         self.publisher = Publisher(context, policies.models)
-        self.control = LearnerControl(context, self.issuer, self.intake, vocab_size, self._version)
+        self._tracer = TorchTracer(context.run_dir / "traces")
+        self.control = LearnerControl(
+            context, self.issuer, self.intake, vocab_size, self._version, self._tracer
+        )
         self._order = order
         self._policies = policies
         self._reporter = reporter
@@ -98,6 +103,7 @@ class Learner:
         self._dropped: list[Dropped] = []
         self._failures = Failures(config.training.batch_size, config.limits.idle_s)
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._time_use = learner_time_use()
         self._saver = Saver(
             context,
             checkpoints,
@@ -124,13 +130,15 @@ class Learner:
             helpers = [
                 background.create_task(self.intake.run(self.state.log_seq), name="intake"),
                 background.create_task(self.evaluations.follow(), name="evaluations"),
-                background.create_task(self._reporter.watch_generators(), name="generators"),
+                background.create_task(self._reporter.watch_actors(), name="actors"),
             ]
             await self.control.serve()
             await self._recover(records)
             await self._publish()
             await self._request_evaluation()
             settle_memory()
+            self._reporter.tracer.forget()
+            self._time_use.take()
             self.context.set_state("working", version=self.state.step)
             await self.context.event(
                 "training_started", step=self.state.step, total_steps=self.total_steps
@@ -147,13 +155,11 @@ class Learner:
 
     async def _train_until_done(self) -> None:
         while self.state.step < self.total_steps:
-            waiting_since = time.perf_counter()
-            entries = await self._next_batch()
+            with self._time_use.doing("wait"):
+                entries = await self._next_batch()
             if entries is None:
                 return
-            waited_s = time.perf_counter() - waiting_since
-            await self._record(entries)
-            await self._train(entries, waited_s)
+            await self._train(entries, record=True)
             if self._saver.is_due:
                 await self._save()
 
@@ -165,7 +171,8 @@ class Learner:
                 self.control.checkpoint_done(await self._save())
             if self.control.paused:
                 self.control.changed.clear()
-                with self.context.waiting("somebody to resume the job"):
+                waiting = self.context.waiting("somebody to resume the job")
+                with waiting, self._time_use.doing("paused"):
                     await self._look_again(self.control.changed)
                 self._failures.heard()
                 continue
@@ -224,20 +231,26 @@ class Learner:
         self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
         self._dropped = []
 
-    async def _train(self, entries: list[Entry], waited_s: float) -> None:
+    async def _train(self, entries: list[Entry], *, record: bool) -> None:
         """One optimiser step, one version, published."""
-        started = time.perf_counter()
+        formed = time.time()
+        if record:
+            await self._record(entries)
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
-        report = await self._in_torch(lambda: self._policies.step(groups, step))
+        with self._time_use.doing("train"):
+            work = self._tracer.traced(lambda: self._policies.step(groups, step), step)
+            report = await self._in_torch(work)
+        self._tracer.step_done()
         self._trained(entries, groups)
         self.intake.max_version = step
-        await self._publish()
+        with self._time_use.doing("publish"):
+            await self._publish()
         await self._request_evaluation()
         report.numbers.update(self._order.numbers())
-        await self._reporter.report(
-            step, groups, report, waited_s, time.perf_counter() - started, self.intake
-        )
+        spent, send_s = self._time_use.take(), self.publisher.send_s
+        trace = self._reporter.tracer.trace(step, entries, formed, spent, send_s)
+        await self._reporter.report(step, groups, report, trace, self.intake)
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
         self.state.step += 1
@@ -255,6 +268,8 @@ class Learner:
         """Enter what came into the ledger; return it."""
         arrived, self.intake.arrived = self.intake.arrived, []
         for entry in arrived:
+            if entry.group is not None:
+                self._reporter.tracer.take_group(entry.group)
             if entry.number is not None:
                 self.ledger.note_in_log(entry.number, entry.task)
         return arrived
@@ -297,7 +312,8 @@ class Learner:
 
     async def _save(self) -> str | None:
         self._notice_arrivals()
-        return await self._saver.save()
+        with self._time_use.doing("checkpoint"):
+            return await self._saver.save()
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
@@ -359,11 +375,12 @@ class Learner:
                 f"step {record.step} trained log entries {refused[:5]} that cannot be trained now",
                 hint="was the configuration changed in the middle of the run?",
             )
-        await self._train(entries, 0.0)
+        await self._train(entries, record=False)
 
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
         self._notice_arrivals()
+        self._tracer.finish()
         self.control.checkpoint_done(await self._saver.save_at_the_end())
         await self.publisher.wait()
         if self.state.step < self.total_steps:

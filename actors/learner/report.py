@@ -163,30 +163,3 @@ class Waste(BaseModel):
             "rollout/wasted_share": 1 - self.tokens_trained / self.tokens_generated,
             "rollout/trained_over_generated_length": trained_mean / finished_mean,
         }
-
-
-def bottleneck(learner_wait: float, engine_busy: float, environment: float, gate: float) -> str:
-    """Name what holds the run up, from shares of the recent time, and what to do about it.
-
-    `learner_wait`: the learner waited for groups. `engine_busy`: the generators computed.
-    `environment`: of an episode's time, the share spent in the game. `gate`: generators had no
-    task to pull.
-    """
-    if learner_wait < 0.25:
-        return (
-            f"the learner is busy {1 - learner_wait:.0%} of the time: it is the bottleneck "
-            "(more generators would not help)"
-        )
-    if engine_busy >= 0.6:
-        return f"the learner waits {learner_wait:.0%} of the time: add generators"
-    if environment >= 0.5:
-        return (
-            f"the learner waits {learner_wait:.0%} of the time and episodes spend "
-            f"{environment:.0%} of theirs in the game: add environment hosts or workers"
-        )
-    if gate >= 0.3:
-        return (
-            f"generators have no task {gate:.0%} of the time and the learner waits "
-            f"{learner_wait:.0%}: raise training.max_staleness or training.batch_size"
-        )
-    return f"the learner waits {learner_wait:.0%} of the time: add generators"

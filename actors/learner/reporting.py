@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...broker.feed import publish_metric
+from ...broker.advice import advise
+from ...broker.feed import publish_metric, publish_trace
 from ...broker.presence import list_presences
+from ...broker.profile import profile_of
 from ...broker.tracking import Tracker
 from ...schemas.metric import Metric
 from ...schemas.rollout import Group
+from ...schemas.trace import StepTrace
 from ..runtime import JobContext
 from .checkpoint import LearnerState
 from .intake import Intake
-from .report import Waste, bottleneck, demonstration_numbers, group_numbers
+from .report import Waste, demonstration_numbers, group_numbers
 from .step import StepReport
+from .step_trace import StepTracer
 
 _LOOK_S = 2.0
 _WINDOW = 20
@@ -29,8 +33,6 @@ class Generators:
     """What the generators' heartbeats last said."""
 
     tokens_per_s: float = 0.0
-    busy_share: float = 0.0
-    idle_share: float = 0.0
     count: int = 0
 
 
@@ -46,10 +48,8 @@ class Reporter:
     waste: Waste = field(default_factory=Waste)
     num_dropped: Counter[str] = field(default_factory=Counter[str])
     generators: Generators = field(default_factory=Generators)
-    save_s: float = 0.0
-    _shares: deque[tuple[float, float, float]] = field(
-        default_factory=lambda: deque[tuple[float, float, float]](maxlen=_WINDOW)
-    )
+    tracer: StepTracer = field(default_factory=StepTracer)
+    _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
     _told: float = 0.0
 
     async def report(
@@ -57,23 +57,23 @@ class Reporter:
         step: int,
         groups: Sequence[Group],
         report: StepReport,
-        waited_s: float,
-        train_s: float,
+        trace: StepTrace,
         intake: Intake,
     ) -> None:
-        """Publish the numbers of a step, unless they were before a restart."""
+        """Publish the numbers and the trace of a step, unless they were before a restart."""
         numbers = self._numbers(groups, step, report)
-        step_s = waited_s + train_s
+        step_s = sum(trace.learner.values())
         tokens = numbers["rollout/generated_tokens"]
-        self._shares.append((waited_s, train_s, _environment_share(groups)))
+        self._traces.append(trace)
         numbers.update(
             {
                 "training/global_step": float(step),
                 "training/total_steps": float(self.total_steps),
                 "timing_s/step": step_s,
-                "timing_s/wait": waited_s,
+                "timing_s/wait": trace.learner.get("wait", 0.0),
                 "timing_s/update_actor": report.model_s,
-                "timing_s/save_checkpoint": self.save_s,
+                "timing_s/publish": trace.learner.get("publish", 0.0),
+                "timing_s/save_checkpoint": trace.learner.get("checkpoint", 0.0),
                 "perf/total_num_tokens": float(
                     sum(len(item.mask) for group in groups for item in group.sampled)
                 ),
@@ -86,27 +86,27 @@ class Reporter:
                 **{f"rollout/dropped/{key}": float(n) for key, n in self.num_dropped.items()},
             }
         )
-        self.save_s = 0.0
         if step <= self.first_step:
             return
+        await publish_trace(self.context.broker, self.context.scope, trace)
         metric = Metric(step=step, values=numbers, time=time.time())
         await publish_metric(self.context.broker, self.context.scope, metric)
         for tracker in self.trackers:
             await asyncio.to_thread(tracker.log, numbers, step)
         await self._tell_bottleneck()
 
-    async def watch_generators(self) -> None:
-        """Read the generators' heartbeats, for ever."""
+    async def watch_actors(self) -> None:
+        """Read the heartbeats of generators and environment hosts, for ever."""
         while True:
             entries = await list_presences(self.context.broker, f"{self.context.scope.key}.")
             found = [entry.value for entry in entries if entry.value.role == "generator"]
-            count = max(len(found), 1)
             self.generators = Generators(
                 tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
-                busy_share=sum(item.numbers.get("busy_share", 0.0) for item in found) / count,
-                idle_share=sum(item.numbers.get("idle_share", 0.0) for item in found) / count,
                 count=len(found),
             )
+            for entry in entries:
+                if entry.value.role == "environment":
+                    self.tracer.take_host(entry.value)
             await asyncio.sleep(_LOOK_S)
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -138,28 +138,15 @@ class Reporter:
         return {**numbers, **report.numbers, **self.waste.numbers()}
 
     def _wait_share(self) -> float:
-        waited = sum(item[0] for item in self._shares)
-        return waited / max(waited + sum(item[1] for item in self._shares), 1e-9)
+        return profile_of(list(self._traces)).learner.get("wait", 0.0)
 
     async def _tell_bottleneck(self) -> None:
         now = time.monotonic()
-        if now - self._told < _BOTTLENECK_EVERY_S or len(self._shares) < 3:
+        if now - self._told < _BOTTLENECK_EVERY_S or len(self._traces) < 3:
             return
         self._told = now
-        environment = sum(item[2] for item in self._shares) / len(self._shares)
-        line = bottleneck(
-            self._wait_share(),
-            self.generators.busy_share,
-            environment,
-            self.generators.idle_share,
-        )
-        await self.context.event("bottleneck", line)
-
-
-def _environment_share(groups: Sequence[Group]) -> float:
-    episodes = [item for group in groups for item in group.sampled]
-    environment = sum(item.environment_s for item in episodes)
-    return environment / max(environment + sum(item.generate_s for item in episodes), 1e-9)
+        first = advise(profile_of(list(self._traces)), self.context.record.name)[0]
+        await self.context.event("bottleneck", first.text)
 
 
 def last_reported_step(run_dir: Path) -> int:

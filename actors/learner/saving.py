@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -73,13 +72,11 @@ class Saver:
             state,
             lambda folder: self._policies.save(folder, self._tokenizer),
         )
-        started = time.perf_counter()
         try:
             folder = await self._in_torch(write)
         except StorageError as error:
             await context.event("checkpoint_failed", str(error), step=state.step)
             return None
-        self._reporter.save_s = time.perf_counter() - started
         await context.event("checkpoint_saved", str(folder), step=state.step)
         if not context.config.training.keep_rollouts:
             await RolloutLog(context.broker, context.scope).trim(state.log_seq)

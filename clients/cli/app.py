@@ -49,6 +49,7 @@ _GROUPS: dict[str, list[_Command]] = {
     "Looking into a run": [
         _Command("logs", "logs:logs", "Print what the actors of a run wrote."),
         _Command("rollouts", "rollouts:rollouts", "Read a run's rollouts."),
+        _Command("profile", "profile:profile", "Show where a run's time goes, and what to change."),
         _Command("eval", "evals:evaluate", "Evaluate a version of a run, or a checkpoint."),
         _Command("replay", "evals:replay", "Train a finished run again from its log."),
         _Command("decode", "decode:decode", "Print one msgpack payload from a pipe as text."),

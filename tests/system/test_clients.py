@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from tinkermq.broker.feed import read_traces
 from tinkermq.broker.presence import list_presences
+from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.clients import (
     AsyncSchedulerClient,
     AsyncServiceClient,
@@ -21,6 +24,8 @@ from tinkermq.clients import (
     make_trajectory,
 )
 from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.trace import is_traceparent
 
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame
@@ -165,6 +170,34 @@ def _episode(reward: float) -> Any:
     return make_trajectory([10, 11, 12, 13], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
 
 
+async def _assert_profiled(
+    stack: Stack,
+    scope: JobScope,
+    run: Callable[..., Awaitable["subprocess.CompletedProcess[bytes]"]],
+) -> None:
+    """The learner waits for a slow game; traces lead from its steps to the log and into torch."""
+    traced = await run("profile", "cli-run", "--torch-profiler")
+    (file,) = traced.stdout.decode().split()
+    assert Path(file).parent.name == "traces"
+    text = await asyncio.to_thread(Path(file).read_text)
+    names = {event["name"] for event in json.loads(text)["traceEvents"]}
+    assert "Optimizer.step#AdamW.step" in names
+    told = json.loads((await run("profile", "cli-run", "--json")).stdout)
+    assert max(told["waited_for"], key=told["waited_for"].get) == "environment"
+    assert sum(told["waited_for"].values()) == pytest.approx(told["learner"]["wait"])
+    for shares in (told["learner"], *told["generators"].values(), *told["hosts"].values()):
+        assert sum(shares.values()) == pytest.approx(1.0)
+    assert told["generators"]["generator-0"]["environment"] > 0.3
+    assert "for games, which answered after" in told["advice"][0]["text"]
+    log = RolloutLog(stack.broker, scope)
+    traces = await read_traces(stack.broker, scope)
+    for group in [group for trace in traces for group in trace.groups]:
+        entry = await log.find(group.task)
+        assert entry is not None
+        assert group.traceparent == entry.traceparent
+        assert is_traceparent(group.traceparent)
+
+
 async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
@@ -198,6 +231,7 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     saved = Path((await run("checkpoint", "cli-run")).stdout.decode().strip())
     assert saved.parent == tmp_path / "cli-run" / "checkpoints"
     assert (saved / "model.safetensors").is_file()
+    await _assert_profiled(stack, JobScope("local", row["job"]), run)
     assert (await run("stop", "cli-run", "--complete")).returncode == 0
     watched = await run("attach", "cli-run", "--json")
     last = json.loads(watched.stdout.splitlines()[-1])

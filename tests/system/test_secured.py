@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.feed import read_metrics
+from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.weights import WeightStore
 from tinkermq.clients.address import JobAddress
@@ -164,8 +164,10 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         for change in (pool.stop, pool.pause, pool.resume):
             with pytest.raises(NotFoundError):
                 await change(record.job)
-        with pytest.raises(BrokerError):
-            await read_metrics(brokers[name], theirs)
+        assert [one.step for one in await read_traces(brokers[name], own)] == [1, 2, 3]
+        for read in (read_metrics, read_traces):
+            with pytest.raises(BrokerError):
+                await read(brokers[name], theirs)
         with pytest.raises(BrokerError):
             await RolloutLog(brokers[name], theirs).get(1)
         with pytest.raises(BrokerError):

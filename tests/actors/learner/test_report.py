@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tinkermq.actors.learner.report import Waste, bottleneck, group_numbers
+from tinkermq.actors.learner.report import Waste, group_numbers
 from tinkermq.schemas.task import Blame
 
 from tests.groups import make_group, make_trajectory
@@ -95,19 +95,3 @@ def test_a_task_that_was_given_up_wastes_what_its_tries_generated() -> None:
     waste.add(failed, trained=False)
     waste.add(_groups()[0], trained=True)
     assert waste.numbers()["rollout/wasted_share"] == pytest.approx(0.6)
-
-
-@pytest.mark.parametrize(
-    ("shares", "says"),
-    [
-        ((0.1, 0.9, 0.1, 0.0), "it is the bottleneck"),
-        ((0.7, 0.9, 0.1, 0.0), "the learner waits 70% of the time: add generators"),
-        ((0.7, 0.2, 0.8, 0.0), "add environment hosts or workers"),
-        ((0.7, 0.2, 0.1, 0.5), "raise training.max_staleness or training.batch_size"),
-        ((0.7, 0.2, 0.1, 0.1), "add generators"),
-    ],
-)
-def test_one_line_names_the_bottleneck(
-    shares: tuple[float, float, float, float], says: str
-) -> None:
-    assert says in bottleneck(*shares)

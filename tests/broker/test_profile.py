@@ -1,0 +1,186 @@
+"""Who waited for whom, on traces whose every second is known."""
+
+from typing import Any
+
+import pytest
+from tinkermq.broker.advice import advise
+from tinkermq.broker.profile import Profile, profile_of, waited_for
+from tinkermq.schemas.trace import GroupTrace, StepTrace, new_trace, trace_of
+
+TRACE = new_trace()
+
+
+def group(**changes: Any) -> GroupTrace:
+    """A group issued at 100 and there at 120: 6 s queue, 4 s weights, 10 s episodes (6 + 3)."""
+    told: dict[str, Any] = {
+        "task": 7,
+        "traceparent": TRACE,
+        "source": "generator-1",
+        "issued": 100.0,
+        "arrived": 120.0,
+        "weights_s": 4.0,
+        "rollout_s": 10.0,
+        "generate_s": 6.0,
+        "environment_s": 3.0,
+        "answer_s": 0.5,
+    }
+    return GroupTrace(**{**told, **changes})
+
+
+def trace(wait_s: float, *groups: GroupTrace, formed: float = 120.0, **more: Any) -> StepTrace:
+    """A step that began to train at `formed`, after so many seconds of waiting."""
+    learner = {"wait": wait_s, "train": 2.0, "publish": 0.5, "other": 0.5}
+    told: dict[str, Any] = {"step": 1, "learner": learner, **more}
+    return StepTrace(
+        traceparent=new_trace(),
+        formed=formed,
+        ended=formed + 3.0,
+        num_groups=len(groups),
+        groups=list(groups),
+        **told,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "during"),
+    [
+        (0.0, {}),
+        (5.0, {"generate": 3.0, "environment": 1.5, "other": 0.5}),
+        (12.0, {"weights": 2.0, "generate": 6.0, "environment": 3.0, "other": 1.0}),
+        (18.0, {"queue": 4.0, "weights": 4.0, "generate": 6.0, "environment": 3.0, "other": 1.0}),
+        # It was not even issued in the first 5 of the 25 seconds.
+        (25.0, {"queue": 6.0, "weights": 4.0, "generate": 6.0, "environment": 3.0, "other": 6.0}),
+    ],
+)
+def test_the_learner_waited_for_what_its_last_group_was_at(
+    wait_s: float, during: dict[str, float]
+) -> None:
+    earlier = group(arrived=101.0, rollout_s=50.0, generate_s=50.0)
+    found = dict(waited_for(trace(wait_s, earlier, group())))
+    assert found == pytest.approx(during)
+    assert sum(found.values()) == pytest.approx(wait_s)
+
+
+def test_a_group_of_an_external_agent_was_in_no_queue() -> None:
+    outside = group(issued=0.0, weights_s=0.0, rollout_s=0.0, generate_s=0.0, environment_s=0.0)
+    assert waited_for(trace(8.0, outside)) == [("other", 8.0)]
+
+
+def test_shares_are_of_each_actors_own_wall_time() -> None:
+    steps = [
+        trace(
+            5.0,
+            group(),
+            step=1,
+            generators={"generator-0": {"generate": 3.0, "tasks": 1.0}},
+            hosts={"env-a": {"play": 1.0, "idle": 3.0}},
+        ),
+        trace(
+            3.0,
+            group(answer_s=2.0),
+            step=2,
+            generators={"generator-0": {"generate": 3.0, "swap": 1.0}, "generator-1": {"other": 2}},
+        ),
+        trace(13.0, group(answer_s=1.0), step=3),
+    ]
+    found = profile_of(steps)
+    assert (found.num_steps, found.wall_s) == (3, 30.0)
+    assert found.learner == pytest.approx(
+        {"wait": 0.7, "train": 0.2, "publish": 0.05, "other": 0.05}
+    )
+    assert sum(found.waited_for.values()) == pytest.approx(0.7)
+    assert found.generators == {
+        "generator-0": {"generate": 0.75, "tasks": 0.125, "swap": 0.125},
+        "generator-1": {"other": 1.0},
+    }
+    assert found.hosts == {"env-a": {"play": 0.25, "idle": 0.75}}
+    assert (found.answer_p50_s, found.answer_p95_s) == (1.0, 2.0)
+    typical = found.typical
+    assert typical is not None
+    assert (typical.step, typical.task, typical.source) == (1, 7, "generator-1")
+    assert typical.trace == trace_of(TRACE)
+    assert [kind for kind, _ in typical.path] == [
+        "generate",
+        "environment",
+        "other",
+        "train",
+        "publish",
+        "rest",
+    ]
+    assert sum(seconds for _, seconds in typical.path) == pytest.approx(typical.seconds) == 8.0
+
+
+def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
+    """A profile with these shares."""
+    learner = {"wait": waited, "train": 1 - waited - sum(more.get("own", {}).values())}
+    return Profile(
+        num_steps=3,
+        wall_s=30.0,
+        learner={**learner, **more.get("own", {})},
+        waited_for=waited_for,
+        generators={"generator-0": more.get("generator", {"generate": 1.0})},
+        hosts=more.get("hosts", {}),
+        answer_p50_s=0.1,
+        answer_p95_s=1.2,
+        typical=None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("found", "says", "change"),
+    [
+        (shares(0.1, {}), "the learner is busy 90% of the time", "learner.threads"),
+        (
+            shares(0.62, {"generate": 0.5, "queue": 0.12}),
+            "the learner waited 62% of the time for rollouts, mostly for generation",
+            "tinkermq scale RUN generators=N",
+        ),
+        (
+            shares(0.62, {"generate": 0.5}, generator={"weights": 0.3, "tasks": 0.1}),
+            "generators were parked 40% of the time by the staleness bound",
+            "training.max_staleness",
+        ),
+        (
+            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"play": 0.9}}),
+            "mostly for games, which answered after 1.2 s (p95): add environment hosts",
+            "tinkermq scale RUN environments=N",
+        ),
+        (
+            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"play": 0.2}}),
+            "though their hosts played only 20% of the time",
+            "generator.max_episodes",
+        ),
+        (
+            shares(0.6, {"queue": 0.5}),
+            "mostly for tasks that no generator had room for",
+            "generator.max_episodes",
+        ),
+        (shares(0.6, {"weights": 0.5}), "raise training.max_staleness", "training.batch_size"),
+        (shares(0.3, {"other": 0.3}), "the learner waited 30% of the time for rollouts: ", ""),
+    ],
+)
+def test_the_first_advice_names_what_holds_the_run_up(
+    found: Profile, says: str, change: str
+) -> None:
+    first = advise(found, "RUN")[0]
+    assert says in first.text
+    assert not change or change in first.change
+
+
+def test_what_costs_besides_is_told_behind_it() -> None:
+    found = shares(
+        0.1,
+        {},
+        own={"checkpoint": 0.2, "publish": 0.15},
+        generator={"tasks": 0.5, "swap": 0.2},
+    )
+    texts = [one.text for one in advise(found, "RUN")]
+    assert texts[1].startswith("generators were parked 50% of the time")
+    assert texts[2].startswith("writing checkpoints took 20%")
+    assert texts[3].startswith("publishing weights")
+    assert texts[4].startswith("generators stood still 20%")
+
+
+def test_a_run_without_steps_has_an_empty_profile() -> None:
+    found = profile_of([])
+    assert (found.num_steps, found.learner, found.typical) == (0, {}, None)
