@@ -182,7 +182,7 @@ class Learner:
                 self.intake.candidates(),
                 version=self.state.step,
                 batch_size=training.batch_size,
-                max_staleness=training.max_staleness,
+                max_staleness=training.largest_staleness,
                 policy=training.staleness_policy,
                 filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
                 decided=self.ledger,
@@ -247,8 +247,10 @@ class Learner:
             await self._publish()
         await self._request_evaluation()
         report.numbers.update(self._order.numbers())
+        report.numbers["staleness/bound"] = float(self.issuer.staleness.now)
         spent, send_s = self._time_use.take(), self.publisher.send_s
         trace = self._reporter.tracer.trace(step, entries, formed, spent, send_s)
+        self.issuer.staleness.take(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
@@ -349,7 +351,7 @@ class Learner:
         num_read = await self.intake.newest() + 1 - self.state.log_seq
         by_gate = num_admissible(
             self.intake.max_version,
-            training.max_staleness,
+            training.largest_staleness,
             training.batch_size,
             self.ledger.num_credits + max(num_read, 0),
         )
