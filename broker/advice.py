@@ -106,8 +106,8 @@ def _games_are_slow(profile: Profile, run: str, says: str, bound: str) -> Advice
     full = mean_share(profile.hosts.values(), "full")
     if profile.hosts and full < _FULL_HOST:
         return Advice(
-            f"{says}, though their hosts had workers free {1 - full:.0%} of the time: more episodes "
-            f"at a time hide it: raise {bound}",
+            f"{says}, though their hosts had workers free {1 - full:.0%} of the time: more "
+            f"episodes at a time hide it: raise {bound}",
             (bound, "generator.max_episodes"),
         )
     return Advice(
