@@ -57,9 +57,21 @@ class Profile:
     answer_p95_s: float
     typical: TypicalStep | None
 
+    @property
+    def parked(self) -> float:
+        """Share of the generators' time without a task that they might begin."""
+        many = self.generators.values()
+        return mean_share(many, "weights") + mean_share(many, "tasks")
+
     def fields(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
         return asdict(self)
+
+
+def mean_share(many: Iterable[Shares], kind: str) -> float:
+    """Average one share over several actors; 0 for none."""
+    shares = [shares.get(kind, 0.0) for shares in many]
+    return sum(shares) / len(shares) if shares else 0.0
 
 
 def profile_of(traces: Sequence[StepTrace]) -> Profile:

@@ -93,7 +93,7 @@ class EnvironmentHost:
         """
         self.name = name or host_name()
         self.counts = HostCounts()
-        self.time_use = TimeUse("play", rest="idle")
+        self.time_use = TimeUse("full", "play", rest="idle")
         self.ready = asyncio.Event()
         """Set once episodes can be reset."""
         self._broker = broker
@@ -103,7 +103,7 @@ class EnvironmentHost:
         self._max_episodes = max_episodes
         self._drain_s = drain_s
         self._runner = make_runner(config, game_class)
-        self._games = TimedRunner(self._runner, self.time_use)
+        self._games = TimedRunner(self._runner, config.workers, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()

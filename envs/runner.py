@@ -1,6 +1,7 @@
 """What the host needs of whatever runs its games: threads, processes, or an event loop."""
 
 import asyncio
+import math
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
@@ -50,11 +51,14 @@ class Runner(Protocol):
 
 
 class TimedRunner:
-    """A runner that tells for how long games play: while one has been asked and not answered."""
+    """A runner that tells for how long games play, and for how long all its workers do."""
 
-    def __init__(self, runner: Runner, time_use: TimeUse) -> None:
+    def __init__(self, runner: Runner, num_workers: int, time_use: TimeUse) -> None:
+        """`time_use` knows `full` and `play`: a game has been asked and has not answered."""
         self._runner = runner
         self._time_use = time_use
+        self._room = math.inf if isinstance(runner, AsyncRunner) else num_workers
+        self._num_asked = 0
         self.start = runner.start
         self.drop = runner.drop
         self.reap = runner.reap
@@ -73,12 +77,18 @@ class TimedRunner:
         return self._timed(self._runner.turn(episode))
 
     def _timed(self, answer: Awaitable[T]) -> "asyncio.Future[T]":
+        self._num_asked += 1
         self._time_use.begin("play")
+        if self._num_asked == self._room:
+            self._time_use.begin("full")
         future = asyncio.ensure_future(answer)
         future.add_done_callback(self._played)
         return future
 
     def _played(self, _: "asyncio.Future[T]") -> None:
+        if self._num_asked == self._room:
+            self._time_use.end("full")
+        self._num_asked -= 1
         self._time_use.end("play")
 
 

@@ -169,8 +169,11 @@ class TrainingConfig(Section):
     """Passes over the training data; without either, one."""
     batch_size: int = Field(default=16, ge=1)
     """Tasks per step."""
-    max_staleness: int = Field(default=2, ge=0)
-    """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy."""
+    max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
+    """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy; auto: as far
+    ahead as measured times ask for, from 1 to `staleness_limit`."""
+    staleness_limit: int = Field(default=8, ge=1, json_schema_extra=when("max_staleness", "auto"))
+    """Largest bound that auto may choose: no group with a larger lag is trained."""
     staleness_policy: Literal["drop", "wait", "train"] = "drop"
     """A group over the bound: dropped and issued again, waited for beforehand, or trained."""
     curriculum: Literal["none", "success_rate"] = "none"
@@ -201,6 +204,11 @@ class TrainingConfig(Section):
     plateau_steps: int = Field(default=0, ge=0)
     """Who has asked for notifications is told when validation, or else the reward, has not improved
     for so many steps; 0: never."""
+
+    @property
+    def largest_staleness(self) -> int:
+        """Largest bound that may come into force."""
+        return self.staleness_limit if self.max_staleness == "auto" else self.max_staleness
 
 
 class EvaluationConfig(Section):
@@ -353,6 +361,11 @@ class JobConfig(Section):
             raise ValueError("filter_equal_rewards drops every group while group_size is 1")
         if self.training.tasks == "external" and self.training.num_steps is None:
             raise ValueError("training.tasks=external needs training.num_steps")
+        if self.training.tasks == "external" and self.training.max_staleness == "auto":
+            raise ValueError(
+                "training.max_staleness=auto measures the run's own generators, and "
+                "training.tasks=external has none: set a number"
+            )
         self._check_curriculum()
         return self
 

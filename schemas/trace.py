@@ -16,6 +16,8 @@ TRACEPARENT = "traceparent"
 """Name of the header."""
 GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks")
 """What a generator's time goes into; of several at once the first one counts."""
+HOST_KINDS = ("full", "play", "idle")
+"""What a host's time goes into."""
 _TRACEPARENT = re.compile(r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$")
 
 
@@ -91,7 +93,8 @@ class StepTrace(Message):
     wait for the game), `swap` (of weights, decoding stands still), `weights` (all tasks wait for
     newer ones), `tasks` (there is none to pull), `other`."""
     hosts: dict[str, dict[str, float]] = Field(default_factory=dict[str, dict[str, float]])
-    """Each environment host of the pool: `play` (a game has not answered yet), `idle`."""
+    """Each environment host of the pool: `full` (as many games are asked as it has workers), `play`
+    (some are), `idle`."""
     num_groups: int = Field(ge=0)
     """Groups that it trained."""
     groups: list[GroupTrace]

@@ -16,6 +16,7 @@ from ...schemas.trace import new_trace
 from .admission import min_version
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
+from .staleness import Staleness
 
 _log = structlog.get_logger()
 
@@ -38,6 +39,7 @@ class Issuer:
         self._order = order
         self._config = config
         self._total_steps = total_steps
+        self.staleness = Staleness(config.training)
         self._reserved: dict[int, float] = {}
         self.is_open = False
         """Whether the ledger is complete, so that clients may be given numbers."""
@@ -70,10 +72,8 @@ class Issuer:
 
     def num_issuable(self, version: int) -> int:
         """Count the tasks that the gate lets through at `version`."""
-        training = self._config.training
-        return self._ledger.num_issuable(
-            version, training.max_staleness, training.batch_size, self._total_steps
-        )
+        batch_size = self._config.training.batch_size
+        return self._ledger.num_issuable(version, self.staleness.now, batch_size, self._total_steps)
 
     async def publish_for_client(self, request: PublishTasksRequest, version: int) -> int:
         """Issue a client's tasks, as many as the gate lets through now; return how many.
@@ -149,10 +149,10 @@ class Issuer:
     def _min_version(self, slot: int, version: int) -> int:
         """Give the oldest version that may begin the task; older tokens would be dropped."""
         training = self._config.training
-        oldest = min_version(slot, training.batch_size, training.max_staleness)
+        oldest = min_version(slot, training.batch_size, self.staleness.now)
         if training.staleness_policy == "train":
             return oldest
-        return max(oldest, version - training.max_staleness)
+        return max(oldest, version - self.staleness.largest)
 
     async def _publish(self, task: Task) -> None:
         self._ledger.note_task(task)

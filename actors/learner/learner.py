@@ -171,8 +171,8 @@ class Learner:
                 self.control.checkpoint_done(await self._save())
             if self.control.paused:
                 self.control.changed.clear()
-                waiting = self.context.waiting("somebody to resume the job")
-                with waiting, self._time_use.doing("paused"):
+                named = self.context.waiting("somebody to resume the job")
+                with named, self._time_use.doing("paused"):
                     await self._look_again(self.control.changed)
                 self._failures.heard()
                 continue
@@ -183,7 +183,7 @@ class Learner:
                 self.intake.candidates(),
                 version=self.state.step,
                 batch_size=training.batch_size,
-                max_staleness=training.max_staleness,
+                max_staleness=training.largest_staleness,
                 policy=training.staleness_policy,
                 filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
                 decided=self.ledger,
@@ -238,8 +238,8 @@ class Learner:
             await self._record(entries)
         step = self.state.step + 1
         groups = [entry.group for entry in entries if entry.group is not None]
+        work = self._tracer.traced(lambda: self._policies.step(groups, step), step)
         with self._time_use.doing("train"):
-            work = self._tracer.traced(lambda: self._policies.step(groups, step), step)
             report = await self._in_torch(work)
         self._tracer.step_done()
         self._trained(entries, groups)
@@ -247,9 +247,11 @@ class Learner:
         with self._time_use.doing("publish"):
             await self._publish()
         await self._request_evaluation()
-        report.numbers.update(self._order.numbers())
-        spent, send_s = self._time_use.take(), self.publisher.send_s
-        trace = self._reporter.tracer.trace(step, entries, formed, spent, send_s)
+        bound = float(self.issuer.staleness.now)
+        report.numbers.update({**self._order.numbers(), "staleness/bound": bound})
+        spent = self._time_use.take()
+        trace = self._reporter.tracer.trace(step, entries, formed, spent, self.publisher.send_s)
+        self.issuer.staleness.take(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
@@ -350,7 +352,7 @@ class Learner:
         num_read = await self.intake.newest() + 1 - self.state.log_seq
         by_gate = num_admissible(
             self.intake.max_version,
-            training.max_staleness,
+            training.largest_staleness,
             training.batch_size,
             self.ledger.num_credits + max(num_read, 0),
         )
@@ -392,8 +394,6 @@ class Learner:
                     self.context.unless_stopping(self.evaluations.wait_all()), _EVALUATION_S
                 )
         except TimeoutError:
-            await self.context.event(
-                "evaluation_missing", f"no result within {_EVALUATION_S:.0f} s"
-            )
+            await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
         self._reporter.finish()
         await self.context.event("training_completed", step=self.state.step)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...broker.advice import advise
+from ...broker.advice import advise, bound_key
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.presence import list_presences
 from ...broker.profile import profile_of
@@ -145,7 +145,9 @@ class Reporter:
         if now - self._told < _BOTTLENECK_EVERY_S or len(self._traces) < 3:
             return
         self._told = now
-        first = advise(profile_of(list(self._traces)), self.context.record.name)[0]
+        record = self.context.record
+        found = profile_of(list(self._traces))
+        first = advise(found, record.name, bound_key(record.config))[0]
         await self.context.event("bottleneck", first.text)
 
 

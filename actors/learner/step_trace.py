@@ -10,11 +10,17 @@ from collections.abc import Mapping, Sequence
 from ...broker.time_use import TimeUse
 from ...schemas.metric import Presence
 from ...schemas.rollout import Group
-from ...schemas.trace import GENERATOR_KINDS, GroupTrace, StepTrace, is_traceparent, new_trace
+from ...schemas.trace import (
+    GENERATOR_KINDS,
+    HOST_KINDS,
+    GroupTrace,
+    StepTrace,
+    is_traceparent,
+    new_trace,
+)
 from .intake import Entry
 
 MAX_GROUPS = 64
-_HOST_KINDS = ("play", "idle")
 
 
 def learner_time_use() -> TimeUse:
@@ -39,11 +45,11 @@ class StepTracer:
 
     def take_host(self, host: Presence) -> None:
         """Take an environment host's heartbeat: counters since its start."""
-        told = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in _HOST_KINDS}
+        told = {kind: host.numbers.get(f"{kind}_s", 0.0) for kind in HOST_KINDS}
         before = self._last_told.get((host.actor, host.pid))
         self._last_told[host.actor, host.pid] = told
         if before is not None:
-            spent = {kind: max(told[kind] - before[kind], 0.0) for kind in _HOST_KINDS}
+            spent = {kind: max(told[kind] - before[kind], 0.0) for kind in HOST_KINDS}
             _add(self._hosts.setdefault(host.actor, {}), spent)
 
     def forget(self) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
-from ...broker.advice import Advice, advise, seconds_text
+from ...broker.advice import Advice, advise, bound_key, seconds_text
 from ...broker.feed import read_traces
 from ...broker.learner_calls import trace_steps
 from ...broker.profile import Profile, TypicalStep, profile_of
@@ -22,7 +22,7 @@ _STEPS = 100
 _BUSY = {
     "learner": ("train", "publish", "checkpoint", "other"),
     "generator": ("generate",),
-    "host": ("play",),
+    "host": ("full", "play"),
 }
 """What counts as work; all else is waiting."""
 _WORDS = {
@@ -33,6 +33,8 @@ _WORDS = {
     "tasks": "tasks",
     "swap": "swaps of weights",
     "idle": "actions",
+    "full": "all workers",
+    "play": "some workers",
     "paused": "somebody to resume it",
     "other": "other",
 }
@@ -78,7 +80,7 @@ def profile(
     if otlp is not None:
         _send(record, traces, otlp)
     found = profile_of(traces)
-    advice = advise(found, record.name) if traces else []
+    advice = advise(found, record.name, bound_key(record.config)) if traces else []
     if common.json:
         print_json(_document(record, found, advice))
     elif not traces:
@@ -140,14 +142,15 @@ def _row(
     work = {kind: shares[kind] for kind in _BUSY[role] if kind in shares}
     rest = waits or {kind: share for kind, share in shares.items() if kind not in work}
     parts = "" if len(_BUSY[role]) == 1 else _parts(work)
-    named = {_WORDS.get(kind, kind): share for kind, share in rest.items()}
-    return name, f"{sum(work.values()):.0%}", parts, _parts(named)
+    return name, f"{sum(work.values()):.0%}", parts, _parts(rest)
 
 
 def _parts(shares: Mapping[str, float]) -> str:
     """Return shares from the largest on; what rounds to nothing is left out."""
     ordered = sorted(shares.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {share:.0%}" for kind, share in ordered if share >= 0.005)
+    return ", ".join(
+        f"{_WORDS.get(kind, kind)} {share:.0%}" for kind, share in ordered if share >= 0.005
+    )
 
 
 def _print_path(typical: TypicalStep) -> None:

@@ -132,7 +132,7 @@ def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
         (shares(0.1, {}), "the learner is busy 90% of the time", "learner.threads"),
         (
             shares(0.62, {"generate": 0.5, "queue": 0.12}),
-            "the learner waited 62% of the time for rollouts, mostly for generation",
+            "waited 62% of the time for rollouts, mostly for generation: add generators",
             "tinkermq scale RUN generators=N",
         ),
         (
@@ -141,14 +141,14 @@ def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
             "training.max_staleness",
         ),
         (
-            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"play": 0.9}}),
+            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"full": 0.9}}),
             "mostly for games, which answered after 1.2 s (p95): add environment hosts",
             "tinkermq scale RUN environments=N",
         ),
         (
-            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"play": 0.2}}),
-            "though their hosts played only 20% of the time",
-            "generator.max_episodes",
+            shares(0.6, {"environment": 0.5}, hosts={"env-a": {"full": 0.2, "play": 0.8}}),
+            "though their hosts had workers free 80% of the time",
+            "training.max_staleness",
         ),
         (
             shares(0.6, {"queue": 0.5}),

@@ -170,18 +170,20 @@ def _episode(reward: float) -> Any:
     return make_trajectory([10, 11, 12, 13], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
 
 
+async def _assert_traced(file: Path) -> None:
+    """A file of the run's folder holds torch's own trace of a step."""
+    assert file.parent.name == "traces"
+    text = await asyncio.to_thread(file.read_text)
+    names = {event["name"] for event in json.loads(text)["traceEvents"]}
+    assert "Optimizer.step#AdamW.step" in names
+
+
 async def _assert_profiled(
     stack: Stack,
     scope: JobScope,
     run: Callable[..., Awaitable["subprocess.CompletedProcess[bytes]"]],
 ) -> None:
-    """The learner waits for a slow game; traces lead from its steps to the log and into torch."""
-    traced = await run("profile", "cli-run", "--torch-profiler")
-    (file,) = traced.stdout.decode().split()
-    assert Path(file).parent.name == "traces"
-    text = await asyncio.to_thread(Path(file).read_text)
-    names = {event["name"] for event in json.loads(text)["traceEvents"]}
-    assert "Optimizer.step#AdamW.step" in names
+    """The learner waits for a slow game, and traces lead from its steps to the log."""
     told = json.loads((await run("profile", "cli-run", "--json")).stdout)
     assert max(told["waited_for"], key=told["waited_for"].get) == "environment"
     assert sum(told["waited_for"].values()) == pytest.approx(told["learner"]["wait"])
@@ -228,9 +230,13 @@ async def test_train_streams_and_control_c_detaches_without_stopping_the_run(
     assert set().union(*map(listening_ports, [*pids, *stack.pids])) == set()
     assert b"cli-run has priority 3" in (await run("priority", "cli-run", "3")).stdout
     assert (await run("scale", "cli-run", "generators=2")).returncode == 0
-    saved = Path((await run("checkpoint", "cli-run")).stdout.decode().strip())
+    checkpoint, traced = await asyncio.gather(
+        run("checkpoint", "cli-run"), run("profile", "cli-run", "--torch-profiler")
+    )
+    saved = Path(checkpoint.stdout.decode().strip())
     assert saved.parent == tmp_path / "cli-run" / "checkpoints"
     assert (saved / "model.safetensors").is_file()
+    await _assert_traced(Path(traced.stdout.decode().strip()))
     await _assert_profiled(stack, JobScope("local", row["job"]), run)
     assert (await run("stop", "cli-run", "--complete")).returncode == 0
     watched = await run("attach", "cli-run", "--json")

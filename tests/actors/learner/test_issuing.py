@@ -148,3 +148,18 @@ async def test_a_reservation_that_is_not_kept_is_closed(broker: Broker, scope: J
     assert entry.group.error.code == "reservation_expired"
     assert not await log.append(make_group(group.trajectories, lost))  # too late
     assert (await log.find(kept)).group.error is None
+
+
+async def test_a_narrower_gate_lets_nothing_through_until_training_has_caught_up(
+    broker: Broker, scope: JobScope
+) -> None:
+    training = {"max_staleness": "auto", "staleness_limit": 4, "num_steps": 20}
+    issuer = _issuer(broker, scope, Ledger(LearnerState()), **training)
+    assert await issuer.issue(0) == 6
+    issuer.staleness.now = 4
+    assert await issuer.issue(0) == 9
+    issuer.staleness.now = 1
+    assert [await issuer.issue(version) for version in range(1, 6)] == [0, 0, 0, 3, 3]
+    tasks = await _queued(broker, scope)
+    # None asks for a version that is not made when it is issued, or is older than can be trained.
+    assert [task.min_version for task in tasks] == [0] * 15 + [4] * 3 + [5] * 3

@@ -77,13 +77,13 @@ def test_a_host_is_timed_from_heartbeat_to_heartbeat_of_one_process() -> None:
     tracer = StepTracer()
 
     def beat(pid: int, play_s: float, idle_s: float) -> Presence:
-        numbers = {"play_s": play_s, "idle_s": idle_s, "episodes": 3.0}
+        numbers = {"full_s": 0.0, "play_s": play_s, "idle_s": idle_s, "episodes": 3.0}
         told = {"actor": "env-a", "role": "environment", "host": "h", "state": "running"}
         return Presence(**told, pid=pid, numbers=numbers, time=0.0)
 
     for told in (beat(1, 5.0, 1.0), beat(1, 7.0, 2.0), beat(2, 1.0, 1.0), beat(2, 1.5, 1.0)):
         tracer.take_host(told)
-    assert traced(tracer).hosts == {"env-a": {"play": 2.5, "idle": 1.0}}
+    assert traced(tracer).hosts == {"env-a": {"full": 0.0, "play": 2.5, "idle": 1.0}}
 
 
 def test_a_trace_names_a_bounded_number_of_groups() -> None:
