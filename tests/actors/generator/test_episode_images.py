@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nats.aio.msg import Msg
 from tinkermq.actors.generator.agent_loop import (
     AgentLoop,
     EpisodeFailed,
@@ -53,13 +54,22 @@ async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
     engine = await TransformersEngine.start(config.model.path, max_slots=8, max_context=160)
     hosts = Environments(broker, scope, config.env, lambda _: nullcontext())
     loop = AgentLoop(engine, chat, hosts, config.rollout, EpisodeSampling.of(config.rollout))
+    heard: list[bytes] = []
+
+    async def overhear(message: Msg) -> None:
+        heard.append(message.data)
+
+    listening = await broker.nc.subscribe(">", cb=overhear)
     plans = [EpisodePlan(f"e{number}", Start("train", 0, 0)) for number in range(3)]
     group = make_group(await asyncio.gather(*(loop.run(plan) for plan in plans)))
     prompt = group.trajectories[0].token_ids[: int(group.trajectories[0].mask.argmax())]
     assert (prompt == IMAGE_ID).sum() == 4
     assert engine.stats().reused_tokens > 2 * len(prompt)  # the group's prompt, and parked turns
     shared = group.with_shared_images()
-    assert len(shared.images) == 1
+    (image,) = shared.images
+    assert len(heard) >= 6  # reset and two steps, asked and answered
+    assert sum(data.count(image) for data in heard) == 1  # for all turns of all episodes
+    await listening.unsubscribe()
     assert shared.trajectories[0].messages[0]["content"][0] == {"type": "image", "image": 0}
     assert [item.turn_ends.size for item in shared.trajectories] == [2, 2, 2]
     small = loop.__class__(

@@ -123,6 +123,31 @@ def test_a_step_trains_the_eyes_and_the_checkpoint_holds_all_that_is_needed(
         assert saved.state_dict()[name].equal(value)
 
 
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"learner": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
+        {"algorithm": {"advantage": "gae"}},
+        {"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 4}},
+    ],
+    ids=["checkpointing", "critic", "adapter"],
+)
+def test_the_eyes_are_trained_in_every_way_in_which_models_are(
+    one: Path, sections: dict[str, Any]
+) -> None:
+    config = JobConfig.model_validate(
+        {"model": {"path": str(one)}, "env": {"game": "geo3k"}, **sections}
+    )
+    model = load_model(config.model, config.learner, lora=config.lora)
+    Trainer(model, config, total_steps=4).step(assemble(_groups()), 1)
+    gradients = [
+        each.grad
+        for name, each in model.named_parameters()
+        if "visual" in name and each.grad is not None
+    ]
+    assert any(gradient.any() for gradient in gradients)
+
+
 def test_a_text_alone_leaves_the_eyes_without_a_gradient_but_trains(one: Path) -> None:
     config = JobConfig.model_validate({"model": {"path": str(one)}, "env": {"game": "bandit"}})
     model = load_model(config.model, config.learner)
