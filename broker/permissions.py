@@ -36,7 +36,7 @@ _DISCOVERY = "$SRV.>"
 _TOOLS_INBOX = "_INBOX.>"
 """Where the ordinary NATS tools wait for replies: only operators can listen there."""
 _INFO = "$JS.API.INFO"
-_FED = ("metric", "event", "trace", "log.*", "rollout.*", "batch", "dead", "weights")
+_FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
 _STREAMS = ("task", "rollout", "batch", "dead", "feed", "trace", "log")
 _JOB_KINDS = frozenset({*_STREAMS, "weights"})
 _SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
@@ -129,7 +129,7 @@ def job_permissions(
         "server": _server,
     }[identity.role](scope, actor)
     hears = {
-        "learner": (scope.rollout("*"), scope.weights),
+        "learner": (scope.appended, scope.weights),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
         "server": (scope.infer(">"),),
     }.get(identity.role, (scope.weights,))

@@ -2,9 +2,10 @@
 
 There is no consumer: the position is the reader's own. What is stored is read by direct gets in
 batches that are bounded in bytes, one ahead; once there is no more, a plain subscription to the
-stream's subjects says when to look again. What is heard there is only a sign: a message counts
-when it is read from the stream, so a reader yields every stored message once and in order, whatever
-was lost on the way, and needs no right to create anything.
+stream's subjects (of a stream with large messages, to what the server republishes without them)
+says when to look again. What is heard there is only a sign: a message counts when it is read from
+the stream, so a reader yields every stored message once and in order, whatever was lost on the way,
+and needs no right to create anything.
 """
 
 import asyncio
@@ -30,14 +31,24 @@ class StreamReader:
     """Yields the messages of a stream in order, and then new ones as they are stored."""
 
     def __init__(
-        self, broker: Broker, stream: str, subjects: list[str], *, from_seq: int | None = 1
+        self,
+        broker: Broker,
+        stream: str,
+        subjects: list[str],
+        *,
+        from_seq: int | None = 1,
+        sign: str = "",
     ) -> None:
-        """`from_seq` is the first sequence to yield; None starts behind the last one."""
+        """`from_seq` is the first sequence to yield; None starts behind the last one.
+
+        Something on the subject `sign` says that there is more; by default the messages do.
+        """
         self._broker = broker
         self._stream = stream
         self._subjects = subjects
         self._next_seq = from_seq
         self._inbox = BatchInbox(broker, BATCH_MESSAGES, BATCH_BYTES)
+        self._signs = [sign] if sign else subjects
         self._sign = asyncio.Event()
         self._listening: list[Listening] = []
 
@@ -47,7 +58,7 @@ class StreamReader:
         Raises NotFoundError when the stream is not there, DeadlineError.
         """
         if not self._listening:
-            self._listening = [await self._broker.listen(s, self._hear) for s in self._subjects]
+            self._listening = [await self._broker.listen(s, self._hear) for s in self._signs]
         if self._next_seq is not None:
             return
         try:

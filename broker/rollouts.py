@@ -131,8 +131,14 @@ class RolloutLog:
 
         Leave it through `contextlib.aclosing`. Raises NotFoundError when the job is gone.
         """
-        subjects = [self._scope.rollout("*")]
-        reader = StreamReader(self._broker, self._stream, subjects, from_seq=from_seq)
+        scope = self._scope
+        reader = StreamReader(
+            self._broker,
+            self._stream,
+            [scope.rollout("*")],
+            from_seq=from_seq,
+            sign=scope.appended,
+        )
         async with aclosing(reader.messages()) as messages:
             async for message in messages:
                 yield read_entry(message)

@@ -187,6 +187,8 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             f"Finished groups of {job}, one per task",
             [scope.rollout("*")],
             limits.rollout_bytes,
+            # who reads it hears that there is more, and not the group itself a second time
+            republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
             **once,
         ),
         _stream(

@@ -133,6 +133,11 @@ class JobScope:
         """Subject of task `number` (`*` for all)."""
         return self._subject(f"task.{number}")
 
+    @property
+    def appended(self) -> str:
+        """Subject on which the server says that the rollout log has a new entry."""
+        return self._subject("appended")
+
     def rollout(self, number: int | str) -> str:
         """Subject of the group of task `number` (`*` for all)."""
         return self._subject(f"rollout.{number}")

@@ -173,6 +173,13 @@ TOPICS: tuple[Topic, ...] = (
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
+    Topic(
+        _shown(_SCOPE.appended),
+        "announcement",
+        Empty,
+        None,
+        "nats-server → learner, clients: no payload, the headers of a group that was stored",
+    ),
     _stored(_SCOPE.batch, BatchRecord, "learner → its own restart"),
     _stored(_SCOPE.dead, DeadLetter, "generator → people"),
     _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
