@@ -59,8 +59,9 @@ _OVERHEADS: Mapping[str, tuple[str, tuple[str, ...]]] = {
 
 def bound_key(config: Mapping[str, Any]) -> str:
     """Return the key that bounds the staleness in a run's configuration."""
-    chosen = (config.get("training") or {}).get("max_staleness")
-    return "training.staleness_limit" if chosen == "auto" else "training.max_staleness"
+    training: Mapping[str, Any] = config.get("training") or {}
+    is_auto = training.get("max_staleness") == "auto"
+    return "training.staleness_limit" if is_auto else "training.max_staleness"
 
 
 def _learner_busy(profile: Profile) -> Advice:
