@@ -1,5 +1,6 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Kinds of models whose images and rotary positions `actors/vision.py` knows."""
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -66,6 +69,11 @@ def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrai
         ) from error
 
 
+def sees_images(config: "PreTrainedConfig") -> bool:
+    """Whether a model takes images."""
+    return config.model_type in VISION_TYPES
+
+
 def load_causal_lm(
     path: str,
     *,
@@ -73,11 +81,12 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> "PreTrainedModel":
-    """Load a causal language model in evaluation mode, on the CPU; an adapter merged into its base.
+    """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
+
+    An adapter is merged into its base.
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -90,10 +99,13 @@ def load_causal_lm(
             trust_remote_code=trust_remote_code,
         )
         return merge(base, path).eval()
+    library: Any = import_module("transformers")
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    auto = "AutoModelForImageTextToText" if sees_images(config) else "AutoModelForCausalLM"
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+            getattr(library, auto).from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -104,7 +116,7 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
-            hint="`AutoModelForCausalLM.from_pretrained` must be able to open it",
+            hint=f"`{auto}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

@@ -22,6 +22,10 @@ class Recipe:
     batch: int = 64
     width: int = 128
     layers: int = 2
+    conversations: int = 8192
+    """Different demonstrations at most."""
+    sees: bool = False
+    """The model is a vision-language model."""
 
 
 RECIPES = {
@@ -33,6 +37,7 @@ RECIPES = {
     "negotiation": Recipe(steps=200, batch=32, width=64),
     "math": Recipe(steps=300, width=64),
     "math_code": Recipe(steps=640),
+    "geo3k": Recipe(steps=300, width=64, conversations=2048, sees=True),
 }
 
 
@@ -58,7 +63,9 @@ def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = Non
 
 def _digest(game: str, seed: int, steps: int | None) -> str:
     """Digest all sources that decide what the model is."""
-    rooms = f"envs.games.{game}", "actors.recipes", "actors.warm_start", "actors.tiny_model"
+    rooms = [f"envs.games.{game}", "actors.recipes", "actors.warm_start", "actors.tiny_model"]
+    if find_recipe(game).sees:
+        rooms += ["actors.tiny_vision_model", "actors.vision"]
     specs = [find_spec(f"tinkermq.{room}") for room in rooms]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
     digest = hashlib.sha256(f"{game} {seed} {steps}".encode())

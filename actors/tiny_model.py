@@ -5,6 +5,7 @@ small enough that a CPU core trains it in seconds. The vocabulary is 8 special t
 bytes, so every text can be encoded without loss and ASCII characters are one token each.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,13 +35,13 @@ CHAT_TEMPLATE = (
 """One token for the role, the content, one token for the end: it only ever appends."""
 
 
-def make_tokenizer() -> "PreTrainedTokenizerFast":
-    """Return the tokenizer: 264 tokens, one per byte after the special ones."""
+def make_tokenizer(more: Sequence[str] = ()) -> "PreTrainedTokenizerFast":
+    """Return the tokenizer: 264 tokens, one per byte after the special ones; `more` come last."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet, *more))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,7 +49,7 @@ def make_tokenizer() -> "PreTrainedTokenizerFast":
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[t for t in SPECIAL_TOKENS if t not in (PAD, END)],
+        additional_special_tokens=[t for t in (*SPECIAL_TOKENS, *more) if t not in (PAD, END)],
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = CHAT_TEMPLATE

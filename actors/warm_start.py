@@ -25,17 +25,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ..schemas.errors import TinkermqError
+from ..schemas.images import images_of
 from .generator.chat import ChatTokenizer
 from .learner.model import Scorer
 from .learner.packing import TokenSequence, pack
 from .model_folder import load_causal_lm, load_tokenizer
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
 from .tiny_model import save_tiny_model
+from .tiny_vision_model import save_tiny_vision_model
+from .vision import load_image_reader
 
 ChatMessage = dict[str, Any]
 _ROW_CONVERSATIONS = 2
 _BATCH_TOKENS = 1 << 16
-_MAX_CONVERSATIONS = 8192
 
 
 def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = None) -> float | None:
@@ -47,10 +49,12 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
     recipe = find_recipe(game)
     if is_made(folder, game, seed=seed, steps=steps):
         return None
+    torch.set_num_threads(1)  # more slow a tiny model down, and sum in another order
     torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
-    save_tiny_model(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
+    save = save_tiny_vision_model if recipe.sees else save_tiny_model
+    save(temporary, width=recipe.width, layers=recipe.layers, seed=seed)
     loss = _train(game, temporary, recipe, steps or recipe.steps, seed)
     mark_made(temporary, game, seed=seed, steps=steps)
     if is_made(folder, game, seed=seed, steps=steps):  # somebody else was faster
@@ -62,22 +66,33 @@ def warm_start(game: str, folder: Path, *, seed: int = 0, steps: int | None = No
 
 
 def _train(game: str, folder: Path, recipe: Recipe, steps: int, seed: int) -> float:
-    chat = ChatTokenizer(load_tokenizer(str(folder)))
+    reader = load_image_reader(str(folder))
+    chat = ChatTokenizer(load_tokenizer(str(folder)), image_reader=reader)
     model: Any = load_causal_lm(str(folder), dtype=torch.float32)
     scorer = Scorer(model, temperature=1.0, dtype="float32")
     optimizer: Any = torch.optim.AdamW(
         model.parameters(), lr=recipe.lr, betas=(0.9, 0.99), fused=True
     )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, total_steps=steps)
-    count = min(steps * recipe.batch, _MAX_CONVERSATIONS)
+    count = min(steps * recipe.batch, recipe.conversations)
     known = [_tokens(chat, one) for one in itertools.islice(_conversations(game, seed), count)]
     row_tokens = _ROW_CONVERSATIONS * max(len(one.token_ids) for one in known)
+    seen = {
+        one.images: reader.see(model, one.token_ids, one.images)
+        for one in known
+        if reader is not None and one.images
+    }
     rng = random.Random(seed)  # noqa: S311  data, not secrets
     loss: Any = torch.zeros(())
     with Progress(console=Console(stderr=True), transient=True) as progress:
         for _ in progress.track(range(steps), description=f"warm start of {game}"):
             rows = rng.choices(known, k=recipe.batch)
-            (packed,) = pack(rows, row_tokens=row_tokens, microbatch_tokens=_BATCH_TOKENS)
+            (packed,) = pack(
+                rows,
+                row_tokens=row_tokens,
+                microbatch_tokens=_BATCH_TOKENS,
+                see=lambda one: seen.get(one.images),
+            )
             loss = -scorer.score(packed).logprobs_N.mean()
             optimizer.zero_grad()
             loss.backward()
@@ -107,7 +122,7 @@ def _tokens(chat: ChatTokenizer, messages: list[ChatMessage]) -> TokenSequence:
             between: list[int] = chat.next_turn(said, [messages[index + 1]]).tolist()
             ids += between
             mask += [0] * len(between)
-    return TokenSequence(np.array(ids), np.array(mask))
+    return TokenSequence(np.array(ids), np.array(mask), images_of(messages[:first]))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..schemas.config import EnvConfig
 from ..schemas.errors import GameError, TinkermqError
+from ..schemas.images import plain_text
 from .game import AbstractGame, ChatMessage, StepResult
 from .host_data import HostData
 from .local import LocalEpisode, LocalGame, TooSlow
@@ -144,7 +145,7 @@ class _Checker:
         lengths: list[int] = []
         for number in range(NUM_EPISODES):
             messages = self.game.start(number).messages
-            lengths.append(sum(len(str(message["content"])) for message in messages))
+            lengths.append(sum(len(plain_text(message["content"])) for message in messages))
         if max(lengths) > MAX_PROMPT_CHARACTERS:
             raise GameError(
                 f"a first prompt has {max(lengths):,} characters",
@@ -253,9 +254,8 @@ def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
 
 def _difference(first: Transcript, second: Transcript) -> str:
     if first.messages != second.messages:
-        return (
-            f"first prompts {first.messages[-1]['content']!r}, {second.messages[-1]['content']!r}"
-        )
+        one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
+        return f"first prompts {one!r}, {other!r}"
     for turn, (one, other) in enumerate(zip(first.results, second.results, strict=False)):
         if one != other:
             return f"turn {turn} answered {one}, {other}"

@@ -10,10 +10,9 @@ import random
 import traceback
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
-
-import numpy as np
 
 from ..schemas.codec import pack, unpack
 from ..schemas.errors import GameError, MessageError, TinkermqError
@@ -183,13 +182,14 @@ def _rewards(game: AbstractGame, value: Any) -> dict[str, float]:
 
 
 def _number(game: AbstractGame, value: Any) -> float:
-    if not isinstance(value, int | float | np.floating | np.integer):
+    if not isinstance(value, Real):  # NumPy's numbers are registered as such
         _refuse(game, "step's reward", value, "a number")
     return float(cast("float", value))
 
 
 def _truth(game: AbstractGame, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+    is_numpys = getattr(value, "dtype", None) == "bool" and value.shape == ()
+    if not (isinstance(value, bool) or is_numpys):
         _refuse(game, "step's done", value, "a bool")
     return bool(cast("bool", value))
 

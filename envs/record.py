@@ -32,7 +32,13 @@ class Record:
         if not self.images:
             return [dict(message) for message in self.prompt]
         images = iter(self.images)
-        return [_with_images(message, images) for message in self.prompt]
+        messages = [_with_images(message, images) for message in self.prompt]
+        if (left := len(list(images))) > 0:
+            raise DataError(
+                f"a row has {len(self.images)} images, its prompt names {len(self.images) - left}",
+                hint=f"write one {IMAGE_TAG} tag into the prompt for each image",
+            )
+        return messages
 
 
 def check_columns(columns: Iterable[str], where: str) -> None:

@@ -9,6 +9,7 @@ from ..broker.connection import Broker, ConnectionLost
 from ..broker.jobs import JobStore
 from ..broker.parts import ask_parts
 from ..schemas.errors import BusyError, ConfigError, DeadlineError, NotFoundError, RewardError
+from ..schemas.images import plain_text
 from ..schemas.infer import CancelInference, ChatRequest, Decoding, InferPart
 from ..schemas.reward import RewardConfig
 from ..schemas.subjects import JobScope
@@ -75,10 +76,10 @@ class JudgeSource(HttpSource):
         return Score(self._read(reply))
 
     def _prompt(self, case: Case) -> str:
-        said = [f"{item['role']}: {item['content']}" for item in case.messages]
+        said = [f"{item['role']}: {plain_text(item['content'])}" for item in case.messages]
         first = next((item for item in case.messages if item["role"] == "user"), None)
         return self._template.safe_substitute(
-            question="" if first is None else first["content"],
+            question="" if first is None else plain_text(first["content"]),
             answer=case.solution_str,
             ground_truth=case.ground_truth,
             conversation="\n".join(said),

@@ -27,6 +27,8 @@ class WantedActor(Message):
     """Attempt of the job: a higher one starts an exited actor again."""
     run_dir: str
     """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
+    reads: list[str] = Field(default_factory=list[str])
+    """Data files that an environment host reads."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False

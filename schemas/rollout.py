@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from .array import FloatVector, IntVector, MaskVector
-from .errors import MessageError
+from .errors import DataError, MessageError
+from .images import images_of, number_images
 from .message import Message
 from .task import Blame, Task
 
@@ -42,7 +43,8 @@ class Trajectory(Message):
     seed: int = Field(default=0, ge=0)
     """Seed of the game's random generator in this episode."""
     messages: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """The conversation as chat messages, for people to read."""
+    """The conversation as chat messages, for people to read; its images are those that the policy
+    saw in the first prompt."""
     info: dict[str, Any] = Field(default_factory=dict[str, Any])
     """What the game said in `info` at its last step."""
     host: str = ""
@@ -106,6 +108,8 @@ class Group(Message):
     trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=4097)
     """One per episode, and per role in a game with roles; the greedy baseline, where asked for,
     stands last."""
+    images: list[bytes] = Field(default_factory=list[bytes])
+    """Encoded images that messages name by their place here, so that each travels once."""
     error: Blame | None = None
     """Why the task was given up."""
     source: str
@@ -141,6 +145,15 @@ class Group(Message):
         if self.trajectories and greedy != self.task.greedy_baseline:
             raise ValueError("the greedy baseline is missing or was not asked for")
         return self
+
+    def with_shared_images(self) -> "Group":
+        """Return the group with each of its images once; DataError for one that is not there."""
+        shared = dict[bytes, int]()
+        trajectories = [
+            item.model_copy(update={"messages": number_images(item.messages, shared, self.images)})
+            for item in self.trajectories
+        ]
+        return self.model_copy(update={"trajectories": trajectories, "images": list(shared)})
 
     @property
     def sampled(self) -> list[Trajectory]:
@@ -179,6 +192,11 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
     )
     generated = np.flatnonzero(mask)
     logprobs, versions = logprobs[generated], versions[generated]
+    try:
+        for item in episodes:
+            images_of(item.messages, group.images)
+    except DataError as error:
+        raise MessageError(f"a group of task {group.task.task} is refused: {error}") from error
     rules = {
         f"token_ids must be from 0 to {vocab_size - 1}": (ids >= 0) & (ids < vocab_size),
         "mask may hold 0 and 1 only": mask <= 1,

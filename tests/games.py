@@ -75,6 +75,29 @@ class WithTool(BanditGame):
         return [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 
 
+class Snoop(BanditGame):
+    """Rewards what it can read of others: files by a pattern, `|` for `/`, and their processes."""
+
+    def __init__(self, pattern: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.pattern = pattern.replace("|", "/")
+
+    def step(self, action: str) -> StepResult:
+        found = [*Path("/").glob(self.pattern.lstrip("/"))]
+        found += [
+            one for one in Path("/proc").glob("[0-9]*/environ") if b"learner" in command_of(one)
+        ]
+        return StepResult(f"{len(found)} found", float(len(found)), done=True)
+
+
+def command_of(environ: Path) -> bytes:
+    """Return the command line of a process whose environment may be read, else nothing."""
+    try:
+        return environ.with_name("cmdline").read_bytes() if environ.read_bytes() else b""
+    except OSError:
+        return b""
+
+
 class RaisesInStep(BanditGame):
     """Fails at every step."""
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from ...schemas.errors import NotFoundError
+from ...schemas.images import restore_images
 from ...schemas.rollout import Group, Trajectory
 from .advantages import group_advantages
 from .token_text import TokenTexts
@@ -68,7 +69,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "logprob_mean": float(made.mean()) if len(made) else None,
         "logprob_min": float(made.min()) if len(made) else None,
         "info": one.info,
-        "messages": _messages(one, turns),
+        "messages": _messages(one, turns, group.images),
         "turns": turns,
         "siblings": [
             {
@@ -99,9 +100,12 @@ def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
     return name, found
 
 
-def _messages(one: Trajectory, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _messages(
+    one: Trajectory, turns: list[dict[str, Any]], images: list[bytes]
+) -> list[dict[str, Any]]:
     """Return the messages; the policy's own, the last ones of the assistant, with their turns."""
-    messages: list[dict[str, Any]] = [show_message(message) for message in one.messages]
+    whole = restore_images(one.messages, images)
+    messages: list[dict[str, Any]] = [show_message(message) for message in whole]
     own = [message for message in messages if message["role"] == "assistant"][-len(turns) :]
     for message, turn in zip(own, turns[len(turns) - len(own) :], strict=True):
         message["turn"] = turn

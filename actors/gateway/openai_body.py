@@ -12,7 +12,8 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...schemas.errors import ConfigError
+from ...schemas.errors import ConfigError, DataError
+from ...schemas.images import encoded_image
 from ...schemas.infer import MAX_CHOICES, MAX_STOPS, ChatRequest, CompletionRequest, Decoding
 
 B = TypeVar("B", bound="_Body")
@@ -213,22 +214,37 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     return result
 
 
-def _content(content: Any, number: int) -> str:
+def _content(content: Any, number: int) -> str | list[dict[str, Any]]:
+    """Return a text, or parts where there are images."""
     if content is None:
         return ""
     if isinstance(content, str):
         return content
-    texts: list[str] = []
-    for part in cast("list[Any]", content) if isinstance(content, list) else [content]:
-        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
-        if fields.get("type") != "text" or not isinstance(fields.get("text"), str):
-            raise BodyError(
-                f"message {number} has content of type {fields.get('type')!r}",
-                param="messages",
-                hint="this model reads text only",
-            )
-        texts.append(fields["text"])
-    return "".join(texts)
+    given = cast("list[Any]", content) if isinstance(content, list) else [content]
+    parts = [_part(part, number) for part in given]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    if fields.get("type") == "text" and isinstance(fields.get("text"), str):
+        return {"type": "text", "text": fields["text"]}
+    if fields.get("type") != "image_url":
+        raise BodyError(
+            f"message {number} has content of type {fields.get('type')!r}",
+            param="messages",
+            hint="give text, or images as image_url",
+        )
+    try:
+        return {"type": "image", "image": encoded_image(fields)}
+    except DataError as error:
+        raise BodyError(
+            f"message {number} has an image that cannot be used: {error.message}",
+            param="messages",
+            hint="send its bytes in a data URL: data:image/png;base64,…",
+        ) from error
 
 
 def _with_map(call: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,15 @@ from ...broker.time_use import TimeUse
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start
 from ...schemas.config import RolloutConfig
-from ...schemas.errors import ConfigError, EngineError, RewardError, SandboxError, TinkermqError
+from ...schemas.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    RewardError,
+    SandboxError,
+    TinkermqError,
+)
+from ...schemas.images import images_of
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
@@ -74,6 +82,7 @@ class _Transcript:
     messages: list[dict[str, Any]]
     num_prompt: int
     data_source: str = ""
+    images: tuple[bytes, ...] = ()
     turn_ends: list[int] = field(default_factory=list[int])
     rewards: list[float] = field(default_factory=list[float])
     info: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -180,6 +189,7 @@ class AgentLoop:
             prompt = self._chat.first_prompt(reset.messages, reset.tools).tolist()
             self._check_prompt(prompt)
             transcript = _Transcript.start(prompt, list(reset.messages))
+            transcript.images = images_of(reset.messages)
             transcript.data_source = reset.data_source
             transcript.environment_s = time.perf_counter() - started
             while True:
@@ -223,6 +233,7 @@ class AgentLoop:
                 sampling,
                 request_id=f"{plan.episode}.{turn}",
                 conversation=plan.episode if config.max_turns > 1 else None,
+                images=transcript.images,
             )
         transcript.generate_s += time.perf_counter() - started
         if generation.finish_reason == "cancelled" or not len(generation.token_ids):
@@ -295,6 +306,8 @@ def failure_of(boundary: Boundary, error: TinkermqError, num_generated: int = 0)
         boundary = "sandbox"
     elif isinstance(error, RewardError):
         boundary = "reward"
+    elif boundary == "engine" and isinstance(error, DataError):
+        boundary = "task"  # an image that cannot be read
     blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
     return EpisodeFailed(blame, num_generated, host_gone=isinstance(error, HostGone))
 

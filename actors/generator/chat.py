@@ -11,6 +11,7 @@ rewrites earlier turns would show the policy another history than the one it was
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -18,16 +19,20 @@ from jinja2 import TemplateError
 
 from ...schemas.config import ModelConfig
 from ...schemas.errors import DataError, ModelError
+from ...schemas.images import encoded_image, image_parts, images_of, replace_images
 from ..model_folder import (
     check_tokenizer,
     load_model_config,
     load_stop_token_ids,
     load_tokenizer,
+    sees_images,
 )
 from .engine import IntVector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from ..vision import ImageReader
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 
@@ -66,8 +71,12 @@ class ChatTokenizer:
         tokenizer: "PreTrainedTokenizerBase",
         template_kwargs: Mapping[str, Any] | None = None,
         extra_stop_token_ids: Sequence[int] = (),
+        image_reader: "ImageReader | None" = None,
     ) -> None:
-        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration."""
+        """Prepare; `extra_stop_token_ids` are those of the model's generation configuration.
+
+        Without an `image_reader` messages with images are refused.
+        """
         if not tokenizer.chat_template:  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
             raise ModelError(
                 "the tokenizer has no chat template",
@@ -75,6 +84,7 @@ class ChatTokenizer:
             )
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs or {})
+        self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
         head = self._render(_STAND_IN, prompt=False)
@@ -97,10 +107,21 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return the ids of a conversation, of tools for it, and the generation prompt.
 
-        Raises ModelError for tools that the template leaves out.
+        Images are there as the tokens that they take. Raises ModelError for tools that the
+        template leaves out and images that the model does not see, DataError for what is no image.
         """
+        images = images_of(messages)
+        if images and self._image_reader is None:
+            raise ModelError(
+                "a prompt holds images, and the model reads text alone",
+                hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or data "
+                "without images",
+            )
         self._refuse_unseen(tools, messages)
-        return self.encode(self._render(messages, prompt=True, tools=tools))
+        text = self._render(messages, prompt=True, tools=tools)
+        if images and self._image_reader is not None:
+            text = _make_room(text, images, self._image_reader, self.token_text)
+        return self.encode(text)
 
     def first_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -112,7 +133,8 @@ class ChatTokenizer:
         if tools and (asked := repr(tools)) not in self._proven_tools:
             self._check_tools(messages, tools)
             self._proven_tools.add(asked)
-        return self._remember(f"first {tools!r} {messages!r}", lambda: self.prompt(messages, tools))
+        named = replace_images(messages, lambda part: sha256(encoded_image(part)).hexdigest())
+        return self._remember(f"first {tools!r} {named!r}", lambda: self.prompt(messages, tools))
 
     def next_turn(
         self, generated_ids: Sequence[int] | IntVector, observation: Sequence[ChatMessage]
@@ -134,8 +156,14 @@ class ChatTokenizer:
 
         What stands between two turns of the assistant is what an episode would be shown there; a
         turn is what the template makes of the message. Raises ModelError where the template does
-        more than append, DataError for a conversation in which the assistant says nothing.
+        more than append, DataError for a conversation in which the assistant says nothing, and for
+        one with images.
         """
+        if any(image_parts(messages)):
+            raise DataError(
+                "a conversation holds images, and conversations are learnt from as text alone",
+                hint="leave such rows out, or let a game show the images: `tinkermq train`",
+            )
         self._refuse_unseen(tools, messages[:1])
         ids: list[int] = []
         mask: list[int] = []
@@ -289,14 +317,37 @@ class ChatTokenizer:
 
 
 def open_chat(model: ModelConfig) -> ChatTokenizer:
-    """Load a model's tokenizer and chat template.
+    """Load a model's tokenizer, chat template and, where it sees images, what reads those.
 
     Raises ModelError for a tokenizer that is missing or does not match the model.
     """
     trust = model.trust_remote_code
+    config = load_model_config(model.path, trust_remote_code=trust)
     tokenizer = load_tokenizer(model.tokenizer or model.path, trust_remote_code=trust)
-    check_tokenizer(tokenizer, load_model_config(model.path, trust_remote_code=trust), model.path)
-    return ChatTokenizer(tokenizer, model.template_kwargs, load_stop_token_ids(model.path))
+    check_tokenizer(tokenizer, config, model.path)
+    reader = None
+    if sees_images(config):
+        from ..vision import load_image_reader  # needs torch, which text alone does not
+
+        reader = load_image_reader(model.path, trust_remote_code=trust)
+    return ChatTokenizer(tokenizer, model.template_kwargs, load_stop_token_ids(model.path), reader)
+
+
+def _make_room(
+    text: str, images: Sequence[bytes], reader: "ImageReader", token_text: Callable[[int], str]
+) -> str:
+    """Write each image's token as often as the image takes tokens."""
+    token = token_text(reader.token_id)
+    between = text.split(token)
+    if len(between) != len(images) + 1:
+        raise DataError(
+            f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
+            "the chat template has rendered it",
+            hint=f"no message may hold the text {token}, and the template must write it once "
+            "for each image",
+        )
+    rooms = [token * reader.count_tokens(image) for image in images]
+    return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

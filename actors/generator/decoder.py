@@ -21,6 +21,14 @@ from transformers.cache_utils import DynamicLayer
 from ...schemas.errors import ModelError
 from ...schemas.lora import LoraConfig
 from ..model_folder import load_model_config, load_policy
+from ..vision import (
+    ImageReader,
+    SeenImages,
+    embed,
+    load_image_reader,
+    plain_inputs,
+    probe_image,
+)
 from .attention import ATTENTION
 from .engine import IntVector
 from .kv_cache import CacheShape, SlotCache
@@ -37,6 +45,16 @@ class Span:
     slot: int
     start: int
     tokens: IntVector
+    images: SeenImages | None = None
+    """Images in the slot's tokens; those of a span that begins at 0 are fed with it."""
+
+    @property
+    def positions_3N(self) -> NDArray[np.int64]:
+        """Rotary positions of the span's tokens, in time, height and width."""
+        places_N = np.arange(self.start, self.start + len(self.tokens))
+        if self.images is None:
+            return np.broadcast_to(places_N, (3, len(places_N)))
+        return self.images.positions(places_N)
 
 
 def load_decoder(
@@ -74,22 +92,34 @@ def load_decoder(
         trust_remote_code=trust_remote_code,
     )
     torch.nn.Module.to(model.requires_grad_(False), torch.device(device))
-    return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens)
+    reader = load_image_reader(path, trust_remote_code=trust_remote_code)
+    return SlotDecoder(path, model, max_slots=max_slots, max_tokens=max_tokens, reader=reader)
 
 
 class SlotDecoder:
     """A model that decodes the first B slots of its cache together."""
 
     def __init__(
-        self, path: str, model: PreTrainedModel, *, max_slots: int, max_tokens: int
+        self,
+        path: str,
+        model: PreTrainedModel,
+        *,
+        max_slots: int,
+        max_tokens: int,
+        reader: ImageReader | None = None,
     ) -> None:
         self.model = model
+        self.reader = reader
+        """What reads images, if the model sees some."""
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
-        plain_NV, shape = _probe(path, model)
-        self.cache = SlotCache(shape, max_slots, max_tokens)
-        self._check(path, plain_NV)
+        probes = _probes(model, reader)
+        plain = [_plain(model, probe) for probe in probes]
+        self.cache = SlotCache(_cache_shape(path, plain[0][1]), max_slots, max_tokens)
+        self._use_slots()
+        for probe, (plain_NV, _) in zip(probes, plain, strict=True):
+            self._check(path, probe, plain_NV)
 
     def prefill(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Feed every span; yield (indices into `spans`, logits of their last token [B, V]).
@@ -99,8 +129,16 @@ class SlotDecoder:
         for batch in _batches(spans):
             yield batch, self._prefill_batch([spans[index] for index in batch])
 
-    def decode(self, tokens_B: NDArray[np.int32], positions_B: NDArray[np.int64]) -> torch.Tensor:
-        """Feed one token to each of the first B slots; return the logits [B, V]."""
+    def decode(
+        self,
+        tokens_B: NDArray[np.int32],
+        positions_B: NDArray[np.int64],
+        shift_B: NDArray[np.int64] | int = 0,
+    ) -> torch.Tensor:
+        """Feed one token to each of the first B slots; return the logits [B, V].
+
+        `shift_B` is added to the places of the tokens to have their rotary positions.
+        """
         length = int(positions_B.max()) + 1
         self.cache.reserve(len(tokens_B), length)
         positions = torch.as_tensor(positions_B, device=self.device)
@@ -110,7 +148,8 @@ class SlotDecoder:
             keys_T = torch.arange(length, device=self.device)
             mask = self._additive((keys_T <= positions[:, None])[:, None, None])
         ids = torch.as_tensor(tokens_B.astype(np.int64), device=self.device)
-        return self._forward(ids[:, None], positions[:, None], mask)
+        rotary = torch.as_tensor(positions_B + shift_B, device=self.device)
+        return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask)
 
     def _prefill_batch(self, spans: Sequence[Span]) -> torch.Tensor:
         lengths_B = np.array([len(span.tokens) for span in spans])
@@ -131,7 +170,29 @@ class SlotDecoder:
         resumed = bool(starts_B.any())
         self.cache.begin_prefill(slots, positions, valid, length if resumed else None)
         mask = self._prefill_mask(positions, valid, length if resumed else None)
-        return self._forward(torch.as_tensor(ids_BN, device=self.device), positions, mask)
+        ids = torch.as_tensor(ids_BN, device=self.device)
+        if all(span.images is None for span in spans):
+            return self._forward({"input_ids": ids}, positions, mask)
+        rotary_3BN = np.zeros((3, *ids_BN.shape), np.int64)
+        for row, span in enumerate(spans):
+            rotary_3BN[:, row, longest - len(span.tokens) :] = span.positions_3N
+        rotary = torch.as_tensor(rotary_3BN, device=self.device)
+        return self._forward(self._with_images(ids, spans), rotary, mask)
+
+    def _with_images(self, ids_BN: torch.Tensor, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+        """Return what the model reads: embeddings with the images that these spans begin with."""
+        width = ids_BN.shape[1]
+        fed = [
+            (span.images, span.images.places_Q + (row + 1) * width - len(span.tokens))
+            for row, span in enumerate(spans)
+            if span.images is not None and span.start == 0
+        ]
+        if not fed:
+            return {"input_ids": ids_BN}
+        columns = np.concatenate([columns for _, columns in fed])
+        columns_Q = torch.as_tensor(columns, device=self.device)
+        images = [seen.images for seen, _ in fed]
+        return {"inputs_embeds": embed(self.model, ids_BN, columns_Q, images)}
 
     def _prefill_mask(
         self, positions_BN: torch.Tensor, valid_BN: torch.Tensor | None, length: int | None
@@ -152,11 +213,11 @@ class SlotDecoder:
         return mask.masked_fill_(~visible, float("-inf"))
 
     def _forward(
-        self, ids_BN: torch.Tensor, positions_BN: torch.Tensor, mask: torch.Tensor | None
+        self, read: dict[str, torch.Tensor], positions: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         output = self.model(
-            input_ids=ids_BN,
-            position_ids=positions_BN,
+            **read,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=self.cache,
             use_cache=True,
@@ -164,15 +225,21 @@ class SlotDecoder:
         )
         return cast("torch.Tensor", output.logits)[:, -1]
 
-    def _check(self, path: str, plain_NV: torch.Tensor) -> None:
+    def _use_slots(self) -> None:
+        """Let the decoder attend over the slots; a vision tower attends within its images."""
+        model: Any = self.model
+        seeing = {"text_config": ATTENTION, "vision_config": "sdpa"}
+        model.set_attn_implementation(ATTENTION if self.reader is None else seeing)
+
+    def _check(self, path: str, probe: "_Probe", plain_NV: torch.Tensor) -> None:
         """Raise ModelError unless prefill, resumed prefill and decode agree with `plain_NV`."""
-        self.model.set_attn_implementation(ATTENTION)  # pyright: ignore[reportUnknownMemberType]  # decorated in transformers
-        tokens = np.array(_PROBE, np.int32)
+        tokens, images, first, last = probe.tokens, probe.images, probe.first, len(probe.tokens) - 1
+        shift = 0 if images is None else images.shift
         with torch.inference_mode():
             rows = [
-                (2, next(self.prefill([Span(0, 0, tokens[:3])]))[1]),
-                (4, next(self.prefill([Span(0, 3, tokens[3:5])]))[1]),
-                (5, self.decode(tokens[5:], np.array([5]))),
+                (first - 1, next(self.prefill([Span(0, 0, tokens[:first], images)]))[1]),
+                (last - 1, next(self.prefill([Span(0, first, tokens[first:last], images)]))[1]),
+                (last, self.decode(tokens[last:], np.array([last]), shift)),
             ]
         scale = float(plain_NV.abs().max()) + 1e-6
         tolerance = 1e-3 if self.cache.shape.dtype == torch.float32 else 0.1
@@ -197,12 +264,38 @@ def _check_layers(path: str, config: Any) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Probe:
+    """Tokens that the model computes in both ways."""
+
+    tokens: IntVector
+    first: int
+    """Tokens of the first prefill."""
+    images: SeenImages | None = None
+
+
+def _probes(model: PreTrainedModel, reader: ImageReader | None) -> list[_Probe]:
+    """Return a text, and for a model that sees a text with an image."""
+    text = _Probe(np.array(_PROBE, np.int32), 3)
+    if reader is None:
+        return [text]
+    encoded = [probe_image()]
+    pads = [reader.token_id] * sum(reader.read(encoded).tokens)
+    tokens = np.array([*_PROBE[:2], *pads, *_PROBE[2:]], np.int32)
+    return [text, _Probe(tokens, len(pads) + 3, reader.see(model, tokens, encoded))]
+
+
 @torch.inference_mode()
-def _probe(path: str, model: PreTrainedModel) -> tuple[torch.Tensor, CacheShape]:
-    """Run a plain forward pass; return its logits [N, V] and the shape of its keys and values."""
-    ids = torch.tensor([_PROBE], device=model.device)
-    output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
-    layers = cast("list[DynamicLayer]", output.past_key_values.layers)
+def _plain(model: PreTrainedModel, probe: _Probe) -> tuple[torch.Tensor, DynamicCache]:
+    """Run a plain forward pass; return its logits [N, V], and its keys and values."""
+    ids = torch.as_tensor(probe.tokens.astype(np.int64), device=model.device)[None]
+    more = {} if probe.images is None else plain_inputs(ids, probe.images)
+    output = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True, **more)
+    return cast("torch.Tensor", output.logits)[0].float(), output.past_key_values
+
+
+def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
+    layers = cast("list[DynamicLayer]", cache.layers)
     states = [cast("torch.Tensor", s) for layer in layers for s in (layer.keys, layer.values)]
     if len({tuple(state.shape) for state in states}) != 1:
         raise ModelError(
@@ -210,8 +303,7 @@ def _probe(path: str, model: PreTrainedModel) -> tuple[torch.Tensor, CacheShape]
             hint="use another model or engine",
         )
     _, kv_heads, _, head_size = states[0].shape
-    shape = CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
-    return cast("torch.Tensor", output.logits)[0].float(), shape
+    return CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
 
 
 def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:

@@ -125,8 +125,13 @@ class Engine(Protocol):
         request_id: str,
         conversation: str | None = None,
         on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
     ) -> Generation:
         """Generate from a prompt.
+
+        `images` are the encoded images of the conversation, alike at each of its turns; the prompt
+        holds as many image tokens as they take. Raises DataError for images that cannot be read or
+        do not fit the prompt, ModelError where the model sees none.
 
         `on_token` is called on the event loop with each token before this returns.
 

@@ -209,7 +209,7 @@ class Generator:
         try:
             group = await self._runner.run(task, attempt, lease.traceparent)
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
-            timed = group.model_copy(update=times)
+            timed = group.with_shared_images().model_copy(update=times)
             won = await self._log.append(timed, traceparent=lease.traceparent)
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)

@@ -15,6 +15,8 @@ class Parked:
 
     tokens: IntVector
     states: torch.Tensor
+    images: bytes | None = None
+    """Digest of the images, if the conversation has some."""
 
 
 class ParkingLot:
@@ -44,13 +46,15 @@ class ParkingLot:
         while self._num_tokens > self._max_tokens:
             self.drop(next(iter(self._parked)))
 
-    def resume(self, conversation: str, prompt: IntVector) -> Parked | None:
+    def resume(
+        self, conversation: str, prompt: IntVector, images: bytes | None = None
+    ) -> Parked | None:
         """Take out a conversation's cache if `prompt` continues it; it leaves the lot either way.
 
         At least one token of the prompt is left to compute.
         """
         parked = self.drop(conversation)
-        if parked is None:
+        if parked is None or parked.images != images:
             return None
         cached = len(parked.tokens)
         if cached < len(prompt) and np.array_equal(prompt[:cached], parked.tokens):

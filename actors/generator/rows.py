@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..vision import SeenImages
 from .engine import FinishReason, Generation, IntVector, Sampling
 from .sampling import RowParameters
 
@@ -30,6 +31,13 @@ class Request:
     conversation: str | None
     streams: bool = False
     """Each token is told as soon as it is drawn."""
+    images: SeenImages | None = None
+    """The images at their places in the prompt."""
+
+    @property
+    def shift(self) -> int:
+        """What a token behind the images adds to its place to have its rotary position."""
+        return 0 if self.images is None else self.images.shift
 
 
 class RowTable:
@@ -44,6 +52,7 @@ class RowTable:
         self._versions_RT = np.empty((max_rows, max_tokens), np.int32)
         self._stops_RK = np.full((max_rows, 1), -1, np.int64)
         self.length_R = np.zeros(max_rows, np.int64)
+        self.shift_R = np.zeros(max_rows, np.int64)
         self.cache_version_R = np.zeros(max_rows, np.int64)
         self._prompt_R = np.zeros(max_rows, np.int64)
         self._limit_R = np.zeros(max_rows, np.int64)
@@ -64,6 +73,7 @@ class RowTable:
             self._top_p_R[row] = sampling.top_p
             self._top_k_R[row] = sampling.top_k
             self._seed_R[row] = request.seed
+            self.shift_R[row] = request.shift
             self._set_stops(row, sampling.stop_token_ids)
         self.requests += requests
         self.num += len(requests)
@@ -135,6 +145,7 @@ class RowTable:
         return (
             self._stops_RK,
             self.length_R,
+            self.shift_R,
             self.cache_version_R,
             self._prompt_R,
             self._limit_R,

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...schemas.errors import ConfigError, EngineError
+from ...schemas.errors import ConfigError, EngineError, ModelError
 from ...schemas.lora import LoraConfig
 from ..lora import policy_tensors
+from ..vision import SeenImages, digest_of
 from .decoder import SlotDecoder, load_decoder
 from .engine import (
     Drawn,
@@ -65,6 +66,7 @@ class TransformersEngine:
         self._ended: EngineError | None = None
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
+        self._reading: dict[tuple[bytes, bytes], asyncio.Future[SeenImages]] = {}
         self._weights = ShadowWeights(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
@@ -129,13 +131,17 @@ class TransformersEngine:
         request_id: str,
         conversation: str | None = None,
         on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
     ) -> Generation:
         """Generate from a prompt; see `engine.Engine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
+        seen = await self._see(prompt, images) if images else None
+        if seen is not None:  # others have asked meanwhile
+            self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
         request = Request(
-            request_id, prompt, sampling, seed % (1 << 64), conversation, on_token is not None
+            request_id, prompt, sampling, seed % (1 << 64), conversation, on_token is not None, seen
         )
         future: asyncio.Future[Generation] = self._loop.create_future()
         self._pending[request_id] = future
@@ -148,6 +154,30 @@ class TransformersEngine:
             self._listeners.pop(request_id, None)
             if self._pending.pop(request_id, None) is not None:  # the caller was cancelled
                 self._command(partial(self._worker.cancel, request_id))
+
+    async def _see(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
+        """Read images; all who ask for the same ones at a time go on together."""
+        reader = self._decoder.reader
+        if reader is None:
+            raise ModelError(
+                "the model reads text alone, and a prompt holds images",
+                hint="train a vision-language model of the Qwen2-VL or Qwen2.5-VL class",
+            )
+        remembered = reader.remembered(prompt, images)
+        if remembered is not None:
+            return remembered
+        key = digest_of(images), prompt.tobytes()
+        reading = self._reading.get(key)
+        if reading is None:
+            look = asyncio.to_thread(reader.see, self._decoder.model, prompt, images)
+            reading = self._reading[key] = asyncio.ensure_future(look)
+            reading.add_done_callback(partial(self._read, key))
+        return await asyncio.shield(reading)
+
+    def _read(self, key: tuple[bytes, bytes], reading: "asyncio.Future[SeenImages]") -> None:
+        del self._reading[key]
+        if not reading.cancelled():
+            reading.exception()  # whoever asked may be gone
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"

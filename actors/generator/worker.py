@@ -171,7 +171,7 @@ class EngineWorker:
                 start = len(parked.tokens)
                 self._decoder.cache.reserve(self._rows.num, start)
                 self._decoder.cache.put(row, parked.states)
-            spans.append(Span(row, start, group[0].prompt[start:]))
+            spans.append(Span(row, start, group[0].prompt[start:], group[0].images))
             self._reused += start + (len(group) - 1) * len(group[0].prompt)
             row += len(group)
         self._prefill(spans, [len(group) for group, _ in groups])
@@ -180,15 +180,15 @@ class EngineWorker:
     def _group(self, requests: Sequence[Request]) -> list[tuple[list[Request], Parked | None]]:
         """Put requests of one prompt together; a parked conversation stays by itself."""
         groups: list[tuple[list[Request], Parked | None]] = []
-        shared: dict[bytes, list[Request]] = {}
+        shared: dict[tuple[bytes, bytes | None], list[Request]] = {}
         for request in requests:
             parked = None
             if request.conversation is not None:
-                parked = self._lot.resume(request.conversation, request.prompt)
+                parked = self._lot.resume(request.conversation, request.prompt, _digest(request))
             if parked is not None:
                 groups.append(([request], parked))
                 continue
-            group = shared.setdefault(request.prompt.tobytes(), [])
+            group = shared.setdefault((request.prompt.tobytes(), _digest(request)), [])
             if not group:
                 groups.append((group, None))
             group.append(request)
@@ -212,7 +212,9 @@ class EngineWorker:
     def _decode(self) -> None:
         rows = np.arange(self._rows.num)
         position = self._rows.length_R[: self._rows.num] - 1
-        logits_BV = self._decoder.decode(self._rows.tokens_RT[rows, position], position)
+        logits_BV = self._decoder.decode(
+            self._rows.tokens_RT[rows, position], position, self._rows.shift_R[rows]
+        )
         self._draw(rows, logits_BV)
         self._retire()
 
@@ -258,7 +260,8 @@ class EngineWorker:
             return
         cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
         tokens = self._rows.tokens_RT[row, :cached].copy()
-        self._lot.park(request.conversation, Parked(tokens, self._decoder.cache.take(row, cached)))
+        states = self._decoder.cache.take(row, cached)
+        self._lot.park(request.conversation, Parked(tokens, states, _digest(request)))
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         source, target = self._rows.remove(gone)
@@ -274,7 +277,8 @@ class EngineWorker:
         """Compute the cache of all running rows anew, with the weights of now."""
         cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
         spans = [
-            Span(row, 0, self._rows.tokens_RT[row, :length]) for row, length in enumerate(cached)
+            Span(row, 0, self._rows.tokens_RT[row, :length], self._rows.requests[row].images)
+            for row, length in enumerate(cached)
         ]
         for _ in self._decoder.prefill(spans):
             pass
@@ -304,6 +308,10 @@ class EngineWorker:
             f"the model of version {self.version} computes logits that are not finite",
             hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
         )
+
+
+def _digest(request: Request) -> bytes | None:
+    return None if request.images is None else request.images.images.digest
 
 
 def _nothing() -> Generation:

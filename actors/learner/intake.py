@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from ...broker.rollouts import LogEntry, RolloutLog
-from ...schemas.errors import DeadlineError, MessageError
+from ...schemas.errors import DataError, DeadlineError, MessageError
 from ...schemas.rollout import Group, check_group
 from ...schemas.task import Blame, Task
 from .batching import Candidate
@@ -57,14 +57,18 @@ class Intake:
         group_size: int,
         greedy_baseline: bool,
         was_issued: Callable[[int], bool],
+        check_images: Callable[[Group], None] | None = None,
     ) -> None:
-        """`was_issued` says whether a task number can have been given out."""
+        """`was_issued` says whether a task number can have been given out; `check_images` raises
+        DataError for images that the model cannot see.
+        """
         self._log = log
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._group_size = group_size
         self._greedy_baseline = greedy_baseline
         self._was_issued = was_issued
+        self._check_images = check_images
         self._entries: dict[int, Entry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
@@ -176,6 +180,11 @@ class Intake:
             max_tokens=self._max_tokens,
             version=self.max_version,
         )
+        if self._check_images is not None:
+            try:
+                self._check_images(group)
+            except DataError as error:
+                raise MessageError(f"a group of task {task.task} is refused: {error}") from error
         if not all(math.isfinite(item.reward) for item in group.trajectories):
             raise MessageError(f"the returns of the group of task {task.task} must be finite")
 

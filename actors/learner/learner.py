@@ -80,6 +80,7 @@ class Learner:
             group_size=config.rollout.group_size,
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
+            check_images=policies.check_images,
         )
         self.issuer = Issuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
@@ -250,7 +251,8 @@ class Learner:
         report.numbers["staleness/bound"] = float(self.issuer.staleness.now)
         spent, send_s = self._time_use.take(), self.publisher.send_s
         trace = self._reporter.tracer.trace(step, entries, formed, spent, send_s)
-        self.issuer.staleness.take(trace)
+        if record:
+            self.issuer.staleness.take(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:

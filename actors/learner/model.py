@@ -18,11 +18,13 @@ from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
 from ...schemas.config import LearnerConfig, ModelConfig
-from ...schemas.errors import ModelError
+from ...schemas.errors import ConfigError, ModelError
 from ...schemas.lora import LoraConfig
 from ..lora import set_dropout
 from ..model_folder import load_causal_lm, load_policy
+from ..vision import embed
 from .kl import entropy_from_logits
+from .packed_images import PackedImages
 from .packing import Packed, TokenSequence, block_causal_mask, pack
 
 _LOGITS_CHUNK_BYTES = 256 * 2**20
@@ -96,9 +98,11 @@ def _load(config: ModelConfig, path: str) -> PreTrainedModel:
 
 
 def _refuse_dropout(model: PreTrainedModel, path: str) -> None:
-    settings: dict[str, Any] = model.config.to_dict()
+    whole: dict[str, Any] = model.config.to_dict()
+    parts: list[Any] = [whole, *(whole[name] for name in whole if name.endswith("_config"))]
     rates = {
         key: value
+        for settings in cast("list[dict[str, Any]]", parts)
         for key, value in settings.items()
         if ("drop" in key) and isinstance(value, float) and value > 0
     }
@@ -208,12 +212,24 @@ class Scorer:
             masks = self._masks(packed)
         model = self._model if logits else self._decoder
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            output = model(
-                input_ids=ids_BT, attention_mask=masks, position_ids=positions_BT, use_cache=False
-            )
+            if packed.images is None:
+                read = {"input_ids": ids_BT, "position_ids": positions_BT}
+            else:
+                read = self._read_images(ids_BT, packed.images)
+            output = model(**read, attention_mask=masks, use_cache=False)
         states_BTD: Tensor = output.logits if logits else output.last_hidden_state
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
         return states_BTD.flatten(0, 1)[column_U], place_N
+
+    def _read_images(self, ids_BT: Tensor, images: PackedImages) -> dict[str, Tensor]:
+        """Return what the model reads in place of ids: embeddings, and rotary positions."""
+        if self.flat_rows:
+            raise ConfigError(
+                "flash attention tells packed sequences apart by positions, which images bend",
+                hint="set model.attn_implementation=sdpa to train with images",
+            )
+        embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
+        return {"inputs_embeds": embeds_BTH, "position_ids": images.rope_3BT}
 
     def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""

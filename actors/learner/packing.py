@@ -10,10 +10,12 @@ The model never reads the last generated token of a sequence, nor what follows i
 trained depends on them, so they take no column. The prediction of a token may therefore stand in
 another segment than its neighbours (a response's first token is predicted at the prompt's last
 column): `source_col_N` names the column for each token.
+
+Sequences with images are packed like others (`packed_images`).
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...schemas.errors import ConfigError
+from ..vision import SeenImages
+from .packed_images import PackedImages, RowImages, pack_images
 
 IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -36,6 +40,12 @@ class TokenSequence:
     """Integer ids of all tokens."""
     mask: NDArray[Any]
     """1 where the policy generated the token; the first token belongs to the prompt."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt."""
+
+
+See = Callable[[TokenSequence], SeenImages | None]
+"""Finds the images of a sequence in its tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,8 @@ class Packed:
     """int64: the micro-batch's sequences, as indices into the whole batch."""
     index_N: Tensor
     """int64: its place among the generated tokens of the whole batch, in the batch's order."""
+    images: PackedImages | None = None
+    """The images in the rows, if there are some."""
 
     @property
     def num_seqs(self) -> int:
@@ -75,7 +87,8 @@ class Packed:
 
     def to(self, device: torch.device | str) -> "Packed":
         """Copy every tensor to a device."""
-        return Packed(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return Packed(**moved)
 
 
 @dataclass(frozen=True)
@@ -86,6 +99,8 @@ class _Unit:
     copies: tuple[tuple[int, ...], ...]
     """Sequences, those together whose columns are the same."""
     length: int
+    seen: SeenImages | None = None
+    """The images of the prompt."""
 
 
 def first_fit_decreasing(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
@@ -198,23 +213,29 @@ def _split_to_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def _make_units(
-    sequences: Sequence[TokenSequence], layout: _Layout, row_tokens: int, share_prompts: bool
+    sequences: Sequence[TokenSequence],
+    layout: _Layout,
+    row_tokens: int,
+    share_prompts: bool,
+    see: See,
 ) -> list[_Unit]:
     prompts, totals = layout.prompts, layout.totals
     families: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for index, sequence in enumerate(sequences):
         if totals[index]:
             prompt = np.ascontiguousarray(sequence.token_ids[: prompts[index]], dtype=np.int64)
-            families[(prompt.tobytes(),) if share_prompts else (index,)].append(index)
+            same = (prompt.tobytes(), sequence.images)
+            families[same if share_prompts else (index,)].append(index)
     units: list[_Unit] = []
     for members in families.values():
         length = prompts[members[0]]
         prompt = sequences[members[0]].token_ids[:length]
+        seen = see(sequences[members[0]])
         copies = _same_columns(members, sequences, layout)
         responses = [totals[same[0]] - length for same in copies]
         for part in _split_to_budget(responses, row_tokens - length):
             total = length + sum(responses[item] for item in part)
-            units.append(_Unit(prompt, tuple(copies[item] for item in part), total))
+            units.append(_Unit(prompt, tuple(copies[item] for item in part), total, seen))
     return units
 
 
@@ -244,6 +265,7 @@ class _RowWriter:
         self.ids, self.positions, self.segments, self.parents = np.zeros(
             (4, num_columns), dtype=np.int64
         )
+        self.images = RowImages.empty(num_columns)
         self.num_used = 0
         self.num_segments = 0
 
@@ -266,6 +288,7 @@ class _RowWriter:
         self, unit: _Unit, sequences: Sequence[TokenSequence], layout: _Layout
     ) -> tuple[IntArray, IntArray]:
         """Write a unit; return the indices of its generated tokens and their predicting columns."""
+        first = self.num_used
         seqs = np.concatenate(unit.copies)
         counts = layout.counts_S[seqs]
         index = _ranges(layout.first_S[seqs], counts)
@@ -283,6 +306,7 @@ class _RowWriter:
         columns = np.repeat(starts, counts) + layout.place_N[index] - shared - 1
         if shared:
             columns[np.cumsum(counts) - counts] = starts[0] - 1  # the prompt's end
+        self.images.write(first, self.positions[first : self.num_used], unit.seen)
         return index, columns
 
 
@@ -316,7 +340,12 @@ def _build(
         seq_N=tensor(np.repeat(np.arange(len(seq_S)), layout.counts_S[seq_S])),
         seq_S=tensor(seq_S),
         index_N=tensor(index_N),
+        images=pack_images([writer.images for writer in writers]),
     )
+
+
+def _see_nothing(_: TokenSequence) -> None:
+    return None
 
 
 def pack(
@@ -326,17 +355,19 @@ def pack(
     microbatch_tokens: int,
     share_prompts: bool = False,
     hidden_size: int | None = None,
+    see: See = _see_nothing,
 ) -> list[Packed]:
     """Pack a batch into micro-batches of at most `microbatch_tokens` columns, padding included.
 
     Each sequence lies in one row; one without generated tokens is in no micro-batch. Rows have at
     most `row_tokens` columns; with `hidden_size` their length is chosen for the least computation
-    (`choose_row_tokens`). Deterministic. Raises ConfigError for a sequence that does not fit.
+    (`choose_row_tokens`). `see` finds the images of a sequence, for a model that sees them.
+    Deterministic. Raises ConfigError for a sequence that does not fit.
     """
     if not sequences:
         return []
     layout = _lay_out(sequences)
-    units = _make_units(sequences, layout, row_tokens, share_prompts)
+    units = _make_units(sequences, layout, row_tokens, share_prompts, see)
     lengths = [unit.length for unit in units]
     if hidden_size is not None:
         row_tokens = choose_row_tokens(lengths, row_tokens, hidden_size)

@@ -93,6 +93,12 @@ class Policies:
         """The models, by policy."""
         return {name: trainer.model for name, trainer in self.trainers.items()}
 
+    def check_images(self, group: Group) -> None:
+        """Raise DataError for a group with images that the policies of its roles cannot see."""
+        for name, trainer in self.trainers.items():
+            if (own := self._of(name, group)) is not None:
+                trainer.check_images(own)
+
     def step(self, groups: Sequence[Group], step: int) -> StepReport:
         """Train one batch; the version of all policies is `step` afterwards.
 

@@ -18,7 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config import JobConfig
+from ...schemas.errors import DataError
+from ...schemas.images import images_of
+from ...schemas.rollout import Group
 from ..lora import has_adapter, initial_adapter, other_adapter, set_dropout
+from ..vision import Processor, SeenImages, load_image_reader
 from .aggregation import Denominators
 from .checkpoint import load_optimizer, save_policy
 from .corrections import mismatch_statistics
@@ -26,7 +30,7 @@ from .credit import assign_credit
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import MicroBatch, Objective, StepInputs
-from .packing import pack
+from .packing import TokenSequence, pack
 from .schedules import learning_rate
 from .training_batch import TrainingBatch, select
 
@@ -94,6 +98,9 @@ class Trainer:
         self._objective = Objective(config)
         temperature = config.rollout.temperature
         self._scorer = Scorer(model, temperature=temperature, dtype=learner.dtype)
+        self.image_reader = load_image_reader(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
         self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
         if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
@@ -108,10 +115,29 @@ class Trainer:
             self.critic = Critic(cast(Any, start).to(self._scorer.device), config)
 
     def save(self, folder: Path, tokenizer: Any) -> None:
-        """Write model, tokenizer, optimiser and critic into a folder, and make it."""
-        save_policy(folder, self.model, tokenizer, self.optimizer)
+        """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
+        processor = Processor(tokenizer, self.image_reader)
+        save_policy(folder, self.model, processor, self.optimizer)
         if self.critic is not None:
             self.critic.save(folder)
+
+    def check_images(self, group: Group) -> None:
+        """Raise DataError for a group whose images the model cannot see in its prompts.
+
+        For a model that reads text alone images are there for people to look at.
+        """
+        if self.image_reader is None:
+            return
+        for item in group.sampled:
+            images = images_of(item.messages, group.images)
+            prompt = item.token_ids[: int(item.mask.argmax())]
+            if images:
+                self.image_reader.see(self.model, prompt, images)
+            elif (prompt == self.image_reader.token_id).any():
+                raise DataError(
+                    "a prompt holds image tokens, its messages no images",
+                    hint="the messages of a trajectory must hold what the policy saw",
+                )
 
     def restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint, and the critic where it has one."""
@@ -184,9 +210,15 @@ class Trainer:
             microbatch_tokens=learner.microbatch_tokens,
             share_prompts=learner.share_prompts and not self._scorer.flat_rows,
             hidden_size=self._scorer.hidden_size,
+            see=self._see,
         )
         moved = (micro.to(self._scorer.device) for micro in packed)
         return [MicroBatch(micro, index_N[micro.index_N]) for micro in moved]
+
+    def _see(self, sequence: TokenSequence) -> SeenImages | None:
+        if self.image_reader is None or not sequence.images:
+            return None
+        return self.image_reader.see(self.model, sequence.token_ids, sequence.images)
 
     def _scores_before(self, batch: TrainingBatch) -> tuple[Tensor | None, Tensor | None]:
         """Score all tokens by π_o and by the reference, each only where it is needed."""

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ...schemas.images import images_of
 from ...schemas.rollout import Group, Trajectory
 from .packing import TokenSequence
 
@@ -83,7 +84,11 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     first_turn_S = np.cumsum(turns_S) - turns_S
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     return TrainingBatch(
-        sequences=[TokenSequence(item.token_ids, item.mask) for item in trajectories],
+        sequences=[
+            TokenSequence(item.token_ids, item.mask, images_of(item.messages, group.images))
+            for group in groups
+            for item in group.sampled
+        ],
         seq_N=_tensor(seq_N),
         turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_S[seq_N]),
         token_rewards_N=_tensor(rewards_N),

@@ -1,7 +1,8 @@
 """Where a node's child processes come from: a program of its own, or the fork server.
 
 Actors that need torch are forked from a process that has imported it, which takes a fiftieth of
-the time and shares the memory of what was imported. All others are started as programs.
+the time and shares the memory of what was imported. All others are started as programs, those that
+run code of users behind walls.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import structlog
 from ...broker.process import die_with
 from ...schemas.node import WantedActor
 from .command import ENVIRONMENT, actor_argv, actor_module
+from .enclosure import Enclosure
 from .fork_server import PACKET_BYTES, ForkRequest
 
 IDLE_S = 300.0
@@ -37,6 +39,10 @@ class Child(Protocol):
 
     async def wait(self) -> int:
         """Wait for its end and return its exit code, -n for signal n."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to drain (SIGTERM); ProcessLookupError when it has ended."""
         ...
 
 
@@ -72,9 +78,13 @@ def programs(command: Callable[[WantedActor], list[str]]) -> StartChild:
 class ActorStarter:
     """Starts the actors of a node, each in the cheapest way."""
 
-    def __init__(self) -> None:
-        """Start nothing yet: the fork server comes with the first actor that needs it."""
+    def __init__(self, *, enclose_games: bool = False) -> None:
+        """Start nothing yet: the fork server comes with the first actor that needs it.
+
+        With `enclose_games`, environment hosts see nothing of other jobs.
+        """
         self._server = ForkServer()
+        self._enclosure = Enclosure() if enclose_games else None
 
     async def start(
         self, wanted: WantedActor, environment: Mapping[str, str], output: int
@@ -83,6 +93,8 @@ class ActorStarter:
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES:
             return await self._server.fork(wanted, environment, output)
         command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]
+        if wanted.role == "environment" and self._enclosure is not None:
+            return await self._enclosure.start(command, wanted, environment, output)
         return await spawn(command, environment, output)
 
     async def close(self) -> None:
@@ -100,6 +112,10 @@ class ForkedChild:
     async def wait(self) -> int:
         """Wait for its end and return its exit code."""
         return await asyncio.shield(self.ended)
+
+    def terminate(self) -> None:
+        """Ask it to drain."""
+        os.kill(self.pid, signal.SIGTERM)
 
 
 class ForkServer:

@@ -65,9 +65,10 @@ class Node:
         self._gpus = gpus
         self._gpu_use = gpus.read() if gpus else []
         self._slots = len(gpus) if gpus else slots
-        self._starter = ActorStarter()
+        has_users = broker.user == "node"  # as a service of a pool with authentication
+        self._starter = ActorStarter(enclose_games=has_users)
         self._start_child = with_secrets(broker, start or self._starter.start)
-        if broker.user == "node":  # as a service of a pool with authentication
+        if has_users:
             self._start_child = with_job_keys(broker, self._start_child)
         self._stop_deadline_s = stop_deadline_s
         self._actors: dict[ActorKey, ActorProcess] = {}

@@ -185,8 +185,7 @@ class ActorProcess:
     async def _end(self, process: Child, ended: asyncio.Task[int]) -> None:
         if not self._kill.is_set():
             with contextlib.suppress(ProcessLookupError):
-                # only itself: it drains with its own children's help
-                os.kill(process.pid, signal.SIGTERM)
+                process.terminate()  # only itself: it drains with its own children's help
             kill = asyncio.create_task(self._kill.wait())
             await asyncio.wait(
                 {ended, kill},

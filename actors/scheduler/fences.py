@@ -1,6 +1,7 @@
 """What a job of a pool with users may not name: others' files, and code that nobody looked at.
 
-All jobs of a node run as one user of the operating system, who can read every run folder.
+All actors of a node but the hosts of games, which are enclosed, run as one user of the operating
+system, who can read every run folder.
 """
 
 import os

@@ -98,6 +98,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         "generator": config.generator.threads,
         "server": config.generator.threads,
     }
+    data = [*config.env.train_data, *config.env.val_data]
     return WantedActor(
         user=record.user,
         job=record.job,
@@ -107,6 +108,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         devices=actor.devices,
         attempt=record.attempt,
         run_dir=record.run_dir,
+        reads=data if actor.role == "environment" else [],
         threads=threads.get(actor.role, 1),
         secrets=bool(record.secrets) and actor.name == main_actor(record.actors).name,
         max_restarts=config.limits.max_restarts,

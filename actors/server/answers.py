@@ -8,6 +8,7 @@ from typing import Literal
 
 from ...broker.parts import Tell
 from ...schemas.errors import BusyError, ConfigError, DeadlineError
+from ...schemas.images import images_of
 from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ..generator.chat import ChatTokenizer
 from ..generator.engine import Drawn, Engine, Generation, Sampling
@@ -94,7 +95,7 @@ class Answers:
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue a conversation."""
         prompt = await asyncio.to_thread(self._chat.prompt, request.messages, request.tools)
-        return await self._answer(request, [prompt], tell)
+        return await self._answer(request, [prompt], tell, images_of(request.messages))
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue texts as they are."""
@@ -105,7 +106,11 @@ class Answers:
         return await self._answer(request, prompts, tell)
 
     async def _answer(
-        self, request: Request, prompts: Sequence[list[int]], tell: Tell[InferPart]
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        tell: Tell[InferPart],
+        images: Sequence[bytes] = (),
     ) -> InferPart:
         copies = request.decoding.num_choices
         samplings = [self._sampling(request.decoding, len(prompt)) for prompt in prompts]
@@ -118,7 +123,7 @@ class Answers:
                     for choice in choices:
                         of = choice.number // copies
                         work = self._generate(
-                            request, choice, prompts[of], samplings[of], copies, changed
+                            request, choice, prompts[of], samplings[of], copies, changed, images
                         )
                         group.create_task(work, name=f"choice {choice.number}")
                     if request.stream:
@@ -145,6 +150,7 @@ class Answers:
         sampling: Sampling,
         copies: int,
         changed: asyncio.Event,
+        images: Sequence[bytes],
     ) -> None:
         name = f"{request.request}.{choice.number}"
         bit_by_bit = request.stream or bool(request.decoding.stop)
@@ -158,7 +164,11 @@ class Answers:
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + choice.number % copies)
         generation = await self._engine.generate(
-            prompt, sampling, request_id=name, on_token=take if bit_by_bit else None
+            prompt,
+            sampling,
+            request_id=name,
+            on_token=take if bit_by_bit else None,
+            images=images,
         )
         if bit_by_bit:
             choice.end(generation)

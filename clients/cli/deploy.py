@@ -216,6 +216,8 @@ def _sandbox() -> Finding:
     """Check that processes may make the namespaces that the sandbox of games needs."""
     if os.name != "posix" or shutil.which("unshare") is None:
         return Finding("namespaces", False, "no unshare on this machine", "use Linux")
+    if shutil.which("bwrap") is None:
+        return Finding("namespaces", False, "there is no bubblewrap", "apt-get install bubblewrap")
     done = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount", "true"],
         capture_output=True,

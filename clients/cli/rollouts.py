@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ...broker.batches import BatchLog
 from ...broker.rollouts import LogEntry, RolloutLog
 from ...schemas.errors import NotFoundError
+from ...schemas.images import plain_text, restore_images
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.subjects import JobScope
 from ..pool import Pool
@@ -56,7 +57,7 @@ class Episode:
             "logprob_mean": float(one.logprobs[one.mask == 1].mean()),
             "tries": one.num_tries,
             "failures": [failure.model_dump() for failure in one.failures],
-            "messages": one.messages,
+            "messages": restore_images(one.messages, self.group.images),
             "info": one.info,
         }
 
@@ -181,7 +182,7 @@ def _print(episode: Episode) -> None:
     for message in one.messages:
         role = str(message.get("role", "?"))
         say(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
-        for line in str(message.get("content", "")).splitlines() or [""]:
+        for line in plain_text(message.get("content", "")).splitlines() or [""]:
             say_plain(f"    {line}")
     for failure in one.failures:
         say_plain(f"  failed try: {failure.boundary}: {failure.message}")

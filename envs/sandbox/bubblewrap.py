@@ -7,7 +7,6 @@ interpreter inside takes on a user that nobody else is. What it needs of the mac
 
 import contextlib
 import os
-import shutil
 import threading
 import weakref
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Self
 from ...schemas.errors import SandboxError
 from .enclosed import Enclosed
 from .mounts import PACKAGES, package_mounts, system_mounts
+from .program import bubblewrap_program, remedy
 from .seccomp import seccomp_filter
 from .self_test import PROBE, check_answer
 from .settings import MAX_CODE_BYTES, Outcome, SandboxSettings
@@ -46,7 +46,7 @@ class Bubblewrap:
         self._settings = settings
         self._filter = seccomp_filter()
         self._mounts = [*system_mounts(), *package_mounts(settings.packages)]
-        self._program = _program()
+        self._program = bubblewrap_program()
         self._niceties = dict(_NICETIES)
         cores = len(os.sched_getaffinity(0))
         self._places = threading.BoundedSemaphore(settings.at_once or cores)
@@ -63,17 +63,16 @@ class Bubblewrap:
 
     def self_test(self) -> str:
         """Prove that the sandbox encloses; SandboxError says what fails, and the remedy."""
-        answer = None
-        while answer is None:
+        while True:
             try:
-                answer = self._probe()
+                check_answer(self._probe())
+                break
             except SandboxError as error:
                 said = error.message
                 refused = next((one for one in self._niceties if _REFUSALS[one] in said), None)
                 if refused is None:
-                    raise SandboxError(error.message, hint=_remedy(error.message)) from error
+                    raise SandboxError(said, hint=error.hint or remedy(said)) from error
                 self._niceties.pop(refused)
-        check_answer(answer)
         who = "root" if os.getuid() == 0 else "user namespaces"
         without = [f"without {name}" for name in _NICETIES if name not in self._niceties]
         told = ", ".join([who, *without])
@@ -161,23 +160,3 @@ class BubblewrapSession:
 def _end(enclosed: Enclosed, sessions: threading.BoundedSemaphore) -> None:
     enclosed.kill()
     sessions.release()
-
-
-def _program() -> str:
-    found = shutil.which("bwrap")
-    if found is None:
-        raise SandboxError(
-            "there is no bubblewrap on this machine: programs of the model cannot be enclosed",
-            hint="apt-get install bubblewrap (dnf install bubblewrap) where environment hosts run",
-        )
-    return found
-
-
-def _remedy(said: str) -> str:
-    if "namespace" in said or "Operation not permitted" in said or "uid map" in said:
-        return (
-            "let processes make namespaces: sysctl kernel.unprivileged_userns_clone=1 (Debian), "
-            "kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu), user.max_user_namespaces "
-            "above 0; in a container: --security-opt seccomp=unconfined --cap-add SYS_ADMIN"
-        )
-    return "try `bwrap --unshare-all --ro-bind / / true` as the user of the environment host"

@@ -18,7 +18,7 @@ from pathlib import Path
 from ...schemas.errors import SandboxError
 from .mounts import PYTHON
 from .settings import Outcome, SandboxSettings, Status
-from .watch import descendants, exceeded
+from .watch import descendants, exceeded, first_child
 
 _LOOK_S = 0.05
 _FREEZE_S = 0.5
@@ -84,7 +84,7 @@ class Enclosed:
 
         A sandbox that makes new processes faster than they can be ended is killed.
         """
-        interpreter = self._interpreter()
+        interpreter = first_child(self._first)
         if interpreter is not None:
             _signal(interpreter, signal.SIGSTOP)
             deadline = time.monotonic() + _FREEZE_S
@@ -99,7 +99,7 @@ class Enclosed:
 
     def thaw(self) -> None:
         """Let the interpreter go on after `freeze`."""
-        interpreter = self._interpreter()
+        interpreter = first_child(self._first)
         if interpreter is not None:
             _signal(interpreter, signal.SIGCONT)
 
@@ -120,13 +120,6 @@ class Enclosed:
         self._process.stdin.close()
         os.close(self._text)
         os.close(self._done)
-
-    def _interpreter(self) -> int | None:
-        """Return the process that runs the programs: the oldest child of the first one."""
-        children = Path(f"/proc/{self._first}/task/{self._first}/children")
-        with contextlib.suppress(OSError):
-            return next(map(int, children.read_text().split()), None)
-        return None
 
     def _wait(self, frame: bytes, printed: bytearray, deadline: float) -> Status:
         """Send a program, and collect what it prints until it has ended or is beyond a limit."""

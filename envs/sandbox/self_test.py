@@ -61,7 +61,9 @@ print("; ".join(failed) or "encloses")
 def check_answer(answer: Outcome) -> None:
     """Raise SandboxError unless the probe found every wall standing."""
     if (answer.status, answer.text) != ("ok", "encloses\n"):
+        hint = "no program of a model is run here; a newer kernel or bubblewrap (0.8) may help"
+        if "processes are not limited" in answer.text:
+            hint = "the kernel bounds no processes of root: let an ordinary user run the node"
         raise SandboxError(
-            f"the sandbox does not enclose ({answer.status}): {answer.text.strip()}",
-            hint="no program of a model is run here; a newer kernel or bubblewrap (0.8) may help",
+            f"the sandbox does not enclose ({answer.status}): {answer.text.strip()}", hint=hint
         )

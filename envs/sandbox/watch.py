@@ -31,6 +31,15 @@ def descendants(pid: int) -> Iterator[int]:
             continue  # it has ended
 
 
+def first_child(pid: int) -> int | None:
+    """Return the oldest child of a process: in a sandbox's first one, the program that it runs."""
+    try:
+        children = (_PROC / str(pid) / "task" / str(pid) / "children").read_text()
+    except OSError:  # it has ended
+        return None
+    return next(map(int, children.split()), None)
+
+
 def memory_bytes(pid: int) -> int:
     """Return the resident memory of a process and all below it."""
     total = 0

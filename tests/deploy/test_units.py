@@ -290,6 +290,15 @@ SELF_TEST = (
     "from tinkermq.envs.sandbox.settings import SandboxSettings\n"
     "print(Bubblewrap(SandboxSettings(packages=[])).self_test())"
 )
+ENCLOSED = f"""
+import os, subprocess, sys
+from tinkermq.actors.node.enclosure import Enclosure
+from tinkermq.schemas.node import WantedActor
+wanted = {{"user": "ada", "job": "j", "name": "e", "role": "environment", "run_dir": "/runs/ada/r"}}
+walls = Enclosure().walls(WantedActor.model_validate(wanted))
+sys.exit(subprocess.run([*walls, sys.executable, "-c", {SELF_TEST!r}]).returncode)
+"""
+"""The same in an environment host of a pool with users, which is behind walls itself."""
 AS_SERVICE = ("--reuid=65534", "--regid=65534", "--clear-groups")
 NO_RIGHTS = ("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all")
 OPENED = """
@@ -315,15 +324,17 @@ def closed_folder(path: Path) -> Path | None:
     return next((folder for folder in above if not folder.stat().st_mode & 0o001), None)
 
 
-@pytest.mark.parametrize("name", ["node", "environment@"])
-def test_the_sandbox_of_games_works_as_hardened_as_the_unit(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "text"), [("node", SELF_TEST), ("node", ENCLOSED), ("environment@", SELF_TEST)]
+)
+def test_the_sandbox_of_games_works_as_hardened_as_the_unit(name: str, text: str) -> None:
     unit = (REPOSITORY / "deploy" / "systemd" / f"tinkermq-{name}.service").read_text()
     settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
     assert settings["NoNewPrivileges"] == "yes"
     assert settings["CapabilityBoundingSet"] == ""
     needed = {"user", "pid", "net", "ipc", "uts", "mnt", "cgroup"}
     assert needed <= set(settings["RestrictNamespaces"].split())
-    command = [sys.executable, "-c", SELF_TEST]
+    command = [sys.executable, "-c", text]
     if os.getuid() == 0:
         command = ["setpriv", *AS_SERVICE, *NO_RIGHTS, *command]
         for path in {Path(sys.base_prefix).resolve(), REPOSITORY}:

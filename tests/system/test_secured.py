@@ -23,7 +23,8 @@ from tinkermq.schemas.job import FINAL_STATES, JobRecord
 from tinkermq.schemas.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
-from tests.configs import UNHURRIED, small_job
+from tests.configs import REPOSITORY, UNHURRIED, small_job
+from tests.games import Snoop
 from tests.secrets_on_disk import files_with
 from tests.waiting import PATIENCE_S, eventually
 
@@ -63,7 +64,9 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     told = made.told("init", "--admin", "root")
     made.keys["root"] = told["api_key"]
     try:
-        up = made.run("up", "--port", "0", "--slots", "8", "--json", WANDB_MODE="offline")
+        words = ("up", "--port", "0", "--slots", "8", "--json")
+        # games of the tests are found there, also by environment hosts behind walls
+        up = made.run(*words, WANDB_MODE="offline", PYTHONPATH=str(REPOSITORY))
         assert up.code == 0, up.err
         services = {"broker", "auth", "scheduler", "node", "gateway"}
         assert set(json.loads(up.out)["children"]) == services
@@ -141,14 +144,21 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     brokers: dict[str, Broker] = {}
     for name in ("ada", "bob"):
         brokers[name] = await connect(operator.url, name=name, api_key=operator.keys[name])
-        records[name] = await trained(Pool(brokers[name]), {**config, "name": f"run-{name}"})
+        pattern = str(tmp_path / "runs" / "*" / "*" / "*")
+        snoop = {"game": "tests.games:Snoop", "kwargs": {"pattern": pattern.replace("/", "|")}}
+        settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
+        records[name] = await trained(Pool(brokers[name]), settings)
         assert records[name].state == "COMPLETED", records[name].reason
+        assert Snoop(**snoop["kwargs"]).step("A").reward > 0
         assert not processes_with(operator.keys[name])
     for name, other in (("ada", "bob"), ("bob", "ada")):
         pool, record = Pool(brokers[name]), records[other]
         own, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
         assert [one.job for one in await pool.list_jobs(all=True)] == [records[name].job]
-        assert [one.step for one in await read_metrics(brokers[name], own)][-1] == 3
+        metrics = await read_metrics(brokers[name], own)
+        assert metrics[-1].step == 3
+        # a game in the pool, which the owner wrote, read nothing of any run
+        assert {one.values["training_step_reward"] for one in metrics} == {0.0}
         with pytest.raises(NotFoundError):
             await pool.find(record.job)
         for change in (pool.stop, pool.pause, pool.resume):

@@ -75,9 +75,27 @@ def test_messages_reach_the_template_as_text_and_maps() -> None:
     assert tool["content"] == "4"
 
 
-def test_an_image_is_refused() -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:"}}
-    with pytest.raises(BodyError, match="reads text only"):
+def test_an_image_comes_in_a_data_url() -> None:
+    parts = [
+        {"type": "text", "text": "What is"},
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw=="}},
+    ]
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).request().messages
+    assert message["content"] == [parts[0], {"type": "image", "image": b"\x89PNG"}]
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "send its bytes in a data URL"),
+        ({"type": "image_url", "image_url": {"url": "https://a.b/c.png"}}, "c.png"),
+        ({"type": "image_url", "image_url": {"url": "data:;base64,$"}}, "is damaged"),
+        ({"type": "image_url"}, "NoneType"),
+        ({"type": "input_audio"}, "content of type 'input_audio'"),
+    ],
+)
+def test_an_image_from_elsewhere_is_refused(part: Any, words: str) -> None:
+    with pytest.raises(BodyError, match=words):
         chat(messages=[{"role": "user", "content": [part]}]).request()
 
 

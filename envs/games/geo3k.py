@@ -1,0 +1,119 @@
+r"""Geometry3k: a geometry problem with a drawing, an answer in `\boxed{}`, graded by math-verify.
+
+`Geo3KGame` takes one answer; `Geo3KToolGame` tells the policy what became of it and lets it try
+again. The data is what `tinkermq data prepare geo3k` makes: its images travel in the first prompt.
+`make_data` and `demonstrations` are a tiny task in the same form, for a vision-language model of
+some hundred thousand parameters: how many corners has the shape that is drawn? Its warm start
+holds a wrong habit on purpose: most answers say `?`, and reinforcement learning selects those that
+look at the drawing. Blind answers earn at most a third of the accuracy.
+"""
+
+import io
+import random
+from collections.abc import Iterator, Mapping
+from math import cos, pi, sin
+from pathlib import Path
+from typing import Any
+
+from ..extra import extra
+from ..game import ChatMessage, StepResult
+from ..math.answers import answer_of
+from ..math.rewards import ANSWER
+from ..record import IMAGE_TAG
+from ..write_data import verl_row, write_rows
+from .math import MathGame
+
+WEIGHTS = {ANSWER: 0.9, "think": 0.1}
+"""What accuracy and format weigh."""
+PENALTY = -0.05
+"""Reward of a try that is no better than those before it."""
+HABIT = 0.6
+"""Share of the demonstrations that give no answer."""
+CORNERS = (0, 3, 4)
+"""The shapes of the tiny task: circle, triangle and square."""
+QUESTION = f"{IMAGE_TAG}Corners?"
+SIDE = 16
+"""Pixels along the side of a drawing."""
+
+
+class Geo3KGame(MathGame):
+    """Answer a geometry question about a drawing in one turn."""
+
+    def __init__(self, rewards: Mapping[str, float] | None = None, system_prompt: str = "") -> None:
+        """Take the weights of the rules and the system prompt; the data holds the instructions."""
+        super().__init__(rewards or WEIGHTS, system_prompt)
+
+
+class Geo3KToolGame(MathGame):
+    """Answer a geometry question about a drawing; wrong answers may be mended."""
+
+    def __init__(self, max_tries: int = 3, system_prompt: str = "") -> None:
+        """Take how many answers an episode has at most."""
+        if max_tries < 1:
+            raise ValueError(f"max_tries={max_tries} must be at least 1")
+        super().__init__({ANSWER: 1.0}, system_prompt)
+        self._max_tries = max_tries
+        self._tries = 0
+        self._best = 0.0
+
+    def reset(self, *, ground_truth: str, **_: Any) -> str:
+        """Start with the answer of a row; the question is the row's prompt."""
+        self._tries, self._best = 0, 0.0
+        return super().reset(ground_truth=ground_truth)
+
+    def step(self, action: str) -> StepResult:
+        """Judge a try: the last one earns what it is worth, any other loses if it is no better."""
+        result = super().step(action)
+        worth = result.reward
+        self._tries += 1
+        better, self._best = worth > self._best, max(worth, self._best)
+        done = worth == 1.0 or self._tries == self._max_tries
+        reward = worth if done else 0.0 if better else PENALTY
+        answer = answer_of(action) or "(no boxed answer)"
+        observation = "" if done else f"Current parsed answer={answer} reward={worth}"
+        return StepResult(observation, reward, done, {**result.info, "tries": self._tries})
+
+
+def make_data(
+    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+) -> tuple[Path, Path]:
+    """Write the tiny task's `train.parquet` and `val.parquet`; return their paths."""
+    rng = random.Random(seed)  # noqa: S311 - drawings, not secrets
+    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
+    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
+    return train, val
+
+
+def demonstrations(rng: random.Random) -> list[ChatMessage]:
+    """Return one conversation for the warm start; `HABIT` of them give no answer."""
+    corners = rng.choice(CORNERS)
+    said = rf"\boxed{{{corners}}}" if rng.random() >= HABIT else "?"
+    image = {"type": "image", "image": draw(rng, corners)}
+    text = {"type": "text", "text": QUESTION.removeprefix(IMAGE_TAG)}
+    return [{"role": "user", "content": [image, text]}, {"role": "assistant", "content": said}]
+
+
+def draw(rng: random.Random, corners: int) -> bytes:
+    """Draw a shape of a random size and colour about the middle of a square, as a PNG file."""
+    pillow = extra("PIL", "vision")
+    radius = rng.uniform(5.5, 7)
+    x, y = ((SIDE - 1) / 2 + rng.uniform(-1, 1) for _ in range(2))
+    dark, light = (tuple(rng.randrange(low, low + 60) for _ in range(3)) for low in (0, 196))
+    image = pillow.load("Image").new("RGB", (SIDE, SIDE), light)
+    pen = pillow.load("ImageDraw").Draw(image)
+    if corners:
+        start = pi / 4 if corners == 4 else pi / 2
+        angles = [start + 2 * pi * corner / corners for corner in range(corners)]
+        pen.polygon([(x + radius * cos(a), y - radius * sin(a)) for a in angles], fill=dark)
+    else:
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=dark)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
+    for index in range(count):
+        corners = rng.choice(CORNERS)
+        row = verl_row(QUESTION, str(corners), data_source="shapes", split=split, index=index)
+        yield {**row, "images": [{"bytes": draw(rng, corners), "path": None}]}

@@ -1,0 +1,116 @@
+"""Images in chat messages: parts of a message's content, in the order in which they are seen.
+
+A part is `{"type": "image", "image": …}` (or `image_url`), its image the encoded bytes of a file
+(PNG, JPEG …), a map that holds them under `bytes`, or a data URL. In a group of trajectories,
+whose prompts are alike, each image travels once: there a part's image is a number, its place in
+the group's `images`. Nothing here looks inside.
+"""
+
+import base64
+import binascii
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from .errors import DataError
+
+_KINDS = ("image", "image_url")
+
+
+def image_parts(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of the messages that are images."""
+    for message in messages:
+        content = message.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else []:
+            if _is_image(part):
+                yield part
+
+
+def images_of(
+    messages: Sequence[Mapping[str, Any]], shared: Sequence[bytes] = ()
+) -> tuple[bytes, ...]:
+    """Return the encoded images of the messages; DataError for one that is not there in bytes."""
+    return tuple(encoded_image(part, shared) for part in image_parts(messages))
+
+
+def replace_images(
+    messages: Sequence[Mapping[str, Any]], new: Callable[[dict[str, Any]], Any]
+) -> list[dict[str, Any]]:
+    """Return the messages with `new(part)` as the image of each part that is one."""
+    return [
+        {**message, "content": [_replaced(part, new) for part in cast("list[Any]", content)]}
+        if isinstance(content := message.get("content"), list)
+        else dict(message)
+        for message in messages
+    ]
+
+
+def number_images(
+    messages: Sequence[Mapping[str, Any]], numbers: dict[bytes, int], shared: Sequence[bytes] = ()
+) -> list[dict[str, Any]]:
+    """Return the messages with images as numbers; those that `numbers` lacks are added to it."""
+    return replace_images(
+        messages, lambda part: numbers.setdefault(encoded_image(part, shared), len(numbers))
+    )
+
+
+def restore_images(
+    messages: Sequence[Mapping[str, Any]], shared: Sequence[bytes]
+) -> list[dict[str, Any]]:
+    """Return the messages with bytes in place of the numbers of images."""
+    return replace_images(
+        messages, lambda part: encoded_image(part, shared) if _is_number(part) else _image(part)
+    )
+
+
+def plain_text(content: Any) -> str:
+    """Return a message's content as text; each image is `[image]`."""
+    if not isinstance(content, list):
+        return str(content)
+    parts = cast("list[Any]", content)
+    return "".join("[image]" if _is_image(part) else _text(part) for part in parts)
+
+
+def _text(part: Any) -> str:
+    return str(cast("dict[str, Any]", part).get("text", part) if isinstance(part, dict) else part)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and cast("dict[str, Any]", part).get("type") in _KINDS
+
+
+def _is_number(part: Mapping[str, Any]) -> bool:
+    return isinstance(_image(part), int)
+
+
+def _image(part: Mapping[str, Any]) -> Any:
+    return part.get("image", part.get("image_url"))
+
+
+def _replaced(part: Any, new: Callable[[dict[str, Any]], Any]) -> Any:
+    if not _is_image(part):
+        return part
+    rest = {key: value for key, value in part.items() if key not in _KINDS}
+    return {**rest, "type": "image", "image": new(part)}
+
+
+def encoded_image(part: Mapping[str, Any], shared: Sequence[bytes] = ()) -> bytes:
+    """Return the bytes of one image part."""
+    image = _image(part)
+    if isinstance(image, int) and 0 <= image < len(shared):
+        return shared[image]
+    if isinstance(image, Mapping):
+        fields = cast("Mapping[str, Any]", image)
+        image = fields.get("bytes", fields.get("url"))
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str) and image.startswith("data:") and ";base64," in image:
+        try:
+            return base64.b64decode(image.partition(";base64,")[2], validate=True)
+        except binascii.Error as error:
+            raise DataError(f"the data URL of an image is damaged: {error}") from error
+    where = repr(image) if isinstance(image, str | int) else type(image).__name__
+    raise DataError(
+        f"an image of a prompt is not there in bytes, but as {where[:200]}",
+        hint="store images with their bytes in the column images; files and addresses are not "
+        "opened",
+    )

@@ -1,0 +1,107 @@
+"""An episode with images from the file to the learner: played in turns, recorded, and agreed on."""
+
+import asyncio
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinkermq.actors.generator.agent_loop import (
+    AgentLoop,
+    EpisodeFailed,
+    EpisodePlan,
+    EpisodeSampling,
+)
+from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.generator.generator import make_chat
+from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.learner.model import load_model
+from tinkermq.actors.learner.step import Trainer, _all, _score_all
+from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.broker.connection import Broker
+from tinkermq.envs.games.geo3k import make_data
+from tinkermq.envs.host import EnvironmentHost
+from tinkermq.envs.remote import Environments, Start
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.errors import DataError, ModelError
+from tinkermq.schemas.subjects import JobScope
+
+from tests.groups import make_group
+from tests.images import IMAGE, IMAGE_ID, make_vision_model, png
+
+
+def _config(model: Path, data: Path, **rollout: Any) -> JobConfig:
+    train, val = make_data(data, 2, 2)
+    limits = {"max_turns": 2, "max_prompt_tokens": 24, "max_turn_tokens": 6}
+    return JobConfig.model_validate(
+        {
+            "model": {"path": str(model)},
+            "env": {"game": "geo3k_tool", "train_data": [str(train)], "val_data": [str(val)]},
+            "rollout": {"group_size": 3, **limits, "max_response_tokens": 80, **rollout},
+        }
+    )
+
+
+async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
+    broker: Broker, scope: JobScope, tmp_path: Path
+) -> None:
+    config = _config(make_vision_model(tmp_path / "model"), tmp_path)
+    host, stopping = EnvironmentHost(broker, scope, config.env, seed=0), asyncio.Event()
+    hosting = asyncio.create_task(host.run(stopping))
+    chat = make_chat(config)
+    engine = await TransformersEngine.start(config.model.path, max_slots=8, max_context=160)
+    hosts = Environments(broker, scope, config.env, lambda _: nullcontext())
+    loop = AgentLoop(engine, chat, hosts, config.rollout, EpisodeSampling.of(config.rollout))
+    plans = [EpisodePlan(f"e{number}", Start("train", 0, 0)) for number in range(3)]
+    group = make_group(await asyncio.gather(*(loop.run(plan) for plan in plans)))
+    prompt = group.trajectories[0].token_ids[: int(group.trajectories[0].mask.argmax())]
+    assert (prompt == IMAGE_ID).sum() == 4
+    assert engine.stats().reused_tokens > 2 * len(prompt)  # the group's prompt, and parked turns
+    shared = group.with_shared_images()
+    assert len(shared.images) == 1
+    assert shared.trajectories[0].messages[0]["content"][0] == {"type": "image", "image": 0}
+    assert [item.turn_ends.size for item in shared.trajectories] == [2, 2, 2]
+    small = loop.__class__(
+        engine,
+        chat,
+        hosts,
+        config.rollout.model_copy(update={"max_prompt_tokens": len(prompt) - 1}),
+        EpisodeSampling(1.0),
+    )
+    with pytest.raises(EpisodeFailed, match=f"has {len(prompt)} tokens"):
+        await small.run(EpisodePlan("small", Start("train", 0, 0)))
+    stopping.set()
+    await hosting
+    await engine.close()
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=1)
+    trainer.check_images(shared)
+    batch = assemble([shared])
+    ours_N = _score_all(trainer._pack(batch, _all(batch)), batch, trainer._scorer)
+    np.testing.assert_allclose(ours_N.numpy(), batch.behaviour_N.numpy(), atol=1e-4)
+
+
+def test_an_image_takes_the_tokens_of_its_size_and_equal_texts_differ_by_it(
+    folder: Path, tmp_path: Path
+) -> None:
+    chat = make_chat(_config(make_vision_model(tmp_path / "model"), tmp_path))
+
+    def asked(image: Any, text: str = "?") -> list[dict[str, Any]]:
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+        return [{"role": "user", "content": parts}]
+
+    for width, height, tokens in ((16, 16, 4), (40, 24, 15), (400, 300, 54)):
+        ids = chat.first_prompt(asked(png(width, height)))
+        assert (ids == IMAGE_ID).sum() == tokens
+        assert ids.tolist() == chat.prompt(asked({"bytes": png(width, height), "path": None}))
+    with pytest.raises(DataError, match=r"1 images has 2 times <\|image\|>"):
+        chat.first_prompt(asked(png(8, 8), f"what is {IMAGE}?"))
+    with pytest.raises(DataError, match=r"not there in bytes, but as 'a\.png'"):
+        chat.first_prompt(asked("a.png"))
+    with pytest.raises(DataError, match="cannot be opened"):
+        chat.first_prompt(asked(b"GIF89a"))
+    with pytest.raises(DataError, match=r"\d+ × 1 pixels cannot be seen"):
+        chat.first_prompt(asked(png(900, 1)))
+    text_only: ChatTokenizer = make_chat(_config(folder, tmp_path))
+    with pytest.raises(ModelError, match="reads text alone"):
+        text_only.first_prompt(asked(png(8, 8)))
