@@ -11,7 +11,7 @@ from ...broker.feed import read_traces
 from ...broker.learner_calls import trace_steps
 from ...broker.profile import Profile, TypicalStep, profile_of
 from ...broker.spans import spans_of
-from ...schemas.errors import StateError
+from ...schemas.errors import ConfigError, StateError
 from ...schemas.job import JobRecord
 from ...schemas.trace import StepTrace
 from ..pool import Pool
@@ -65,6 +65,11 @@ def profile(
         Send the spans of these steps to a collector of OpenTelemetry's at this URL, such as
         http://127.0.0.1:4318.
     """
+
+    if torch_profiler and otlp is not None:
+        raise ConfigError(
+            "--otlp has no effect beside --torch-profiler", hint="give one of them at a time"
+        )
 
     async def trace(pool: Pool) -> list[str]:
         return await trace_steps(pool.broker, await pool.find(run), steps or 1)

@@ -201,6 +201,10 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
     assert (told["run"], told["num_steps"], told["wall_s"]) == (run.name, 3, 100.0)
     shares = {"queue": 0.1, "generate": 0.084, "environment": 0.056, "other": 0.7}
     assert told["waited_for"] == pytest.approx(shares)
+    wrong = await aside(cli, *words, "--torch-profiler", "--steps", "33")
+    assert (wrong.code, "ask for 1 to 32" in wrong.err) == (2, True)
+    both = await aside(cli, *words, "--torch-profiler", "--otlp", "http://127.0.0.1:1")
+    assert (both.code, "give one of them at a time" in both.err) == (2, True)
     asked = await aside(cli, *words, "--torch-profiler")
     assert (asked.code, "the learner's next steps" in asked.err) == (2, True)
 
