@@ -77,6 +77,8 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
     mostly = max(profile.waited_for, key=lambda phase: profile.waited_for[phase], default="other")
     says = f"the learner waited {waited:.0%} of the time for rollouts"
     parked = profile.parked
+    if not profile.generators:
+        return Advice(f"{says}; whoever makes them tells nothing of its own time", (bound,))
     if mostly == "weights" or (parked >= _PARKED and mostly != "environment"):
         return Advice(
             f"{says}, while generators were parked {parked:.0%} of the time by the staleness "

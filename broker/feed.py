@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 
 import structlog
 from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.errors import BrokerError, MessageError
 from ..schemas.message import Message
@@ -22,6 +23,7 @@ from ..schemas.trace import StepTrace
 from .connection import Broker, NoResponders
 from .reader import StreamReader
 from .stored import StoredMessage, get_all, missing
+from .streams import stream_info
 
 FeedKind: TypeAlias = Literal["metric", "event", "log"]
 FeedMessage: TypeAlias = Metric | Event | LogLines
@@ -92,9 +94,14 @@ async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
     return await _read_all(broker, scope.stream_feed, scope.event, Event)
 
 
-async def read_traces(broker: Broker, scope: JobScope) -> list[StepTrace]:
-    """Return the traces that are stored, in order; malformed ones are left out and logged."""
-    return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace)
+async def read_traces(broker: Broker, scope: JobScope, newest: int) -> list[StepTrace]:
+    """Return so many of the newest traces, in order; malformed ones are left out and logged."""
+    try:
+        state = (await stream_info(broker, scope.stream_trace))["state"]
+    except NatsNotFound as error:
+        raise missing(scope.stream_trace) from error
+    first = max(int(state["last_seq"]) - newest + 1, 1)
+    return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace, first)
 
 
 async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
@@ -102,10 +109,12 @@ async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
     return await _read_all(broker, scope.stream_dead, scope.dead, DeadLetter)
 
 
-async def _read_all(broker: Broker, stream: str, subject: str, model: type[M]) -> list[M]:
+async def _read_all(
+    broker: Broker, stream: str, subject: str, model: type[M], from_seq: int = 1
+) -> list[M]:
     try:
         messages = await broker.retry(
-            lambda: get_all(broker, stream, subject),
+            lambda: get_all(broker, stream, subject, from_seq),
             deadline_s=_API_DEADLINE_S,
             waiting_for=f"stream {stream}",
         )

@@ -1,7 +1,7 @@
 """What the owner of a job asks its learner for directly."""
 
-from ..schemas.control import ControlReply, ControlRequest
-from ..schemas.errors import StateError, StorageError
+from ..schemas.control import MAX_TRACED_STEPS, ControlReply, ControlRequest
+from ..schemas.errors import ConfigError, StateError, StorageError
 from ..schemas.job import JobRecord
 from .connection import Broker
 from .rpc import call
@@ -35,9 +35,14 @@ async def write_checkpoint(broker: Broker, record: JobRecord) -> str:
 async def trace_steps(broker: Broker, record: JobRecord, steps: int) -> list[str]:
     """Have the learner of a job write torch's traces of its next steps; return their files there.
 
-    There are fewer when the run ends before. Raises StateError for a job that does not train,
-    StorageError for a full disk, DeadlineError after ten minutes.
+    There are fewer when the run ends before. Raises ConfigError for too many, StateError for
+    a job that does not train, StorageError for a full disk, DeadlineError after ten minutes.
     """
+    if not 1 <= steps <= MAX_TRACED_STEPS:
+        raise ConfigError(
+            f"{steps} steps cannot be traced at a time",
+            hint=f"ask for 1 to {MAX_TRACED_STEPS}: --steps 3",
+        )
     _refuse_idle(record, "step to trace", "ask while a training job runs")
     request = ControlRequest(verb="profile", reason="asked for", steps=steps)
     reply = await _ask(broker, record, request, "next steps")

@@ -35,8 +35,9 @@ class Span:
 def spans_of(step: StepTrace) -> Iterator[Span]:
     """Yield the spans of a step and of those of its groups that it names.
 
-    Within an episode generation and game alternate: the lengths of `generate` and `environment` are
-    right, and they stand one after the other.
+    Lengths are right everywhere, places not: generation and game alternate within an episode, and
+    stand one after the other here; `send` (of the weights of the version before) and each
+    generator's `swap` (the sum of its pauses) stand at the step's beginning.
     """
     for group in step.groups:
         yield from _of_group(group)
@@ -46,7 +47,7 @@ def spans_of(step: StepTrace) -> Iterator[Span]:
 def _of_step(step: StepTrace) -> Iterator[Span]:
     trace, root = trace_of(step.traceparent), span_of(step.traceparent)
     told = {"tinkermq.step": step.step, "tinkermq.num_groups": step.num_groups}
-    start = step.formed - sum(step.learner.get(kind, 0.0) for kind in _BEFORE)
+    start = _begin(step)
     yield Span("step", "learner", trace, root, "", start, step.ended, told)
     links = tuple((trace_of(g.traceparent), span_of(g.traceparent)) for g in step.groups)
     known = tuple(link for link in links if all(link))
@@ -58,6 +59,23 @@ def _of_step(step: StepTrace) -> Iterator[Span]:
         child = _child(root, kind)
         yield Span(kind, "learner", trace, child, root, start, start + length, told, after)
         start += length
+    yield from _of_weights(step, told)
+
+
+def _of_weights(step: StepTrace, told: Mapping[str, int]) -> Iterator[Span]:
+    """Yield what sending and swapping in new weights took, beside the learner's work."""
+    trace, root = trace_of(step.traceparent), span_of(step.traceparent)
+    lengths = [("send", "learner", step.send_s)]
+    lengths += [("swap", name, spent.get("swap", 0.0)) for name, spent in step.generators.items()]
+    start = _begin(step)
+    for kind, actor, length in lengths:
+        if length > 0:
+            child = _child(root, f"{kind}.{actor}")
+            yield Span(kind, actor, trace, child, root, start, start + length, told)
+
+
+def _begin(step: StepTrace) -> float:
+    return step.formed - sum(step.learner.get(kind, 0.0) for kind in _BEFORE)
 
 
 _BEFORE = ("checkpoint", "paused", "wait")

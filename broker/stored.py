@@ -102,14 +102,16 @@ def _of_leader(reply: Msg) -> StoredMessage | None:
     return StoredMessage(message["subject"], int(message["seq"]), payload, headers)
 
 
-async def get_all(broker: Broker, stream: str, subject: str) -> list[StoredMessage]:
+async def get_all(
+    broker: Broker, stream: str, subject: str, from_seq: int = 1
+) -> list[StoredMessage]:
     """Return all messages on `subject` (wildcards allowed) in order, in bounded batches.
 
     A message that is replaced meanwhile (a key that is written again) may come twice.
     Each batch is one attempt; raises what `Broker.request` raises.
     """
     found: list[StoredMessage] = []
-    seq = 1
+    seq = from_seq
     while True:
         messages, more = await get_batch(broker, stream, seq, subject)
         found += messages

@@ -35,12 +35,14 @@ class TimeUse:
     def begin(self, kind: str) -> None:
         """Count one more thing of this kind, until `end`."""
         self._running[kind] += 1
-        self._turn()
+        if self._running[kind] == 1:
+            self._turn()
 
     def end(self, kind: str) -> None:
         """End what `begin` began."""
         self._running[kind] -= 1
-        self._turn()
+        if self._running[kind] == 0:
+            self._turn()
 
     def reassign(self, source: str, target: str, seconds: float) -> None:
         """Call seconds of `source` by another name, as many of them as were not taken yet."""

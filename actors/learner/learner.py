@@ -251,7 +251,8 @@ class Learner:
         report.numbers.update({**self._order.numbers(), "staleness/bound": bound})
         spent = self._time_use.take()
         trace = self._reporter.tracer.trace(step, entries, formed, spent, self.publisher.send_s)
-        self.issuer.staleness.take(trace)
+        if record:
+            self.issuer.staleness.take(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:

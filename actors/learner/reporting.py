@@ -138,7 +138,8 @@ class Reporter:
         return {**numbers, **report.numbers, **self.waste.numbers()}
 
     def _wait_share(self) -> float:
-        return profile_of(list(self._traces)).learner.get("wait", 0.0)
+        waited = sum(trace.learner.get("wait", 0.0) for trace in self._traces)
+        return waited / max(sum(sum(trace.learner.values()) for trace in self._traces), 1e-9)
 
     async def _tell_bottleneck(self) -> None:
         now = time.monotonic()

@@ -11,6 +11,7 @@ from ...broker.feed import read_traces
 from ...broker.learner_calls import trace_steps
 from ...broker.profile import Profile, TypicalStep, profile_of
 from ...broker.spans import spans_of
+from ...schemas.errors import ConfigError, StateError
 from ...schemas.job import JobRecord
 from ...schemas.trace import StepTrace
 from ..pool import Pool
@@ -65,18 +66,27 @@ def profile(
         http://127.0.0.1:4318.
     """
 
+    if torch_profiler and otlp is not None:
+        raise ConfigError(
+            "--otlp has no effect beside --torch-profiler", hint="give one of them at a time"
+        )
+
     async def trace(pool: Pool) -> list[str]:
         return await trace_steps(pool.broker, await pool.find(run), steps or 1)
 
     async def read(pool: Pool) -> tuple[JobRecord, list[StepTrace]]:
         record = await pool.find(run)
-        return record, await read_traces(pool.broker, record.scope)
+        if not record.trains:
+            raise StateError(
+                f"job {record.name} trains nothing, so it has no steps",
+                hint="give the name of a training job: `tinkermq ps --all`",
+            )
+        return record, await read_traces(pool.broker, record.scope, steps or _STEPS)
 
     if torch_profiler:
         _print_files(with_pool(common.nats_url, trace), as_json=common.json)
         return 0
     record, traces = with_pool(common.nats_url, read)
-    traces = traces[-(steps or _STEPS) :]
     if otlp is not None:
         _send(record, traces, otlp)
     found = profile_of(traces)

@@ -112,13 +112,14 @@ def test_shares_are_of_each_actors_own_wall_time() -> None:
 
 def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
     """A profile with these shares."""
+    told = more.get("generator", {"generate": 1.0})
     learner = {"wait": waited, "train": 1 - waited - sum(more.get("own", {}).values())}
     return Profile(
         num_steps=3,
         wall_s=30.0,
         learner={**learner, **more.get("own", {})},
         waited_for=waited_for,
-        generators={"generator-0": more.get("generator", {"generate": 1.0})},
+        generators={"generator-0": told} if told else {},
         hosts=more.get("hosts", {}),
         answer_p50_s=0.1,
         answer_p95_s=1.2,
@@ -157,6 +158,11 @@ def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
         ),
         (shares(0.6, {"weights": 0.5}), "raise training.max_staleness", "training.batch_size"),
         (shares(0.3, {"other": 0.3}), "the learner waited 30% of the time for rollouts: ", ""),
+        (
+            shares(0.3, {"other": 0.3}, generator={}),
+            "whoever makes them tells nothing of its own time",
+            "training.max_staleness",
+        ),
     ],
 )
 def test_the_first_advice_names_what_holds_the_run_up(

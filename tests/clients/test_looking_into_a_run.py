@@ -9,7 +9,7 @@ from asyncio.subprocess import PIPE
 import pytest
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker
-from tinkermq.broker.feed import publish_log, publish_metric
+from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.presence import presences
@@ -20,11 +20,12 @@ from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.trace import GroupTrace, StepTrace, new_trace
 
 from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record
 from tests.groups import make_group, make_trajectory
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 
 async def aside(cli: Cli, *words: str) -> Outcome:
@@ -132,6 +133,80 @@ async def test_the_cost_of_runs_is_told_by_role(broker: Broker, scope: JobScope,
     header, row = (await aside(cli, *words)).out.splitlines()
     assert header.split() == ["run", "state", "generator", "learner", "slot-hours", "slots", "now"]
     assert row.split() == [record.name, "COMPLETED", "0.50", "2.00", "2.50", "0"]
+
+
+def _trace(step: int, wait_s: float) -> StepTrace:
+    """A step whose last group was 6 s at the engine and 4 s in its game before it was trained."""
+    group = GroupTrace(
+        task=step,
+        traceparent="00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+        source="generator-0",
+        issued=80.0,
+        arrived=100.0,
+        weights_s=0.0,
+        rollout_s=10.0,
+        generate_s=6.0,
+        environment_s=4.0,
+        answer_s=1.25,
+    )
+    return StepTrace(
+        step=step,
+        traceparent=new_trace(),
+        formed=100.0,
+        ended=102.0,
+        learner={"wait": wait_s, "train": 2.0},
+        generators={"generator-0": {"generate": 3.0, "tasks": 1.0}},
+        hosts={"env-a": {"full": 3.0, "idle": 1.0}},
+        num_groups=1,
+        groups=[group],
+    )
+
+
+async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    words = ("profile", run.name, "--nats-url", broker.url)
+    assert "has no traces: none of its steps is over" in (await aside(cli, *words)).err
+    for step, wait_s in ((1, 90.0), (2, 2.0), (3, 2.0)):
+        await publish_trace(broker, scope, _trace(step, wait_s))
+
+    async def stored() -> bool:
+        return len(await read_traces(broker, scope, 9)) == 3
+
+    await eventually(stored, "the traces to be stored")
+    shown = await aside(cli, *words, "--steps", "2")
+    assert [" ".join(line.split()) for line in shown.out.splitlines()] == [
+        "2 steps in 8 s",
+        "",
+        "actor busy of it waits for",
+        "learner 50% train 50% generation 30%, games 20%",
+        "generator-0 75% tasks 25%",
+        "env-a 75% all workers 75% actions 25%",
+        "",
+        "games answered after p50 1.25 s, p95 1.25 s",
+        "",
+        "step 2, of median length, took 4 s:",
+        "it waited for task 2 of generator-0",
+        "generate 1.2 s 30%",
+        "environment 800 ms 20%",
+        "train 2 s 50%",
+        "trace 4bf92f3577b34da6a3ce929d0e0e4736",
+        "",
+        "- the learner waited 50% of the time for rollouts, mostly for generation, and generators "
+        "were parked 25% of the time by the staleness bound: add generators, or raise "
+        "training.max_staleness",
+        f"change: tinkermq scale {run.name} generators=N, training.max_staleness",
+    ]
+    told = json.loads((await aside(cli, *words, "--json")).out)
+    assert (told["run"], told["num_steps"], told["wall_s"]) == (run.name, 3, 100.0)
+    shares = {"queue": 0.1, "generate": 0.084, "environment": 0.056, "other": 0.7}
+    assert told["waited_for"] == pytest.approx(shares)
+    wrong = await aside(cli, *words, "--torch-profiler", "--steps", "33")
+    assert (wrong.code, "ask for 1 to 32" in wrong.err) == (2, True)
+    both = await aside(cli, *words, "--torch-profiler", "--otlp", "http://127.0.0.1:1")
+    assert (both.code, "give one of them at a time" in both.err) == (2, True)
+    asked = await aside(cli, *words, "--torch-profiler")
+    assert (asked.code, "the learner's next steps" in asked.err) == (2, True)
 
 
 async def test_an_unknown_actor_names_the_closest(broker: Broker, run: JobRecord, cli: Cli) -> None:

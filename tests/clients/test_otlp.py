@@ -35,6 +35,8 @@ def step() -> StepTrace:
         formed=120.0,
         ended=123.0,
         learner={"wait": 5.0, "train": 2.0, "publish": 0.5, "checkpoint": 1.0, "other": 0.5},
+        send_s=0.25,
+        generators={"generator-1": {"generate": 6.0, "swap": 0.5}},
         num_groups=1,
         groups=[group],
     )
@@ -79,6 +81,8 @@ def test_spans_lie_where_their_time_passed() -> None:
         "wait": ("learner", 115.0, 120.0),
         "train": ("learner", 120.0, 122.0),
         "publish": ("learner", 122.0, 122.5),
+        "send": ("learner", 114.0, 114.25),
+        "swap": ("generator-1", 114.0, 114.5),
     }
     of_task = ("task", "queue", "weights", "rollout", "generate", "environment")
     assert {spans[name].trace for name in of_task} == {trace_of(TASK)}

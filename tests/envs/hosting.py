@@ -34,10 +34,17 @@ class Client:
 
     def __init__(self, broker, scope, host):
         self.broker, self.scope, self.host = broker, scope, host
+        self.traceparent = ""
 
     async def _call(self, subject, request, reply_model):
         return await call(
-            self.broker, subject, request, reply_model, timeout_s=10, waiting_for="the host"
+            self.broker,
+            subject,
+            request,
+            reply_model,
+            timeout_s=10,
+            waiting_for="the host",
+            traceparent=self.traceparent,
         )
 
     async def describe(self):

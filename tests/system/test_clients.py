@@ -192,7 +192,7 @@ async def _assert_profiled(
     assert told["generators"]["generator-0"]["environment"] > 0.3
     assert "for games, which answered after" in told["advice"][0]["text"]
     log = RolloutLog(stack.broker, scope)
-    traces = await read_traces(stack.broker, scope)
+    traces = await read_traces(stack.broker, scope, 100)
     for group in [group for trace in traces for group in trace.groups]:
         entry = await log.find(group.task)
         assert entry is not None

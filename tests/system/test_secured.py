@@ -164,10 +164,11 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         for change in (pool.stop, pool.pause, pool.resume):
             with pytest.raises(NotFoundError):
                 await change(record.job)
-        assert [one.step for one in await read_traces(brokers[name], own)] == [1, 2, 3]
-        for read in (read_metrics, read_traces):
-            with pytest.raises(BrokerError):
-                await read(brokers[name], theirs)
+        assert [one.step for one in await read_traces(brokers[name], own, 2)] == [2, 3]
+        with pytest.raises(BrokerError):
+            await read_metrics(brokers[name], theirs)
+        with pytest.raises(BrokerError):
+            await read_traces(brokers[name], theirs, 2)
         with pytest.raises(BrokerError):
             await RolloutLog(brokers[name], theirs).get(1)
         with pytest.raises(BrokerError):
