@@ -139,7 +139,7 @@ def test_the_eyes_are_trained_in_every_way_in_which_models_are(
         {"model": {"path": str(one)}, "env": {"game": "geo3k"}, **sections}
     )
     model = load_model(config.model, config.learner, lora=config.lora)
-    Trainer(model, config, total_steps=4).step(assemble(_groups()), 1)
+    Trainer(model, config, total_steps=4).step(assemble(_groups()[:1]), 1)
     gradients = [
         each.grad
         for name, each in model.named_parameters()
