@@ -1,0 +1,446 @@
+"""One model in vLLM, with the adapters beside it: its processes, requests, and new weights.
+
+vLLM computes in processes of its own (one that schedules, one worker per GPU) and is told of
+requests and new weights from here. It stamps each step's tokens with the label of the weights that
+made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
+under a salt of its adapter and version, so that no prefix is shared across versions.
+
+This module imports vllm: only `players` imports it, when it is asked for. Written for vLLM 0.32.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import asyncio
+import json
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+
+from ...schemas.config import GeneratorConfig
+from ...schemas.errors import EngineError, ModelError
+from .concurrency import Concurrency, Gate
+from .engine import (
+    Drawn,
+    FinishReason,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    OnToken,
+    Sampling,
+    nothing,
+)
+from .meter import Meter
+
+_CPU_CACHE_MB = 1024
+_CPU_BLOCK_TOKENS = 32
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
+_FINISH: Mapping[str | None, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "cancelled",
+}
+T = TypeVar("T")
+
+
+class _Request:
+    """A request on its way."""
+
+    def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]") -> None:
+        self.adapter = adapter
+        self.key = key
+        """vLLM's name of it."""
+        self.place = place
+        """Done when it is let in."""
+        self.cancelled = False
+        self.again = False
+        """It was taken back before its first token, to be computed by newer weights alone."""
+
+
+class VllmModel:
+    """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
+
+    def __init__(self, llm: AsyncLLM, meter: "_Recorder", max_requests: int) -> None:
+        """`start` makes one."""
+        self.versions: dict[str, int] = {"": 0}
+        self.meter = meter.meter
+        self._llm = llm
+        cache = llm.vllm_config.cache_config
+        fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
+        self._gate = Gate(Concurrency(fits, max_requests))
+        meter.gate = self._gate
+        self._requests: dict[str, _Request] = {}
+        self._adapters: dict[str, LoRARequest] = {}
+        self._num_adapters = 0
+        self._swapping = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        """Done when no request will be answered any more."""
+        self._owners = 0
+
+    @classmethod
+    async def start(
+        cls,
+        path: str,
+        config: GeneratorConfig,
+        *,
+        max_context: int,
+        trust_remote_code: bool = False,
+        ranks: Sequence[int] = (),
+    ) -> "VllmModel":
+        """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
+
+        `ranks` are those of the adapters that may lie beside it.
+        """
+        on_cpu = current_platform.is_cpu()
+        cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
+        _settle_environment(compiled=config.compile)
+        meter = _Recorder()
+        arguments: dict[str, Any] = {
+            "model": path,
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "trust_remote_code": trust_remote_code,
+            "dtype": config.dtype,
+            "max_model_len": max_context,
+            "max_num_seqs": config.max_requests,
+            "tensor_parallel_size": config.tensor_parallel,
+            "enforce_eager": not config.compile,
+            "enable_prefix_caching": True,
+            "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
+            "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
+            "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
+            "worker_extension_cls": "tinkermq.actors.generator.vllm_worker.WorkerExtension",
+            "disable_log_stats": True,  # its own; ours is given below
+        }
+        if ranks:
+            rank = max(ranks)
+            arguments |= {
+                "enable_lora": True,
+                "max_loras": len(ranks),
+                "max_lora_rank": next((size for size in _RANKS if size >= rank), rank),
+            }
+        try:
+            llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args,
+                AsyncEngineArgs(**arguments),
+                stat_loggers=[meter.made],
+            )
+        except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
+            raise ModelError(
+                f"vLLM cannot run model {path}: {error}",
+                hint="see the log above; generator.engine=transformers runs more kinds of models",
+            ) from error
+        model = cls(llm, meter, config.max_requests)
+        await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
+        await model._call(llm.collective_rpc("record_logprobs_before_filters"))
+        await model.name_version(0)
+        return model
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        if not self.broken.done() and self._llm.errored:
+            self.broken.set_result(_dead())
+        return self.broken.result() if self.broken.done() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def inside(self) -> int:
+        """Requests that vLLM works on."""
+        return self._gate.inside
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until it has room for them."""
+        return self._gate.waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, of one GPU where several hold the model."""
+        return int(self._llm.vllm_config.cache_config.kv_cache_memory_bytes or 0)
+
+    # Requests ---------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        adapter: str,
+        prompt: IntVector,
+        sampling: Sampling,
+        seed: int | None,
+        request_id: str,
+        on_token: OnToken | None,
+    ) -> Generation:
+        """Generate from a prompt with an adapter, or without one."""
+        key = f"{adapter}/{request_id}"
+        request = self._requests[key] = _Request(adapter, key, self._gate.ask())
+        tokens = prompt.tolist()
+        kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
+        parameters = _parameters(sampling, seed, kind)
+        try:
+            await asyncio.wait({request.place})
+            while not request.cancelled:
+                await self._open.wait()
+                request.again = False
+                result = await self._run(request, tokens, parameters, on_token)
+                if not request.again:
+                    return result
+        finally:
+            self._gate.leave(request.place)
+            del self._requests[key]
+        return nothing()
+
+    def cancel(self, adapter: str, request_id: str) -> None:
+        """End a request; `generate` returns what it has."""
+        request = self._requests.get(f"{adapter}/{request_id}")
+        if request is None:
+            return
+        request.cancelled = True
+        if not request.place.done():
+            request.place.cancel()
+        else:
+            task = asyncio.ensure_future(self._llm.abort(request.key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(
+        self,
+        request: _Request,
+        tokens: list[int],
+        parameters: SamplingParams,
+        on_token: OnToken | None,
+    ) -> Generation:
+        version = self.versions[request.adapter]
+        prompt = tokens_input(tokens, cache_salt=f"{request.adapter}:{version}")
+        adapter = self._adapters.get(request.adapter)
+        outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
+        parts: list[RequestOutput] = []
+        try:
+            async for output in outputs:
+                parts.append(output)
+                if on_token is not None and not request.again:
+                    self._tell(request.adapter, output, on_token)
+        except EngineDeadError as error:
+            raise _dead() from error
+        except EngineGenerateError as error:
+            raise EngineError(
+                f"vLLM failed at request {request.key}: {error.__cause__}",
+                hint="see the generator's log",
+            ) from error
+        self._count(len(tokens), parts[-1])
+        return _generation(request.adapter, parts)
+
+    def _tell(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
+        completion = output.outputs[0]
+        logprobs = completion.logprobs.logprobs if completion.logprobs else []
+        for token, logprob in zip(completion.token_ids, logprobs, strict=True):
+            on_token(Drawn(token, logprob, self.versions[adapter]))
+
+    def _count(self, num_prompt: int, last: RequestOutput) -> None:
+        reused = last.num_cached_tokens or 0
+        self.meter.reused += reused
+        self.meter.prefilled += num_prompt - reused
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Make the file in a folder the model's weights, between two steps."""
+        async with self._paused("", version, kv):
+            await self._call(self._llm.collective_rpc("take_weights", args=(str(folder),)))
+
+    def new_adapter(self) -> str:
+        """Return a name for one more adapter."""
+        self._num_adapters += 1
+        return f"adapter-{self._num_adapters}"
+
+    async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
+        """Make the adapter in a folder the one of this name, between two steps."""
+        number = int(name.rpartition("-")[2])
+        async with self._paused(name, version, kv):
+            fresh = LoRARequest(name, number, folder, load_inplace=True)
+            await self._call(self._llm.add_lora(fresh))
+            self._adapters[name] = LoRARequest(name, number, folder)
+
+    async def name_version(self, version: int) -> None:
+        """Name the version of the weights that the model was started with."""
+        self.versions[""] = version
+        await self._call(self._llm.update_weight_version(json.dumps(self.versions)))
+
+    @asynccontextmanager
+    async def _paused(self, adapter: str, version: int, kv: KvOnSwap) -> AsyncIterator[None]:
+        """Stop between two steps; afterwards go on, with another version of an adapter."""
+        async with self._swapping:
+            self._open.clear()
+            started = time.perf_counter()
+            pause = self._llm.pause_generation(mode="keep", clear_cache=kv == "recompute")
+            await self._call(pause)
+            if kv == "keep":
+                await self._take_back(adapter)
+            yield
+            self.versions[adapter] = version
+            await self._call(self._llm.update_weight_version(json.dumps(self.versions)))
+            await self._call(self._llm.resume_generation())
+            self.meter.last_pause_s = time.perf_counter() - started
+            self._open.set()
+
+    async def _take_back(self, adapter: str) -> None:
+        """Have requests without a token begin anew: old weights may have computed their prompts."""
+        states = list(self._llm.output_processor.request_states.values())
+        for state in states:
+            request = self._requests.get(state.external_req_id)
+            if state.is_prefilling and request is not None and request.adapter == adapter:
+                request.again = True
+                await self._llm.abort(request.key)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        """Await what vLLM's processes do; EngineError, which ends the engine, where they fail."""
+        task = asyncio.ensure_future(call)
+        await asyncio.wait({task})
+        error = task.exception()
+        if error is None:
+            return task.result()
+        failure = EngineError(
+            f"vLLM failed: {type(error).__name__}: {error}",
+            hint="see the generator's log; its tasks go to another generator",
+        )
+        if not self.broken.done():
+            self.broken.set_result(failure)
+        raise failure from error
+
+    # The end ----------------------------------------------------------------------------------
+
+    def own(self) -> None:
+        """Count one more who uses this and will call `close`."""
+        self._owners += 1
+
+    async def close(self) -> None:
+        """End vLLM's processes, when nobody uses them any more."""
+        self._owners -= 1
+        if self._owners <= 0:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it tells of the end as of an error
+            await asyncio.to_thread(self._llm.shutdown)
+
+
+class _Recorder(StatLoggerBase):
+    """Takes vLLM's figures after each of its steps."""
+
+    def __init__(self) -> None:
+        self.meter = Meter()
+        self.gate: Gate | None = None
+        self._then = time.perf_counter()
+        self._worked = False
+
+    def made(self, config: object, engine_index: int = 0) -> "_Recorder":
+        """Be what vLLM makes of a logger's class."""
+        return self
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Count a step, and adapt the number of requests that vLLM is given."""
+        now = time.perf_counter()
+        if self._worked:
+            self.meter.busy_s += now - self._then
+        self._then = now
+        preempted = 0
+        if iteration_stats is not None:
+            self.meter.generated += iteration_stats.num_generation_tokens
+            preempted = iteration_stats.num_preempted_reqs
+        if scheduler_stats is not None:
+            self._worked = scheduler_stats.num_running_reqs > 0
+            self._adapt(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, preempted)
+        self.meter.mark()
+
+    def log_engine_initialized(self) -> None:
+        """Do nothing."""
+
+    def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
+        if self.gate is not None:
+            wanted = self.gate.waiting > 0
+            self.gate.concurrency.step(
+                running, wanted=wanted, cache_share=cache_share, preempted=preempted
+            )
+            self.gate.admit()
+
+
+def _parameters(sampling: Sampling, seed: int | None, kind: RequestOutputKind) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=seed,
+        logprobs=0,  # of the token that was drawn
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,  # only the tokens above end a request
+        output_kind=kind,
+    )
+
+
+def _generation(adapter: str, parts: list[RequestOutput]) -> Generation:
+    """Put the outputs of a request together; the last one has the versions of all tokens."""
+    completions = [part.outputs[0] for part in parts]
+    tokens = [token for each in completions for token in each.token_ids]
+    logprobs = [value for each in completions if each.logprobs for value in each.logprobs.logprobs]
+    versions: list[int] = []
+    for span in completions[-1].weight_versions or []:
+        label: dict[str, int] = json.loads(span.version)
+        versions += [label[adapter]] * (span.end - span.start)
+    assert len(tokens) == len(logprobs) == len(versions)
+    return Generation(
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        np.array(versions, np.int32),
+        _FINISH[completions[-1].finish_reason],
+    )
+
+
+def _dead() -> EngineError:
+    return EngineError(
+        "vLLM's processes have ended",
+        hint="see the generator's log; its tasks go to another generator",
+    )
+
+
+def _settle_environment(*, compiled: bool) -> None:
+    """Set what vLLM's processes read from the environment."""
+    os.environ.update(
+        VLLM_NO_USAGE_STATS="1",
+        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
+        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
+        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_worker` knows the sampler of the other one
+    )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not compiled:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
