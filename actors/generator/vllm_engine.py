@@ -83,6 +83,7 @@ class VllmEngine:
             self._pending.discard(request_id)
         broken = ~np.isfinite(result.logprobs)
         if broken.any():
+            await self._unless_ended(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
 
@@ -135,7 +136,7 @@ class VllmEngine:
     async def begin(self, version: int) -> None:
         """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
         if not self._adapter:
-            await self._model.name_version(version)
+            await self._model.name_version("", version)
             return
         if is_adapter(self._path):
             await self._model.load_adapter(self._adapter, version, self._path, "keep")

@@ -16,7 +16,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -89,6 +89,8 @@ class VllmModel:
         self._requests: dict[str, _Request] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
+        self._poisoned = ""
+        """Label of the weights under which something was computed that is no number."""
         self._swapping = asyncio.Lock()
         self._open = asyncio.Event()
         """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
@@ -131,6 +133,7 @@ class VllmModel:
             "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
             "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
             "worker_extension_cls": "tinkermq.actors.generator.vllm_worker.WorkerExtension",
+            "use_tqdm_on_load": False,
             "disable_log_stats": True,  # its own; ours is given below
         }
         if ranks:
@@ -154,7 +157,7 @@ class VllmModel:
         model = cls(llm, meter, config.max_requests)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
         await model._call(llm.collective_rpc("record_logprobs_before_filters"))
-        await model.name_version(0)
+        await model.name_version("", 0)
         return model
 
     @property
@@ -269,8 +272,8 @@ class VllmModel:
 
     async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
         """Make the file in a folder the model's weights, between two steps."""
-        async with self._paused("", version, kv):
-            await self._call(self._llm.collective_rpc("take_weights", args=(str(folder),)))
+        take = self._llm.collective_rpc
+        await self._swap("", version, kv, lambda: take("take_weights", args=(str(folder),)))
 
     def new_adapter(self) -> str:
         """Return a name for one more adapter."""
@@ -280,31 +283,54 @@ class VllmModel:
     async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
         """Make the adapter in a folder the one of this name, between two steps."""
         number = int(name.rpartition("-")[2])
-        async with self._paused(name, version, kv):
-            fresh = LoRARequest(name, number, folder, load_inplace=True)
-            await self._call(self._llm.add_lora(fresh))
-            self._adapters[name] = LoRARequest(name, number, folder)
+        fresh = LoRARequest(name, number, folder, load_inplace=True)
+        await self._swap(name, version, kv, lambda: self._llm.add_lora(fresh))
+        self._adapters[name] = LoRARequest(name, number, folder)
 
-    async def name_version(self, version: int) -> None:
-        """Name the version of the weights that the model was started with."""
-        self.versions[""] = version
-        await self._call(self._llm.update_weight_version(json.dumps(self.versions)))
+    async def name_version(self, adapter: str, version: int) -> None:
+        """Label what is made from now on."""
+        self.versions[adapter] = version
+        await self._call(self._llm.update_weight_version(self._label))
+
+    async def purge(self) -> None:
+        """Clear the cache of what is no number, after a request has met such.
+
+        It would spread from the unused places of the cache's blocks, whatever weights come next.
+        Running requests are computed anew. Once is enough while the weights stay as they are; if
+        they make no numbers themselves, the cache is cleared again when others come.
+        """
+        if self._poisoned != self._label:
+            self._poisoned = self._label
+            async with self._paused(clear_cache=True):
+                await self._call(self._llm.collective_rpc("zero_caches"))
+
+    @property
+    def _label(self) -> str:
+        return json.dumps(self.versions)
+
+    async def _swap(
+        self, adapter: str, version: int, kv: KvOnSwap, take: Callable[[], Awaitable[object]]
+    ) -> None:
+        started = time.perf_counter()
+        poisoned = self._poisoned == self._label
+        clear = poisoned or kv == "recompute"
+        async with self._paused(clear_cache=clear):
+            if not clear:
+                await self._take_back(adapter)
+            await self._call(take())
+            if poisoned:
+                await self._call(self._llm.collective_rpc("zero_caches"))
+            await self.name_version(adapter, version)
+        self.meter.last_pause_s = time.perf_counter() - started
 
     @asynccontextmanager
-    async def _paused(self, adapter: str, version: int, kv: KvOnSwap) -> AsyncIterator[None]:
-        """Stop between two steps; afterwards go on, with another version of an adapter."""
+    async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
+        """Stand still between two steps; with a cleared cache, running requests begin anew."""
         async with self._swapping:
             self._open.clear()
-            started = time.perf_counter()
-            pause = self._llm.pause_generation(mode="keep", clear_cache=kv == "recompute")
-            await self._call(pause)
-            if kv == "keep":
-                await self._take_back(adapter)
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
             yield
-            self.versions[adapter] = version
-            await self._call(self._llm.update_weight_version(json.dumps(self.versions)))
             await self._call(self._llm.resume_generation())
-            self.meter.last_pause_s = time.perf_counter() - started
             self._open.set()
 
     async def _take_back(self, adapter: str) -> None:
@@ -441,6 +467,6 @@ def _settle_environment(*, compiled: bool) -> None:
         VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
         VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_worker` knows the sampler of the other one
     )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
     if not compiled:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"

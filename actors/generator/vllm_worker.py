@@ -54,6 +54,11 @@ class WorkerExtension:
                 # a packed copy of its own, which would stay as it was (vLLM 0.32).
                 layer.quant_method.process_weights_after_loading(layer)
 
+    def zero_caches(self) -> None:
+        """Forget all keys and values; the caller sees to it that no request relies on any."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
     def record_logprobs_before_filters(self) -> None:
         """Record log-probs after the temperature and before top-k and top-p."""
         sampler: Any = self.model_runner.sampler
