@@ -87,7 +87,7 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
 
-bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
+bench: $(VENV)/bench.stamp $(VENV)-vllm/vllm.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 # What has been installed for development serves the quickstart, too.

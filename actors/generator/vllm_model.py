@@ -5,7 +5,7 @@ requests and new weights from here. It stamps each step's tokens with the label 
 made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
 under a salt of its adapter and version, so that no prefix is shared across versions.
 
-This module imports vllm: only `players` imports it, when it is asked for. Written for vLLM 0.32.
+This module imports vllm: `players` imports it when it is asked for. Written for vLLM 0.32.
 """
 
 # Not installed for development; typings/vllm has what is used of it.
@@ -13,25 +13,20 @@ This module imports vllm: only `players` imports it, when it is asked for. Writt
 
 import asyncio
 import json
-import os
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from ...schemas.config import GeneratorConfig
 from ...schemas.errors import EngineError, ModelError
@@ -46,12 +41,8 @@ from .engine import (
     Sampling,
     nothing,
 )
-from .meter import Meter
+from .vllm_start import Recorder, engine_arguments, settle_environment
 
-_CPU_CACHE_MB = 1024
-_CPU_BLOCK_TOKENS = 32
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM makes room for; an adapter takes the next larger one."""
 _FINISH: Mapping[str | None, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -77,15 +68,15 @@ class _Request:
 class VllmModel:
     """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
 
-    def __init__(self, llm: AsyncLLM, meter: "_Recorder", max_requests: int) -> None:
+    def __init__(self, llm: AsyncLLM, recorder: Recorder, max_requests: int) -> None:
         """`start` makes one."""
         self.versions: dict[str, int] = {"": 0}
-        self.meter = meter.meter
+        self.meter = recorder.meter
         self._llm = llm
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
         self._gate = Gate(Concurrency(fits, max_requests))
-        meter.gate = self._gate
+        recorder.gate = self._gate
         self._requests: dict[str, _Request] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
@@ -114,47 +105,21 @@ class VllmModel:
 
         `ranks` are those of the adapters that may lie beside it.
         """
-        on_cpu = current_platform.is_cpu()
-        cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
-        _settle_environment(compiled=config.compile)
-        meter = _Recorder()
-        arguments: dict[str, Any] = {
-            "model": path,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "trust_remote_code": trust_remote_code,
-            "dtype": config.dtype,
-            "max_model_len": max_context,
-            "max_num_seqs": config.max_requests,
-            "tensor_parallel_size": config.tensor_parallel,
-            "enforce_eager": not config.compile,
-            "enable_prefix_caching": True,
-            "kv_cache_memory_bytes": cache_mb << 20 if cache_mb else None,
-            "block_size": _CPU_BLOCK_TOKENS if on_cpu else None,
-            "seed": secrets.randbits(31),  # or all generators of a job would draw the same tokens
-            "worker_extension_cls": "tinkermq.actors.generator.vllm_worker.WorkerExtension",
-            "use_tqdm_on_load": False,
-            "disable_log_stats": True,  # its own; ours is given below
-        }
-        if ranks:
-            rank = max(ranks)
-            arguments |= {
-                "enable_lora": True,
-                "max_loras": len(ranks),
-                "max_lora_rank": next((size for size in _RANKS if size >= rank), rank),
-            }
+        settle_environment(config)
+        recorder = Recorder()
+        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks)
         try:
             llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args,
                 AsyncEngineArgs(**arguments),
-                stat_loggers=[meter.made],
+                stat_loggers=[recorder.made],
             )
         except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
             raise ModelError(
                 f"vLLM cannot run model {path}: {error}",
                 hint="see the log above; generator.engine=transformers runs more kinds of models",
             ) from error
-        model = cls(llm, meter, config.max_requests)
+        model = cls(llm, recorder, config.max_requests)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
         await model._call(llm.collective_rpc("record_logprobs_before_filters"))
         await model.name_version("", 0)
@@ -206,8 +171,10 @@ class VllmModel:
         parameters = _parameters(sampling, seed, kind)
         try:
             await asyncio.wait({request.place})
-            while not request.cancelled:
+            while not request.place.cancelled():
                 await self._open.wait()
+                if request.cancelled:
+                    break
                 request.again = False
                 result = await self._run(request, tokens, parameters, on_token)
                 if not request.again:
@@ -372,52 +339,6 @@ class VllmModel:
             await asyncio.to_thread(self._llm.shutdown)
 
 
-class _Recorder(StatLoggerBase):
-    """Takes vLLM's figures after each of its steps."""
-
-    def __init__(self) -> None:
-        self.meter = Meter()
-        self.gate: Gate | None = None
-        self._then = time.perf_counter()
-        self._worked = False
-
-    def made(self, config: object, engine_index: int = 0) -> "_Recorder":
-        """Be what vLLM makes of a logger's class."""
-        return self
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: Any = None,
-        engine_idx: int = 0,
-    ) -> None:
-        """Count a step, and adapt the number of requests that vLLM is given."""
-        now = time.perf_counter()
-        if self._worked:
-            self.meter.busy_s += now - self._then
-        self._then = now
-        preempted = 0
-        if iteration_stats is not None:
-            self.meter.generated += iteration_stats.num_generation_tokens
-            preempted = iteration_stats.num_preempted_reqs
-        if scheduler_stats is not None:
-            self._worked = scheduler_stats.num_running_reqs > 0
-            self._adapt(scheduler_stats.num_running_reqs, scheduler_stats.kv_cache_usage, preempted)
-        self.meter.mark()
-
-    def log_engine_initialized(self) -> None:
-        """Do nothing."""
-
-    def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
-        if self.gate is not None:
-            wanted = self.gate.waiting > 0
-            self.gate.concurrency.step(
-                running, wanted=wanted, cache_share=cache_share, preempted=preempted
-            )
-            self.gate.admit()
-
-
 def _parameters(sampling: Sampling, seed: int | None, kind: RequestOutputKind) -> SamplingParams:
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -457,16 +378,3 @@ def _dead() -> EngineError:
         "vLLM's processes have ended",
         hint="see the generator's log; its tasks go to another generator",
     )
-
-
-def _settle_environment(*, compiled: bool) -> None:
-    """Set what vLLM's processes read from the environment."""
-    os.environ.update(
-        VLLM_NO_USAGE_STATS="1",
-        VLLM_WORKER_MULTIPROC_METHOD="spawn",  # this process has threads and connections
-        VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share a machine
-        VLLM_USE_V2_MODEL_RUNNER="0",  # `vllm_worker` knows the sampler of the other one
-    )
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # it warns at each swap
-    if not compiled:
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"

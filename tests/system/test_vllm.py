@@ -20,7 +20,7 @@ async def test_a_job_learns_from_what_vllm_generates(stack: Stack) -> None:
     overrides = (
         f"model.path={warm_model('guess')}",
         "env={game: guess, num_val: 0}",
-        "generator={engine: vllm, compile: false, kv_cache_mb: 64}",
+        "generator={engine: vllm, compile: false, kv_cache_mb: 64, kv_on_swap: recompute}",
         "training.num_steps=60",
         "training.test_freq=0",
     )
