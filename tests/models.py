@@ -12,11 +12,17 @@ from transformers import PreTrainedModel
 
 
 def make_tiny_model(
-    folder: str | Path, kind: TinyKind = "qwen3", vocab: Literal["chars"] = "chars"
+    folder: str | Path,
+    kind: TinyKind = "qwen3",
+    vocab: Literal["chars"] = "chars",
+    *,
+    heads: int = 4,
 ) -> Path:
     """Write a model of 2 layers and width 64 with grouped key-value heads; return its folder."""
     assert vocab == "chars"
-    return save_tiny_model(folder, kind=kind, width=64, layers=2, heads=4, kv_heads=2, seed=1)
+    return save_tiny_model(
+        folder, kind=kind, width=64, layers=2, heads=heads, kv_heads=heads // 2, seed=1
+    )
 
 
 def random_prompt(rng: np.random.Generator, longest: int = 40) -> np.ndarray:

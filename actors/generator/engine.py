@@ -58,6 +58,13 @@ class Generation:
     """A stop token, the token limit, or `cancel`."""
 
 
+def nothing() -> Generation:
+    """Return what a request has that was cancelled before its first token."""
+    return Generation(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One token, as soon as it was drawn."""

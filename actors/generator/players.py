@@ -1,11 +1,17 @@
 """The engines of a process and the agent loops that play with them, by policy."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import asyncio
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError
+from ...schemas.lora import LoraConfig
+from ..lora import base_of, is_adapter
+from ..model_folder import load_causal_lm
 from ..policies import MAIN, policy_config, policy_names
 from .agent_loop import AgentLoop, EpisodeSampling
 from .chat import ChatTokenizer
@@ -15,14 +21,25 @@ from .transformers_engine import TransformersEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .vllm_model import VllmModel
 
-async def start_engine(
-    config: JobConfig, version: int = 0, base: "PreTrainedModel | None" = None
-) -> Engine:
+Base: TypeAlias = "PreTrainedModel | VllmModel"
+"""A model in memory that several engines share, each with an adapter of its own beside it."""
+
+
+async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" = None) -> Engine:
     """Start the engine that the configuration asks for; its weights are those of `version`.
 
-    `base` is a model in memory whose weights the adapter of the configuration is put beside.
+    With `base` of `load_base` the adapter of the configuration is put beside its weights. Raises
+    ConfigError where the engine is not installed.
     """
+    max_waiting = 4 * config.generator.max_episodes
+    if config.generator.engine == "vllm":
+        _check_vllm()
+        from .vllm_engine import start_vllm
+
+        in_vllm = cast("VllmModel | None", base)
+        return await start_vllm(config, version, in_vllm, max_waiting=max_waiting)
     return await TransformersEngine.start(
         config.model.path,
         max_slots=config.generator.max_requests,
@@ -30,10 +47,44 @@ async def start_engine(
         dtype=config.generator.dtype,
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
-        base=base,
+        base=cast("PreTrainedModel | None", base),
         version=version,
-        max_waiting=4 * config.generator.max_episodes,
+        max_waiting=max_waiting,
     )
+
+
+async def load_base(config: JobConfig, adapters: Sequence[LoraConfig]) -> Base:
+    """Load the model of a configuration for engines that share it: one with each of `adapters`."""
+    if config.generator.engine == "vllm":
+        _check_vllm()
+        from .vllm_engine import open_vllm
+
+        return await open_vllm(config, adapters)
+    return await asyncio.to_thread(_load_frozen, config)
+
+
+def _load_frozen(config: JobConfig) -> "PreTrainedModel":
+    import torch
+
+    path = config.model.path
+    model = load_causal_lm(
+        base_of(path) if is_adapter(path) else path,
+        dtype=getattr(torch, config.generator.dtype),
+        attn_implementation="eager",
+        trust_remote_code=config.model.trust_remote_code,
+    )
+    return model.requires_grad_(False)
+
+
+def _check_vllm() -> None:
+    try:
+        importlib.import_module("vllm.v1.engine.async_llm")
+    except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch
+        raise ConfigError(
+            f"generator.engine is vllm, which cannot be imported here: {error}",
+            hint="install it where the pool's generators run (`pip install 'tinkermq[vllm]'`, see "
+            "docs/engines.md), or set generator.engine=transformers",
+        ) from error
 
 
 class Players:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...schemas.errors import ConfigError, EngineError, ModelError
+from ...schemas.errors import EngineError, ModelError
 from ...schemas.lora import LoraConfig
 from ..lora import policy_tensors
 from ..vision import SeenImages, digest_of
@@ -31,6 +31,7 @@ from .engine import (
     Sampling,
     TensorSource,
 )
+from .refusals import again, check_prompt, check_queue, check_sampling
 from .rows import Request
 from .shadow import ShadowWeights
 from .worker import EngineWorker, Outcome
@@ -266,67 +267,27 @@ class TransformersEngine:
         self._swaps.clear()
         for future in futures:
             if not future.done():
-                future.set_exception(_again(self._ended))
+                future.set_exception(again(self._ended))
 
     # What can be refused at once --------------------------------------------------------------
 
     def _check(self, prompt: IntVector, sampling: Sampling, request_id: str) -> None:
         self._check_alive()
-        _check_sampling(sampling)
-        if request_id in self._pending:
-            raise EngineError(
-                f"request {request_id} is running already", hint="give each request its own id"
-            )
-        if len(self._pending) >= self._max_pending:
-            raise EngineError(
-                f"the engine's queue is full: {len(self._pending)} requests run or wait",
-                hint="lower generator.max_episodes, or raise max_waiting",
-            )
-        if prompt.ndim != 1 or not len(prompt):
-            raise ConfigError("a prompt has no tokens", hint="give at least one token")
-        longest = self._decoder.cache.max_tokens
-        if len(prompt) + sampling.max_new_tokens > longest:
-            raise ConfigError(
-                f"a prompt of {len(prompt)} tokens and up to {sampling.max_new_tokens} new ones "
-                f"exceed the engine's {longest} tokens",
-                hint="raise rollout.max_prompt_tokens or rollout.max_response_tokens, or shorten "
-                "the prompt",
-            )
-        if prompt.view(np.uint32).max() >= self._decoder.vocab_size:  # a negative id is huge there
-            wrong = prompt[prompt.view(np.uint32) >= self._decoder.vocab_size][0]
-            raise ConfigError(
-                f"token {wrong} of a prompt is outside the model's vocabulary "
-                f"of {self._decoder.vocab_size}",
-                hint="tokenizer and model must belong together",
-            )
+        check_sampling(sampling)
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        check_prompt(
+            prompt,
+            sampling,
+            max_context=self._decoder.cache.max_tokens,
+            vocab_size=self._decoder.vocab_size,
+        )
 
     def _check_alive(self) -> None:
         if self._ended is not None:
-            raise _again(self._ended)
-
-
-def _check_sampling(sampling: Sampling) -> None:
-    if (
-        sampling.max_new_tokens >= 1
-        and 0 <= sampling.temperature < np.inf
-        and 0 < sampling.top_p <= 1
-        and sampling.top_k >= 0
-    ):
-        return
-    raise ConfigError(
-        f"{sampling} cannot be sampled",
-        hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
-        "and at most 1",
-    )
+            raise again(self._ended)
 
 
 def _run_all(commands: Sequence[Callable[[], None]]) -> None:
     for command in commands:
         command()
-
-
-def _again(error: EngineError) -> EngineError:
-    """Return an error of its own for each waiter: a shared one would collect all tracebacks."""
-    copy = EngineError(error.message, hint=error.hint)
-    copy.__cause__ = error.__cause__
-    return copy

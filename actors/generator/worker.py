@@ -17,15 +17,16 @@ from numpy.typing import NDArray
 
 from ...schemas.errors import EngineError
 from .decoder import SlotDecoder, Span
-from .engine import Drawn, EngineStats, FinishReason, Generation, KvOnSwap
+from .engine import Drawn, EngineStats, FinishReason, Generation, KvOnSwap, nothing
+from .meter import Meter
 from .parking import Parked, ParkingLot
+from .refusals import not_finite
 from .rows import IndexVector, Request, RowTable
 from .sampling import sample
 from .shadow import ShadowWeights
 
 Outcome = tuple[str, Generation | EngineError | Drawn]
 """A request's id and what became of it, or its next token."""
-_RATE_WINDOW_S = 10.0
 
 
 class EngineWorker:
@@ -52,9 +53,7 @@ class EngineWorker:
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
         self._closing = False
-        self._generated = self._prefilled = self._reused = 0
-        self._busy_s = self._last_pause_s = self._paused_s = 0.0
-        self._marks = deque([(time.monotonic(), 0, 0.0)], maxlen=11)
+        self._meter = Meter()
 
     def do(self, command: Callable[[], None]) -> None:
         """Have a command run in the engine's thread, between two ticks."""
@@ -91,7 +90,7 @@ class EngineWorker:
             if request.request_id == request_id:
                 self._waiting.remove(request)
                 self._num_streams -= request.streams
-                self._outcomes.append((request_id, _nothing()))
+                self._outcomes.append((request_id, nothing()))
                 return
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
@@ -114,8 +113,7 @@ class EngineWorker:
         self._lot.clear()
         if kv == "recompute" and self._rows.num:
             self._recompute()
-        self._last_pause_s = time.perf_counter() - started
-        self._paused_s += self._last_pause_s
+        self._meter.paused(time.perf_counter() - started)
         done()
 
     def close(self) -> None:
@@ -124,23 +122,21 @@ class EngineWorker:
 
     def stats(self) -> EngineStats:
         """Read the counters; safe in any thread."""
-        now = time.monotonic()
-        recent = [mark for mark in tuple(self._marks) if now - mark[0] <= _RATE_WINDOW_S]
-        then, generated, busy_s = recent[0] if recent else (0.0, self._generated, self._busy_s)
-        elapsed = max(now - then, 1e-6)
+        meter = self._meter
+        tokens_per_s, busy_share = meter.rates()
         return EngineStats(
             version=self.version,
             running=self._rows.num,
             waiting=len(self._waiting),
             parked=len(self._lot),
-            tokens_per_s=(self._generated - generated) / elapsed,
-            busy_share=min(1.0, (self._busy_s - busy_s) / elapsed),
-            generated_tokens=self._generated,
-            prefilled_tokens=self._prefilled,
-            reused_tokens=self._reused,
-            busy_s=self._busy_s,
-            last_pause_s=self._last_pause_s,
-            paused_s=self._paused_s,
+            tokens_per_s=tokens_per_s,
+            busy_share=busy_share,
+            generated_tokens=meter.generated,
+            prefilled_tokens=meter.prefilled,
+            reused_tokens=meter.reused,
+            busy_s=meter.busy_s,
+            last_pause_s=meter.last_pause_s,
+            paused_s=meter.paused_s,
             cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
         )
 
@@ -153,8 +149,8 @@ class EngineWorker:
             self._admit()
         if self._rows.num:
             self._decode()
-        self._busy_s += time.perf_counter() - started
-        self._mark()
+        self._meter.busy_s += time.perf_counter() - started
+        self._meter.mark()
 
     def _admit(self) -> None:
         """Give free rows to the requests that waited longest, and draw their first tokens."""
@@ -172,7 +168,7 @@ class EngineWorker:
                 self._decoder.cache.reserve(self._rows.num, start)
                 self._decoder.cache.put(row, parked.states)
             spans.append(Span(row, start, group[0].prompt[start:], group[0].images))
-            self._reused += start + (len(group) - 1) * len(group[0].prompt)
+            self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
             row += len(group)
         self._prefill(spans, [len(group) for group, _ in groups])
         self._retire()
@@ -200,7 +196,7 @@ class EngineWorker:
             sizes_B = np.array([sizes[index] for index in batch])
             rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
             for index, own in zip(batch, rows, strict=True):
-                self._prefilled += len(spans[index].tokens)
+                self._meter.prefilled += len(spans[index].tokens)
                 if len(own) > 1:
                     length = spans[index].start + len(spans[index].tokens)
                     self._decoder.cache.spread(int(own[0]), int(own[-1]), length)
@@ -221,7 +217,7 @@ class EngineWorker:
     def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
         tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
         self._rows.append(rows, tokens, logprobs, self.version)
-        self._generated += len(rows)
+        self._meter.generated += len(rows)
         if self._num_streams:
             self._tell(rows, tokens, logprobs)
 
@@ -245,7 +241,7 @@ class EngineWorker:
             request = self._rows.requests[row]
             self._num_streams -= request.streams
             if broken[row]:
-                self._outcomes.append((request.request_id, self._not_finite()))
+                self._outcomes.append((request.request_id, not_finite(self.version)))
                 continue
             reason: FinishReason = "stop" if stop[row] else "length"
             self._outcomes.append((request.request_id, self._rows.result(row, reason)))
@@ -298,23 +294,6 @@ class EngineWorker:
             outcomes, self._outcomes = self._outcomes, []
             self._deliver(outcomes)
 
-    def _mark(self) -> None:
-        now = time.monotonic()
-        if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
-            self._marks.append((now, self._generated, self._busy_s))
-
-    def _not_finite(self) -> EngineError:
-        return EngineError(
-            f"the model of version {self.version} computes logits that are not finite",
-            hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
-        )
-
 
 def _digest(request: Request) -> bytes | None:
     return None if request.images is None else request.images.images.digest
-
-
-def _nothing() -> Generation:
-    return Generation(
-        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
-    )

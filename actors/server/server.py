@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from nats.aio.msg import Msg
 
@@ -36,16 +35,12 @@ from ..generator.generator import (
     make_chat,
     tell_engine,
 )
-from ..generator.players import start_engine
+from ..generator.players import load_base, start_engine
 from ..lora import base_of, config_of, is_adapter
-from ..model_folder import load_causal_lm
 from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _STATS_S = 1.0
 _DRAIN_S = 20.0
@@ -89,9 +84,11 @@ async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engin
     """
     if not record.adapters:
         return {"": await start_engine(config, served_step(record))}
-    base = await asyncio.to_thread(_load_base, record, config)
+    _check_base(record, config)
     if is_adapter(config.model.path):
         config = config.model_copy(update={"lora": config_of(config.model.path)})
+    adapters = [config_of(folder) for folder in record.adapters.values()]
+    base = await load_base(config, [*([config.lora] if config.lora.rank else []), *adapters])
     engines = {"": await start_engine(config, served_step(record), base)}
     for name, folder in record.adapters.items():
         own = config_of_folder(config, folder)
@@ -99,9 +96,8 @@ async def start_engines(record: JobRecord, config: JobConfig) -> dict[str, Engin
     return engines
 
 
-def _load_base(record: JobRecord, config: JobConfig) -> "PreTrainedModel":
-    import torch
-
+def _check_base(record: JobRecord, config: JobConfig) -> None:
+    """Raise ModelError where the engines of what is served cannot share their weights."""
     path = config.model.path
     path = base_of(path) if is_adapter(path) else path
     if record.follow is not None and not config.lora.rank:
@@ -115,13 +111,6 @@ def _load_base(record: JobRecord, config: JobConfig) -> "PreTrainedModel":
                 f"adapter {name} belongs to {base_of(folder)}, what is served to {path}",
                 hint=f"serve it by itself: `tinkermq serve {name}`",
             )
-    model = load_causal_lm(
-        path,
-        dtype=getattr(torch, config.generator.dtype),
-        attn_implementation="eager",
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    return model.requires_grad_(False)
 
 
 def served_step(record: JobRecord) -> int:

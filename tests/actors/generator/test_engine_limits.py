@@ -5,16 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine import Sampling
+from tinkermq.actors.generator.engine import Engine, Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.schemas.errors import ConfigError, EngineError
 
+from tests.actors.generator.conftest import StartEngine
 from tests.models import random_prompt, until
 
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS = 8
 
 
-async def test_cancel_returns_what_there_is(engine: TransformersEngine) -> None:
+async def test_cancel_returns_what_there_is(engine: Engine) -> None:
     prompt = np.arange(10, 20, dtype=np.int32)
     running = [
         asyncio.ensure_future(engine.generate(prompt, Sampling(140), request_id=str(i)))
@@ -30,7 +32,7 @@ async def test_cancel_returns_what_there_is(engine: TransformersEngine) -> None:
     assert [len(r.token_ids) for i, r in enumerate(results) if i != 2] == [140] * MAX_SLOTS
 
 
-async def test_a_waiting_request_can_be_cancelled(engine: TransformersEngine) -> None:
+async def test_a_waiting_request_can_be_cancelled(engine: Engine) -> None:
     prompt = np.arange(10, 20, dtype=np.int32)
     running = [
         asyncio.ensure_future(engine.generate(prompt, Sampling(60), request_id=str(i)))
@@ -43,7 +45,7 @@ async def test_a_waiting_request_can_be_cancelled(engine: TransformersEngine) ->
     await asyncio.gather(*running)
 
 
-async def test_a_caller_that_is_cancelled_frees_its_row(engine: TransformersEngine) -> None:
+async def test_a_caller_that_is_cancelled_frees_its_row(engine: Engine) -> None:
     prompt = np.arange(10, 20, dtype=np.int32)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.02):
@@ -52,7 +54,7 @@ async def test_a_caller_that_is_cancelled_frees_its_row(engine: TransformersEngi
     assert engine.stats().generated_tokens < 150
 
 
-async def test_prompts_that_cannot_run_are_refused(engine: TransformersEngine) -> None:
+async def test_prompts_that_cannot_run_are_refused(engine: Engine) -> None:
     async def refused(prompt: list[int], sampling: Sampling) -> str:
         with pytest.raises(ConfigError) as caught:
             await engine.generate(prompt, sampling, request_id="1")
@@ -70,14 +72,14 @@ async def test_prompts_that_cannot_run_are_refused(engine: TransformersEngine) -
     assert "max_new_tokens=0" in await refused([1], Sampling(0))
 
 
-async def test_a_full_queue_and_a_repeated_id_are_refused(folder: Path) -> None:
-    engine = await TransformersEngine.start(str(folder), max_slots=2, max_context=64, max_waiting=3)
+async def test_a_full_queue_and_a_repeated_id_are_refused(start: StartEngine) -> None:
+    engine = await start(max_waiting=3)
     running = [
         asyncio.ensure_future(engine.generate([9, 10], Sampling(40), request_id=str(i)))
-        for i in range(5)
+        for i in range(MAX_SLOTS + 3)
     ]
     await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="queue is full: 5 requests"):
+    with pytest.raises(EngineError, match="queue is full: 11 requests"):
         await engine.generate([9], Sampling(1), request_id="more")
     await asyncio.gather(*running[1:])
     await running[0]
@@ -86,7 +88,6 @@ async def test_a_full_queue_and_a_repeated_id_are_refused(folder: Path) -> None:
     with pytest.raises(EngineError, match="request 1 is running already"):
         await engine.generate([9], Sampling(1), request_id="1")
     await again
-    await engine.close()
 
 
 async def test_a_failure_in_the_engine_fails_every_request(folder: Path) -> None:
@@ -113,8 +114,7 @@ async def test_a_failure_in_the_engine_fails_every_request(folder: Path) -> None
     await engine.close()
 
 
-async def test_close_fails_what_still_runs(folder: Path) -> None:
-    engine = await TransformersEngine.start(str(folder), max_slots=2, max_context=160)
+async def test_close_fails_what_still_runs(engine: Engine) -> None:
     running = asyncio.ensure_future(engine.generate([9, 10], Sampling(150), request_id="1"))
     await asyncio.sleep(0.01)
     await engine.close()
@@ -122,9 +122,9 @@ async def test_close_fails_what_still_runs(folder: Path) -> None:
         await running
 
 
-async def test_memory_does_not_grow_with_the_number_of_requests(
-    engine: TransformersEngine,
-) -> None:
+async def test_memory_does_not_grow_with_the_number_of_requests(folder: Path) -> None:
+    engine = await TransformersEngine.start(str(folder), max_slots=8, max_context=160)
+
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
@@ -152,3 +152,4 @@ async def test_memory_does_not_grow_with_the_number_of_requests(
     await many(40)
     assert engine.stats().cache_bytes == cache
     assert resident_bytes() - before < 8 << 20
+    await engine.close()

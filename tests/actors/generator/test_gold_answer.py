@@ -49,7 +49,6 @@ class TellingGame(AbstractGame):
 async def test_what_a_model_reads_holds_no_gold_answer(
     broker: Broker,
     scope: JobScope,
-    engine: TransformersEngine,
     folder: Path,
     tmp_path: Path,
 ) -> None:
@@ -62,8 +61,10 @@ async def test_what_a_model_reads_holds_no_gold_answer(
     rollout = RolloutConfig(max_turns=2, max_turn_tokens=4, max_response_tokens=64)
     hosts = Environments(broker, scope, env, lambda _: nullcontext())
     chat = ChatTokenizer(tokenizer)
+    engine = await TransformersEngine.start(str(folder), max_slots=2, max_context=160)
     loop = AgentLoop(engine, chat, hosts, rollout, EpisodeSampling.of(rollout))
     played = await loop.run(EpisodePlan("e0", Start("train", 0, 0), greedy=True))
+    await engine.close()
     stopping.set()
     await hosting
     assert len(played.turn_ends) == 2

@@ -1,0 +1,251 @@
+"""The engine that runs a model in vLLM: continuous batching, paged attention, CUDA graphs.
+
+Several engines may share one model in vLLM, each with an adapter of its own. What it can do beside
+`engine.Engine`, and where it was run, stands in docs/engines.md.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from ...schemas.config import JobConfig
+from ...schemas.errors import ConfigError, EngineError, ModelError
+from ...schemas.lora import LoraConfig
+from ..lora import base_of, is_adapter
+from .engine import EngineStats, Generation, IntVector, KvOnSwap, OnToken, Sampling, TensorSource
+from .refusals import again, check_prompt, check_queue, check_sampling, not_finite
+from .vllm_model import VllmModel
+from .weight_files import WeightFiles, reference_names
+from .weight_names import WeightNames
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM replaces lower ones by this."""
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One policy of a model in vLLM: its weights, or an adapter; see `engine.Engine`."""
+
+    def __init__(
+        self, model: VllmModel, adapter: str, config: JobConfig, *, max_waiting: int = 4096
+    ) -> None:
+        """`start_vllm` makes one; `adapter` names it, "" is the model itself."""
+        self._model = model
+        self._adapter = adapter
+        self._path = config.model.path
+        self._lora = config.lora
+        self._trust_remote_code = config.model.trust_remote_code
+        self._max_context = max_context_of(config)
+        self._max_pending = max_waiting + config.generator.max_requests
+        self._pending = set[str]()
+        self._files = WeightFiles()
+        self._names: WeightNames | None = None
+        self._loading = asyncio.Lock()
+        self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        model.own()
+
+    @property
+    def version(self) -> int:
+        """Policy version that decodes now."""
+        return self._model.versions[self._adapter]
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        return self._closed.result() if self._closed.done() else self._model.failure
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate from a prompt; see `engine.Engine.generate`.
+
+        A conversation needs no name: what its turns have in common is found in the cache.
+        """
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check(prompt, sampling, request_id, images)
+        self._pending.add(request_id)
+        try:
+            seed = None if sampling.seed is None else sampling.seed % (1 << 63)
+            result = await self._unless_ended(
+                self._model.generate(self._adapter, prompt, sampling, seed, request_id, on_token)
+            )
+        finally:
+            self._pending.discard(request_id)
+        broken = ~np.isfinite(result.logprobs)
+        if broken.any():
+            await self._unless_ended(self._model.purge())
+            raise not_finite(int(result.versions[broken][0]))
+        return result
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Swap weights between two steps; see `engine.Engine.load_weights`."""
+        async with self._loading:
+            self._check_alive()
+            folder = await asyncio.to_thread(self._write, version, tensors)
+            self._check_alive()
+            swap = asyncio.ensure_future(self._swap(version, folder, kv))
+            await self._unless_ended(asyncio.shield(swap))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with `cancelled`."""
+        self._model.cancel(self._adapter, request_id)
+
+    def release(self, conversation: str) -> None:
+        """Do nothing: the cache gives up by itself what was not used for longest."""
+
+    def stats(self) -> EngineStats:
+        """Say what the engine is doing; figures of the model are those of all its engines."""
+        model, meter = self._model, self._model.meter
+        tokens_per_s, busy_share = meter.rates()
+        return EngineStats(
+            version=self.version,
+            running=model.inside,
+            waiting=model.waiting,
+            parked=0,
+            tokens_per_s=tokens_per_s,
+            busy_share=busy_share,
+            generated_tokens=meter.generated,
+            prefilled_tokens=meter.prefilled,
+            reused_tokens=meter.reused,
+            busy_s=meter.busy_s,
+            last_pause_s=meter.last_pause_s,
+            paused_s=meter.paused_s,
+            cache_bytes=model.cache_bytes,
+        )
+
+    async def close(self) -> None:
+        """End the engine, and vLLM with the last one; requests that still run fail."""
+        if not self._closed.done():
+            self._closed.set_result(EngineError("the engine was closed", hint="start it again"))
+            await self._model.close()
+            self._files.close()
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def begin(self, version: int) -> None:
+        """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
+        if not self._adapter:
+            await self._model.name_version("", version)
+            return
+        if is_adapter(self._path):
+            await self._model.load_adapter(self._adapter, version, self._path, "keep")
+            return
+        names = await asyncio.to_thread(self._reference)
+        zeros: dict[str, TensorSource] = {
+            of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
+            for of_one, tensor in zip(names.names, names.tensors, strict=True)
+        }
+        await self.load_weights(version, zeros)
+
+    def _reference(self) -> WeightNames:
+        if self._names is None:
+            self._names = reference_names(
+                self._path, self._lora, trust_remote_code=self._trust_remote_code
+            )
+        return self._names
+
+    def _write(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
+        names = self._reference()
+        names.check(tensors)
+        once = names.once(tensors)
+        if self._adapter:
+            return self._files.write_adapter(version, once, self._lora)
+        return self._files.write_model(version, once)
+
+    async def _swap(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Have vLLM read a folder; an adapter's stays, since vLLM may read it again."""
+        if self._adapter:
+            await self._model.load_adapter(self._adapter, version, str(folder), kv)
+            self._files.keep_only(folder)
+        else:
+            await self._model.load_model(version, folder, kv)
+            self._files.keep_only(None)
+
+    # What is refused, and the end -------------------------------------------------------------
+
+    def _check(
+        self, prompt: IntVector, sampling: Sampling, request_id: str, images: Sequence[bytes]
+    ) -> None:
+        self._check_alive()
+        check_sampling(sampling)
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"vLLM does not sample at temperature {sampling.temperature}",
+                hint=f"set 0, or at least {_LEAST_TEMPERATURE}",
+            )
+        if images:
+            raise ModelError(
+                "the vllm engine is not given images",
+                hint="set generator.engine=transformers for games with images",
+            )
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        check_prompt(
+            prompt, sampling, max_context=self._max_context, vocab_size=self._model.vocab_size
+        )
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+
+    async def _unless_ended(self, work: Awaitable[T]) -> T:
+        """Await something; EngineError when the engine, or all of vLLM, ends before it."""
+        task = asyncio.ensure_future(work)
+        ends = (self._closed, self._model.broken)
+        try:
+            await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            raise again(next(end.result() for end in ends if end.done()))
+        finally:
+            task.cancel()
+
+
+def max_context_of(config: JobConfig) -> int:
+    """Return the longest sequence that the engine takes, in tokens."""
+    return config.generator.max_context or config.rollout.max_tokens
+
+
+async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
+    """Start vLLM with the model of a configuration, and room for adapters beside it."""
+    path = config.model.path
+    if is_adapter(path) and not adapters:
+        raise ModelError(
+            f"vLLM cannot add the adapter {path} to all weights of its model",
+            hint="merge it first (`merge_and_unload`), or set generator.engine=transformers",
+        )
+    return await VllmModel.start(
+        base_of(path) if is_adapter(path) else path,
+        config.generator,
+        max_context=max_context_of(config),
+        trust_remote_code=config.model.trust_remote_code,
+        ranks=[lora.rank for lora in adapters],
+    )
+
+
+async def start_vllm(
+    config: JobConfig,
+    version: int = 0,
+    base: VllmModel | None = None,
+    *,
+    max_waiting: int = 4096,
+) -> VllmEngine:
+    """Start the engine of a configuration, in a vLLM of its own or in one that runs."""
+    lora = config.lora
+    model = base or await open_vllm(config, [lora] if lora.rank else [])
+    adapter = model.new_adapter() if lora.rank else ""
+    engine = VllmEngine(model, adapter, config, max_waiting=max_waiting)
+    await engine.begin(version)
+    return engine

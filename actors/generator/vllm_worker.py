@@ -1,0 +1,68 @@
+"""What vLLM's worker processes are given beside their own: log-probs and new weights.
+
+vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
+between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
+logits that the temperature has divided, and may change them in place.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+from vllm.v1.sample.sampler import Sampler
+
+
+class Recording(torch.nn.Module):
+    """Draws as another module does; returns the log-probs of what it was given."""
+
+    def __init__(self, draw: torch.nn.Module) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def forward(
+        self,
+        logits_BV: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        top_k_B: torch.Tensor | None,
+        top_p_B: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int[B] tokens and float32[B, V] log-probs before top-k and top-p."""
+        logprobs_BV = logits_BV.log_softmax(-1, dtype=torch.float32)
+        tokens_B, _ = self._draw(logits_BV, generators, top_k_B, top_p_B)
+        return tokens_B, logprobs_BV
+
+
+class WorkerExtension:
+    """Methods that each worker process gets; the engine's process calls them by name."""
+
+    model_runner: Any
+    """The worker's own: it inherits from this class."""
+    reload_weights: Any
+
+    def take_weights(self, folder: str) -> None:
+        """Make the file in a folder the weights; the caller sees to it that no step runs."""
+        self.reload_weights(weights_path=folder)
+        if not current_platform.is_cpu():
+            return
+        for layer in self.model_runner.get_model().modules():
+            if isinstance(layer, ParallelLMHead):
+                # One that is tied to the embedding is not loaded, and on a CPU it multiplies with
+                # a packed copy of its own, which would stay as it was (vLLM 0.32).
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def zero_caches(self) -> None:
+        """Forget all keys and values; the caller sees to it that no request relies on any."""
+        for cache in self.model_runner.kv_caches:
+            cache.zero_()
+
+    def record_logprobs_before_filters(self) -> None:
+        """Record log-probs after the temperature and before top-k and top-p."""
+        sampler: Any = self.model_runner.sampler
+        if sampler.__class__ is not Sampler:
+            raise TypeError(f"vLLM samples by {sampler}, whose log-probs are not known")
+        sampler.logprobs_mode = "processed_logprobs"
+        sampler.topk_topp_sampler = Recording(sampler.topk_topp_sampler)

@@ -1,0 +1,145 @@
+"""Generation: vLLM's CPU build against our transformers engine, in one run, on one thread each.
+
+    OMP_NUM_THREADS=1 .venv-vllm/bin/python -m benchmarks.vllm
+
+Needs the environment of `make test-vllm`. Prints tokens per second of both engines and their ratio
+(each alternates with the other), by how much their log-probs differ from a plain forward pass, and
+how long generation stands still at a weight swap. `--quick` takes some seconds beside vLLM's start.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from tinkermq.actors.generator.engine import Engine, Generation, Sampling
+from tinkermq.actors.generator.players import start_engine
+from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.schemas.config import JobConfig
+from transformers import PreTrainedModel
+
+from benchmarks.engine import CONTEXT, SMALL, TINY, Load, make_load, run_engine, save
+from benchmarks.report import Report, parser
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "transformers": {},
+    "vllm, eager": {"engine": "vllm", "compile": False, "kv_cache_mb": 512},
+    "vllm, compiled": {"engine": "vllm", "compile": True, "kv_cache_mb": 512},
+}
+
+
+def configured(folder: str, **generator: Any) -> JobConfig:
+    """Return the configuration of a job whose generators run a model so."""
+    limits = {"max_prompt_tokens": 64, "max_turn_tokens": 128, "max_response_tokens": 128}
+    return JobConfig.model_validate(
+        {
+            "model": {"path": folder},
+            "env": {"game": "bandit"},
+            "rollout": limits,
+            "generator": {"max_context": CONTEXT, "max_requests": 256, **generator},
+        }
+    )
+
+
+async def compare(
+    folder: str, name: str, loads: list[Load], repeats: int, report: Report
+) -> list[list[str]]:
+    """Return one row per load: both engines alternate, and the median ratio counts."""
+    ours = await start_engine(configured(folder))
+    theirs = await start_engine(configured(folder, **ENGINES[name]))
+    model = load_causal_lm(folder, dtype=torch.float32)
+    size = f"{model.num_parameters() / 1e6:.1f} M"
+    rows: list[list[str]] = []
+    for load in loads:
+        for engine in (ours, theirs):
+            await run_engine(engine, load)
+        pairs = [
+            (await run_engine(ours, load), await run_engine(theirs, load)) for _ in range(repeats)
+        ]
+        tokens = sum(load.new_tokens)
+        speeds = [median(tokens / pair[side] for pair in pairs) for side in (0, 1)]
+        ratio = median(our / their for our, their in pairs)
+        report.at_least(f"{name}, {size}, {load.name}, against transformers", ratio, None)
+        shown = [f"{speed:,.0f}" for speed in speeds]
+        rows.append([size, load.name, name, *shown, f"{ratio:.2f}"])
+    for label, engine in (("transformers", ours), (name, theirs)):
+        worst = await difference(engine, model)
+        report.at_most(f"{label}, {size}: largest difference of log-probs", 1e6 * worst, 1e3, "e-6")
+    pause = await swap(theirs, model)
+    report.at_most(f"{name}, {size}: stands still at a swap, caches kept", pause, None, " ms")
+    await ours.close()
+    await theirs.close()
+    return rows
+
+
+async def difference(engine: Engine, model: PreTrainedModel) -> float:
+    """Return the largest difference of log-probs from a plain forward pass."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(8, 264, 48).astype(np.int32) for _ in range(16)]
+    results: list[Generation] = await asyncio.gather(
+        *(
+            engine.generate(prompt, Sampling(64, 0.8, 0.9), request_id=str(index))
+            for index, prompt in enumerate(prompts)
+        )
+    )
+    worst = 0.0
+    for prompt, result in zip(prompts, results, strict=True):
+        ids = torch.from_numpy(np.concatenate([prompt, result.token_ids]).astype(np.int64))[None]
+        with torch.no_grad():
+            logprobs = (model(ids).logits[0] / 0.8).log_softmax(-1)
+        plain = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+        worst = max(worst, float(np.abs(plain - result.logprobs).max()))
+    return worst
+
+
+async def swap(engine: Engine, model: PreTrainedModel) -> float:
+    """Return the milliseconds for which eight running requests stand still at a swap."""
+    running = [
+        asyncio.ensure_future(engine.generate([9, 10, 11], Sampling(200), request_id=str(index)))
+        for index in range(8)
+    ]
+    pauses: list[float] = []
+    for version in range(1, 4):
+        await asyncio.sleep(0.05)
+        await engine.load_weights(version, model.state_dict())
+        pauses.append(1e3 * engine.stats().last_pause_s)
+    for index in range(8):
+        engine.cancel(str(index))
+    await asyncio.gather(*running)
+    return median(pauses)
+
+
+async def run(report: Report, *, quick: bool) -> None:
+    """Run all and print."""
+    torch.set_num_threads(1)
+    loads = [
+        make_load("32 × 128 new, uniform", 32, (32, 32), (128, 128)),
+        make_load("32 × 8-128 new, mixed", 32, (8, 64), (8, 128)),
+        make_load("256 × 4-64 new, mixed", 256, (12, 30), (4, 64)),
+    ]
+    rows: list[list[str]] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        small, tiny = save(Path(temporary) / "small", **SMALL), save(Path(temporary) / "t", **TINY)
+        if quick:
+            rows += await compare(small, "vllm, eager", loads[1:2], 1, report)
+        else:
+            for folder in (small, tiny):
+                for name in ("vllm, eager", "vllm, compiled"):
+                    rows += await compare(folder, name, loads, 5, report)
+    columns = ["model", "load", "engine", "transformers tokens/s", "vllm tokens/s", "ratio"]
+    report.table("vLLM's CPU build against our transformers engine", columns, rows)
+
+
+def main() -> None:
+    """Parse the arguments, run, print and write."""
+    arguments = parser(__doc__).parse_args()
+    report = Report("vllm", "vLLM on a CPU against transformers", quick=arguments.quick)
+    asyncio.run(run(report, quick=arguments.quick))
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The engine that a configuration asks for."""
+
+import pytest
+from pydantic import ValidationError
+from tinkermq.actors.generator.players import load_base, start_engine
+from tinkermq.schemas.config import GeneratorConfig, JobConfig
+from tinkermq.schemas.errors import ConfigError
+
+CONFIG = {
+    "model": {"path": "some/model"},
+    "env": {"game": "bandit"},
+    "generator": {"engine": "vllm"},
+}
+
+
+async def test_vllm_where_it_is_not_installed_is_refused_with_the_remedy() -> None:
+    config = JobConfig.model_validate(CONFIG)
+    with pytest.raises(ConfigError, match="which cannot be imported here: No module") as caught:
+        await start_engine(config)
+    assert "pip install 'tinkermq[vllm]'" in caught.value.hint
+    with pytest.raises(ConfigError, match="which cannot be imported here"):
+        await load_base(config, [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_cache_mb": 64}, "kv_cache_mb has no effect while engine is 'transformers'"),
+        ({"engine": "vllm", "tensor_parallel": 2}, r"tensor_parallel \(2\) is over slots \(1\)"),
+    ],
+)
+def test_settings_that_cannot_have_their_effect_are_refused(
+    settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        GeneratorConfig.model_validate(settings)

@@ -1,0 +1,91 @@
+"""What vLLM alone is asked for: adapters at once beside their base, and processes that die."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tinkermq.actors.generator.engine import Sampling
+from tinkermq.actors.generator.players import load_base, start_engine
+from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.model_folder import load_policy
+from tinkermq.schemas.errors import ConfigError, EngineError, ModelError
+from tinkermq.schemas.lora import LoraConfig
+from transformers import PreTrainedModel
+
+from tests.actors.generator.conftest import configured
+from tests.models import plain_logprobs, until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
+PROMPT = np.arange(40, 110, dtype=np.int32)
+
+
+def adapted(folder: Path, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Return the model with an adapter that changes what it says."""
+    model = load_policy(str(folder), lora, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in policy_tensors(model).values():
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
+
+
+async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate(
+    folder: Path, model: PreTrainedModel
+) -> None:
+    loras = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
+    config = configured(folder)
+    base = await load_base(config, loras)
+    engines = [await start_engine(config, 7, base)]
+    engines += [
+        await start_engine(config.model_copy(update={"lora": lora}), 0, base) for lora in loras
+    ]
+    assert [engine.version for engine in engines] == [7, 0, 0]
+    first, second = adapted(folder, loras[0], 1), adapted(folder, loras[1], 2)
+    third = adapted(folder, loras[0], 3)
+    await engines[2].load_weights(1, policy_tensors(second))
+    running = [
+        asyncio.ensure_future(engine.generate(PROMPT, Sampling(80), request_id="same name"))
+        for engine in engines
+    ]
+    await until(lambda: engines[0].stats().generated_tokens >= 30)
+    await engines[1].load_weights(1, policy_tensors(first), "recompute")
+    await until(lambda: engines[0].stats().generated_tokens >= 120)
+    await engines[1].load_weights(2, policy_tensors(third), "recompute")
+    results = await asyncio.gather(*running)
+    made_by = [{7: model}, {0: model, 1: first, 2: third}, {1: second}]
+    for result, models in zip(results, made_by, strict=True):
+        assert set(result.versions.tolist()) == set(models)
+        for version, each in models.items():
+            own = result.versions == version
+            expected = plain_logprobs(each, PROMPT, result.token_ids)
+            np.testing.assert_allclose(result.logprobs[own], expected[own], atol=1e-3)
+    with pytest.raises(EngineError, match=r"missing: base_model\.model\."):
+        await engines[1].load_weights(3, policy_tensors(second))
+    for engine in engines[:2]:
+        await engine.close()
+    again = await engines[2].generate(PROMPT, Sampling(5), request_id="after the others")
+    assert set(again.versions.tolist()) == {1}
+    for child in psutil.Process().children(recursive=True):
+        if "VLLM" in child.name():
+            os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(EngineError):
+        await engines[2].generate(PROMPT, Sampling(50), request_id="lost")
+    await until(lambda: engines[2].failure is not None)
+    with pytest.raises(EngineError, match="vLLM"):
+        await engines[2].generate(PROMPT, Sampling(50), request_id="refused")
+    await engines[2].close()
+
+
+async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, engine: object) -> None:
+    from tinkermq.actors.generator.vllm_engine import VllmEngine
+
+    assert isinstance(engine, VllmEngine)
+    with pytest.raises(ConfigError, match=r"does not sample at temperature 0\.005"):
+        await engine.generate([9], Sampling(1, temperature=0.005), request_id="cold")
+    with pytest.raises(ModelError, match="not given images"):
+        await engine.generate([9], Sampling(1), request_id="seeing", images=[b"png"])

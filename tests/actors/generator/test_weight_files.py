@@ -1,0 +1,56 @@
+"""New weights as files, and what an engine asks of them without having them in memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tinkermq.actors.generator.engine import TensorSource
+from tinkermq.actors.generator.weight_files import WeightFiles, reference_names
+from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.model_folder import load_policy
+from tinkermq.schemas.errors import EngineError
+from tinkermq.schemas.lora import LoraConfig
+
+LORAS = [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=2, targets=["q_proj", "v_proj"])]
+
+
+@pytest.mark.parametrize("lora", LORAS, ids=["model", "all-linear", "two layers"])
+def test_the_tensors_of_a_model_are_known_without_loading_it(
+    folder: Path, lora: LoraConfig
+) -> None:
+    names = reference_names(str(folder), lora, trust_remote_code=False)
+    assert all(tensor.is_meta for tensor in names.tensors)
+    tensors = policy_tensors(load_policy(str(folder), lora, dtype=torch.float32))
+    assert {name for some in names.names for name in some} == set(tensors)
+    names.check({name: tensor.detach() for name, tensor in tensors.items()})
+    with pytest.raises(EngineError, match="wrong shape"):
+        names.check({**tensors, next(iter(tensors)): torch.zeros(3)})
+
+
+def test_weights_are_written_once_and_freed() -> None:
+    files = WeightFiles()
+    ones = torch.ones(3, 2, dtype=torch.bfloat16)
+    tensors: dict[str, TensorSource] = {"a": ones, "b": ("float32", [2], bytes(8))}
+    first, second = files.write_model(1, tensors), files.write_model(1, tensors)
+    read = load_file(second / "model.safetensors")
+    assert torch.equal(read["a"], ones)
+    assert torch.equal(read["b"], torch.zeros(2))
+    files.keep_only(second)
+    assert (first.exists(), second.exists()) == (False, True)
+    files.close()
+    assert not second.exists()
+
+
+def test_what_a_killed_process_left_behind_is_freed_by_the_next() -> None:
+    code = (
+        "import os; from tinkermq.actors.generator.weight_files import WeightFiles;"
+        "print(WeightFiles().write_model(1, {}), flush=True); os._exit(9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    left = Path(done.stdout.strip())
+    assert left.is_dir()
+    WeightFiles().close()
+    assert not left.exists()

@@ -1,0 +1,9 @@
+class LoRARequest:
+    def __init__(
+        self,
+        lora_name: str,
+        lora_int_id: int,
+        lora_path: str = "",
+        *,
+        load_inplace: bool = False,
+    ) -> None: ...

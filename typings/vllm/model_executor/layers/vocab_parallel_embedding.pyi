@@ -1,0 +1,4 @@
+from typing import Any
+
+class ParallelLMHead:
+    quant_method: Any

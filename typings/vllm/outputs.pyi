@@ -1,0 +1,17 @@
+class WeightVersionSpan:
+    version: str
+    start: int
+    end: int
+
+class FlatLogprobs:
+    logprobs: list[float]
+
+class CompletionOutput:
+    token_ids: list[int]
+    logprobs: FlatLogprobs | None
+    finish_reason: str | None
+    weight_versions: list[WeightVersionSpan] | None
+
+class RequestOutput:
+    outputs: list[CompletionOutput]
+    num_cached_tokens: int | None

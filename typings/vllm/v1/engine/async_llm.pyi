@@ -1,0 +1,60 @@
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, Literal
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.inputs import TokensInput
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+class CacheConfig:
+    kv_cache_size_tokens: int | None
+    kv_cache_memory_bytes: int | None
+
+class VllmConfig:
+    cache_config: CacheConfig
+
+class ModelConfig:
+    max_model_len: int
+    def get_vocab_size(self) -> int: ...
+
+class RequestState:
+    external_req_id: str
+    is_prefilling: bool
+
+class OutputProcessor:
+    request_states: dict[str, RequestState]
+
+class AsyncLLM:
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    output_processor: OutputProcessor
+    output_handler: asyncio.Task[None] | None
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: AsyncEngineArgs,
+        *,
+        stat_loggers: Sequence[Callable[[Any, int], StatLoggerBase]] | None = None,
+    ) -> AsyncLLM: ...
+    @property
+    def errored(self) -> bool: ...
+    def generate(
+        self,
+        prompt: TokensInput,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> AsyncGenerator[RequestOutput]: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def get_supported_tasks(self) -> tuple[str, ...]: ...
+    async def pause_generation(
+        self, *, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True
+    ) -> None: ...
+    async def resume_generation(self) -> None: ...
+    async def update_weight_version(self, new_version: str) -> None: ...
+    async def add_lora(self, lora_request: LoRARequest) -> bool: ...
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
+    def shutdown(self, timeout: float | None = None) -> None: ...
