@@ -100,6 +100,11 @@ async def read_traces(broker: Broker, scope: JobScope, newest: int) -> list[Step
         state = (await stream_info(broker, scope.stream_trace))["state"]
     except NatsNotFound as error:
         raise missing(scope.stream_trace) from error
+    except APIError as error:
+        raise BrokerError(
+            f"{scope.stream_trace} cannot be read: {error.description}",
+            hint="only the owner of a job, and admins, read its traces",
+        ) from error
     first = max(int(state["last_seq"]) - newest + 1, 1)
     return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace, first)
 

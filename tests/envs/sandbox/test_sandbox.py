@@ -118,10 +118,15 @@ def test_programs_of_many_threads_run_side_by_side(sandbox):
 
 def _num_started():
     """Return how many sandboxes this process has started that have not ended."""
-    children = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = [pid for child in children for pid in child.read_text().split()]
-    names = [Path(f"/proc/{pid}/comm") for pid in pids]
-    return sum(name.read_text() == "bwrap\n" for name in names if name.exists())
+    pids: list[str] = []
+    for children in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has just ended
+            pids += children.read_text().split()
+    num_started = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            num_started += Path(f"/proc/{pid}/comm").read_text() == "bwrap\n"
+    return num_started
 
 
 def test_more_sessions_than_allowed_are_refused():
