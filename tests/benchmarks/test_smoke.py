@@ -28,6 +28,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "asynchrony",
         "dashboard",
         "engine",
+        pytest.param("vllm", marks=needs("vllm")),
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "lora",
