@@ -103,7 +103,7 @@ async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, in_vllm: In
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    """Two workers that hold one model, with a cache of 1,024 tokens for 32 requests of 160."""
+    """Two workers that hold one model, with a cache of 2,048 tokens for 32 requests of 160."""
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), heads=2, kv_heads=2)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = configured(folder, slots=2, tensor_parallel=2, max_requests=32, kv_cache_mb=1)
@@ -140,7 +140,7 @@ async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_pree
     while not running.done():
         limits.append(bound.limit)
         await asyncio.sleep(0.005)
-    assert limits[0] == 1024 // 160
+    assert limits[0] == 2048 // 160
     assert limits[0] < max(limits) <= 32
     assert limits[-1] < max(limits)  # only a preemption cuts it
     for prompt, result in zip(prompts, await running, strict=True):
