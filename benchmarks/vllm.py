@@ -126,7 +126,7 @@ async def run(report: Report, *, quick: bool) -> None:
             rows += await compare(tiny, "vllm, eager", loads[1:2], 1, report)
         else:
             for name in ("vllm, eager", "vllm, compiled"):
-                rows += await compare(tiny, name, loads, 5, report)
+                rows += await compare(tiny, name, loads, 3, report)
     columns = ["model", "load", "engine", "transformers tokens/s", "vllm tokens/s", "ratio"]
     report.table("vLLM's CPU build against our transformers engine", columns, rows)
 

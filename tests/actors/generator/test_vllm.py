@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from tinkermq.actors.generator.engine import Engine, Sampling
+from tinkermq.actors.generator.generator import config_of_folder
 from tinkermq.actors.generator.players import load_base, start_engine
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.actors.model_folder import load_policy
@@ -44,20 +45,21 @@ def processes() -> set[int]:
 
 
 async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate(
-    folder: Path, model: PreTrainedModel
+    folder: Path, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     loras = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
     config = configured(folder)
     others = processes()
     base = await load_base(config, loras)
-    engines = [await start_engine(config, 7, base)]
-    engines += [
-        await start_engine(config.model_copy(update={"lora": lora}), 0, base) for lora in loras
+    first, third = adapted(folder, loras[0], 1), adapted(folder, loras[0], 3)
+    second = adapted(folder, loras[1], 2)
+    second.save_pretrained(tmp_path)
+    engines = [
+        await start_engine(config, 7, base),
+        await start_engine(config.model_copy(update={"lora": loras[0]}), 0, base),
+        await start_engine(config_of_folder(config, str(tmp_path)), 5, base),
     ]
-    assert [engine.version for engine in engines] == [7, 0, 0]
-    first, second = adapted(folder, loras[0], 1), adapted(folder, loras[1], 2)
-    third = adapted(folder, loras[0], 3)
-    await engines[2].load_weights(1, policy_tensors(second))
+    assert [engine.version for engine in engines] == [7, 0, 5]
     running = [
         asyncio.ensure_future(engine.generate(PROMPT, Sampling(80), request_id="same name"))
         for engine in engines
@@ -67,7 +69,7 @@ async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate
     await until(lambda: engines[0].stats().generated_tokens >= 120)
     await engines[1].load_weights(2, policy_tensors(third), "recompute")
     results = await asyncio.gather(*running)
-    made_by = [{7: model}, {0: model, 1: first, 2: third}, {1: second}]
+    made_by = [{7: model}, {0: model, 1: first, 2: third}, {5: second}]
     for result, models in zip(results, made_by, strict=True):
         assert set(result.versions.tolist()) == set(models)
         for version, each in models.items():
@@ -79,7 +81,7 @@ async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate
     for engine in engines[:2]:
         await engine.close()
     again = await engines[2].generate(PROMPT, Sampling(5), request_id="after the others")
-    assert set(again.versions.tolist()) == {1}
+    assert set(again.versions.tolist()) == {5}
     for pid in processes() - others:
         os.kill(pid, signal.SIGKILL)
     with pytest.raises(EngineError):
