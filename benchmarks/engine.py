@@ -18,7 +18,7 @@ from statistics import median
 import numpy as np
 import torch
 from tinkermq.actors.generator.decoder import Span, load_decoder
-from tinkermq.actors.generator.engine import Sampling
+from tinkermq.actors.generator.engine import Engine, Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
@@ -68,7 +68,7 @@ def run_generate(model: PreTrainedModel, load: Load) -> float:
     return time.perf_counter() - started
 
 
-async def run_engine(engine: TransformersEngine, load: Load) -> float:
+async def run_engine(engine: Engine, load: Load) -> float:
     """Generate the same with the engine; return seconds."""
     started = time.perf_counter()
     await asyncio.gather(

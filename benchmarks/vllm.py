@@ -21,11 +21,10 @@ from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.schemas.config import JobConfig
 from transformers import PreTrainedModel
 
-from benchmarks.engine import CONTEXT, SMALL, TINY, Load, make_load, run_engine, save
+from benchmarks.engine import CONTEXT, TINY, Load, make_load, run_engine, save
 from benchmarks.report import Report, parser
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "transformers": {},
     "vllm, eager": {"engine": "vllm", "compile": False, "kv_cache_mb": 512},
     "vllm, compiled": {"engine": "vllm", "compile": True, "kv_cache_mb": 512},
 }
@@ -122,13 +121,12 @@ async def run(report: Report, *, quick: bool) -> None:
     ]
     rows: list[list[str]] = []
     with tempfile.TemporaryDirectory() as temporary:
-        small, tiny = save(Path(temporary) / "small", **SMALL), save(Path(temporary) / "t", **TINY)
+        tiny = save(Path(temporary) / "tiny", **TINY)
         if quick:
-            rows += await compare(small, "vllm, eager", loads[1:2], 1, report)
+            rows += await compare(tiny, "vllm, eager", loads[1:2], 1, report)
         else:
-            for folder in (small, tiny):
-                for name in ("vllm, eager", "vllm, compiled"):
-                    rows += await compare(folder, name, loads, 5, report)
+            for name in ("vllm, eager", "vllm, compiled"):
+                rows += await compare(tiny, name, loads, 3, report)
     columns = ["model", "load", "engine", "transformers tokens/s", "vllm tokens/s", "ratio"]
     report.table("vLLM's CPU build against our transformers engine", columns, rows)
 

@@ -17,12 +17,12 @@ def make_tiny_model(
     vocab: Literal["chars"] = "chars",
     *,
     heads: int = 4,
+    kv_heads: int | None = None,
 ) -> Path:
     """Write a model of 2 layers and width 64 with grouped key-value heads; return its folder."""
     assert vocab == "chars"
-    return save_tiny_model(
-        folder, kind=kind, width=64, layers=2, heads=heads, kv_heads=heads // 2, seed=1
-    )
+    shape = {"width": 64, "layers": 2, "heads": heads, "kv_heads": kv_heads or heads // 2}
+    return save_tiny_model(folder, kind=kind, **shape, seed=1)
 
 
 def random_prompt(rng: np.random.Generator, longest: int = 40) -> np.ndarray:

@@ -5,9 +5,9 @@ Several engines may share one model in vLLM, each with an adapter of its own. Wh
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -44,6 +44,7 @@ class VllmEngine:
         self._files = WeightFiles()
         self._names: WeightNames | None = None
         self._loading = asyncio.Lock()
+        self._tasks = set[asyncio.Task[None]]()
         self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
         model.own()
 
@@ -83,7 +84,7 @@ class VllmEngine:
             self._pending.discard(request_id)
         broken = ~np.isfinite(result.logprobs)
         if broken.any():
-            await self._unless_ended(self._model.purge())
+            await self._to_the_end(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
 
@@ -95,8 +96,7 @@ class VllmEngine:
             self._check_alive()
             folder = await asyncio.to_thread(self._write, version, tensors)
             self._check_alive()
-            swap = asyncio.ensure_future(self._swap(version, folder, kv))
-            await self._unless_ended(asyncio.shield(swap))
+            await self._to_the_end(self._swap(version, folder, kv))
 
     def cancel(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with `cancelled`."""
@@ -199,6 +199,18 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if self.failure is not None:
             raise again(self.failure)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what stops vLLM for a while and must let it go on, whoever is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await self._unless_ended(asyncio.shield(task))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to who waited for it
 
     async def _unless_ended(self, work: Awaitable[T]) -> T:
         """Await something; EngineError when the engine, or all of vLLM, ends before it."""

@@ -54,7 +54,9 @@ def engine_arguments(
     if ranks:
         arguments |= {
             "enable_lora": True,
-            "max_loras": len(ranks),
+            # On a CPU, vLLM 0.32 decodes requests without an adapter with that of the last place:
+            # one that stays empty adds nothing.
+            "max_loras": len(ranks) + int(on_cpu),
             "max_lora_rank": next((size for size in _RANKS if size >= max(ranks)), max(ranks)),
         }
     return arguments

@@ -29,6 +29,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "dashboard",
         "differences",
         "engine",
+        pytest.param("vllm", marks=needs("vllm")),
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "lora",

@@ -30,6 +30,7 @@ BLOCK_TOKENS = 32
 """vLLM caches prompts in whole blocks of so many tokens."""
 EngineKind = Literal["transformers", "vllm"]
 StartEngine = Callable[..., Awaitable[Engine]]
+InVllm = Callable[[], Awaitable["VllmModel"]]
 
 
 @pytest.fixture(scope="package")
@@ -68,7 +69,7 @@ def configured(folder: Path, **generator: Any) -> JobConfig:
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def in_vllm(folder: Path) -> AsyncIterator[Callable[[], Awaitable["VllmModel"]]]:
+async def in_vllm(folder: Path) -> AsyncIterator[InVllm]:
     """Return what gives the model in vLLM, which starts with the first who asks."""
     started: list[VllmModel] = []
 
@@ -89,7 +90,7 @@ async def start(
     engine_kind: EngineKind,
     folder: Path,
     model: PreTrainedModel,
-    in_vllm: Callable[[], Awaitable["VllmModel"]],
+    in_vllm: InVllm,
 ) -> AsyncIterator[StartEngine]:
     """Return what starts an engine of 8 rows and 160 tokens, with the model's own weights."""
     engines: list[Engine] = []
