@@ -38,6 +38,7 @@ NAMES = (
     "memory",
     "dashboard",
     "scheduler",
+    "scaling",
     "gomoku",
 )
 

@@ -11,6 +11,7 @@ from the servers' own statistics of their connections.
 
 import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from typing import Any
 import uvloop
 from tinkermq.broker.connection import connect
 from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.streams import REPLICAS_VARIABLE, create_job_streams, delete_job_streams
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import TinkermqError
 from tinkermq.schemas.task import Task
@@ -168,6 +169,7 @@ def main() -> None:
     options.add_argument("--short", type=int, default=20_000, help="with fewer")
     options.add_argument("--tokens", type=int, default=64, help="of an episode; 4 make a group")
     arguments = options.parse_args()
+    os.environ[REPLICAS_VARIABLE] = str(NUM_SERVERS)
     counts = GENERATORS
     if arguments.quick:
         arguments.groups, arguments.short, counts = 4000, 4000, (2, 4)

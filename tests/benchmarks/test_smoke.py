@@ -36,6 +36,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "memory",
         "overhead",
         "sandbox",
+        "scaling",
         "scheduler",
         "weights",
     ],
