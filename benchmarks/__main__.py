@@ -30,6 +30,7 @@ NAMES = (
     "engine",
     "weights",
     "differences",
+    "learner",
     "lora",
     "overhead",
     "memory",

@@ -31,6 +31,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "engine",
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
+        "learner",
         "lora",
         "memory",
         "overhead",
