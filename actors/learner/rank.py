@@ -3,6 +3,7 @@
 Started by the learner, which writes orders into its standard input (`ranks.py`); it ends with it.
 """
 
+import faulthandler
 import signal
 import sys
 from multiprocessing.connection import Connection
@@ -64,6 +65,7 @@ def _do(order: Order, policies: Policies) -> None:
 def main(argv: list[str]) -> int:
     """Serve as the rank that is named; return the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends the others
+    faulthandler.enable()
     rank = int(argv[0])
     configure_logging(role="learner", rank=rank)
     try:

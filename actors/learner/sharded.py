@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
 from ...schemas.errors import StorageError
 
@@ -30,7 +31,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     state = get_optimizer_state_dict(model, optimizer)
     try:
         with _alone_without_a_warning():
-            dcp.save({"optimizer": state}, checkpoint_id=folder)
+            dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} could not be written: {_reason(error)}",
@@ -46,13 +47,17 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     state = get_optimizer_state_dict(model, optimizer)  # fresh, in the shapes that are read
     try:
         with _alone_without_a_warning():
-            dcp.load({"optimizer": state}, checkpoint_id=folder)
+            dcp.load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} cannot be read: {_reason(error)}",
             hint="resume from an earlier checkpoint of the run, or fork its weights",
         ) from error
     set_optimizer_state_dict(model, optimizer, state)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return not any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def _reason(error: CheckpointException) -> str:
