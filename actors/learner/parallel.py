@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import FileStore
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -95,7 +96,7 @@ class Parallel:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(store), config.ranks),
+            store=FileStore(str(store), config.ranks),
             rank=rank,
             world_size=config.ranks,
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
@@ -125,7 +126,7 @@ class Parallel:
             "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         }
-        kinds = set(cast(Any, model)._no_split_modules or ())
+        kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
         for layer in [one for one in model.modules() if type(one).__name__ in kinds]:
             fully_shard(layer, **options)
         fully_shard(inside, **options)

@@ -7,17 +7,20 @@ a checkpoint is not tied to the number of ranks. One process reads it, too.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from ...schemas.errors import StorageError
@@ -31,7 +34,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     state = get_optimizer_state_dict(model, optimizer)
     try:
         with _alone_without_a_warning():
-            dcp.save({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
+            save({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} could not be written: {_reason(error)}",
@@ -47,7 +50,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
     state = get_optimizer_state_dict(model, optimizer)  # fresh, in the shapes that are read
     try:
         with _alone_without_a_warning():
-            dcp.load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
+            load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
     except CheckpointException as error:
         raise StorageError(
             f"the optimiser state in {folder} cannot be read: {_reason(error)}",
@@ -64,9 +67,9 @@ def _reason(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in error.failures.items())
 
 
-class _alone_without_a_warning(warnings.catch_warnings):
+@contextlib.contextmanager
+def _alone_without_a_warning() -> Iterator[None]:
     """Let one process use what several are meant for; torch remarks on it each time."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
