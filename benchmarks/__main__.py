@@ -33,6 +33,7 @@ NAMES = (
     "vllm",
     "weights",
     "differences",
+    "learner",
     "lora",
     "overhead",
     "memory",

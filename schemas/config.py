@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from .algorithm import AlgorithmConfig, CriticConfig
+from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
 from .section import Section, when
@@ -133,47 +134,6 @@ class GeneratorConfig(Section):
                 f"tensor_parallel ({self.tensor_parallel}) is over slots ({self.slots})"
             )
         return self
-
-
-class LearnerConfig(Section):
-    """The optimiser and its memory."""
-
-    slots: int = Field(default=1, ge=1, le=64)
-    """Slots that the learner holds: linked GPUs of one node, or CPU shares."""
-    lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after the warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises from 0."""
-    min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, json_schema_extra=when("schedule", "linear", "cosine")
-    )
-    """Learning rate at the last step, as a share of the peak."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW."""
-    weight_decay: float = Field(default=0.01, ge=0)
-    """AdamW."""
-    grad_clip: float = Field(default=1.0, gt=0)
-    """Largest gradient norm."""
-    num_minibatches: int = Field(default=1, ge=1)
-    """Optimiser updates per batch, each on a part of it; all of them make one version."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute dtype; master weights and optimiser state are float32."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights that generators get."""
-    row_tokens: int = Field(default=4096, ge=16)
-    """Sequences are packed into rows of at most this many tokens."""
-    microbatch_tokens: int = Field(default=16384, ge=16)
-    """Tokens of one forward and backward pass; the rest is accumulated."""
-    share_prompts: bool = True
-    """Compute the prompt of a group once, not once per episode (same result; sdpa only)."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-    threads: int = Field(default=1, ge=1)
-    """CPU threads for torch."""
 
 
 class TrainingConfig(Section):
@@ -334,6 +294,11 @@ class JobConfig(Section):
     def _sections_fit(self) -> Self:
         if self.algorithm.loss == "sft" and not self.sft.data:
             raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
+        self.learner.refuse_unsharded(
+            critic=self.algorithm.advantage == "gae",
+            lora=self.lora.rank > 0,
+            policies=bool(self.policies),
+        )
         if self.policies and (self.lora.rank or self.sft.data):
             kind = "of an SFT job" if self.sft.data else "with lora"
             raise ValueError(

@@ -43,7 +43,7 @@ def make_trainer(folder: Path, source: Path | None = None) -> Trainer:
     )
     trainer = Trainer(load_model(config.model, config.learner, source), config, total_steps=20)
     if source is not None:
-        load_optimizer(source, trainer.optimizer)
+        load_optimizer(source, trainer.model, trainer.optimizer)
     return trainer
 
 

@@ -2,9 +2,9 @@
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
 state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
-with a policy of their own. A checkpoint is written to a hidden folder and renamed; `latest` is a
-link to the newest. Master weights are float32, and so are the saved
-ones.
+with a policy of their own. Several ranks write the optimiser state together (`sharded.py`); any
+number of ranks reads what any number has written. A checkpoint is written to a hidden folder and
+renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
 """
 
 import errno
@@ -18,14 +18,18 @@ from typing import Any, cast
 import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.errors import NotFoundError, StorageError
 from ..checkpoint_folders import checkpoint_name
+from .parallel import Parallel, whole
 from .report import Waste
+from .sharded import load_sharded, save_sharded
 
 _STATE = "learner/state.json"
 _OPTIMIZER = "learner/optimizer.pt"
+_SHARDED_OPTIMIZER = "learner/optimizer"
 _REPLACED = ".replaced_"
 
 
@@ -154,19 +158,62 @@ def load_state(folder: Path) -> LearnerState:
 
 
 def save_policy(
-    folder: Path, model: nn.Module, tokenizer: Any, optimizer: torch.optim.Optimizer
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    parallel: Parallel,
 ) -> None:
-    """Write a model folder with the state of its optimiser beside it."""
-    (folder / "learner").mkdir(parents=True)
-    cast(Any, model).save_pretrained(folder)
+    """Write a model folder with the state of its optimiser beside it; all ranks do so together.
+
+    What needs the others comes first: a rank that cannot write the rest leaves nobody waiting.
+    """
+    (folder / "learner").mkdir(parents=True, exist_ok=parallel.size > 1)
+    weights: dict[str, Tensor] | None = None
+    if parallel.sharded:
+        weights = _whole_weights(model, keep=parallel.rank == 0)
+        save_sharded(folder / _SHARDED_OPTIMIZER, model, optimizer)
+    if parallel.rank != 0:
+        return
+    cast(Any, model).save_pretrained(folder, state_dict=weights)
     tokenizer.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / _OPTIMIZER)
+    if not parallel.sharded:
+        torch.save(optimizer.state_dict(), folder / _OPTIMIZER)
 
 
-def load_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimiser state of a checkpoint."""
+def _whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """Gather all weights on the CPU; tied ones are the same tensor under each of their names."""
+    gathered: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in gathered:
+            full = whole(tensor.detach())
+            gathered[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+        named[name] = gathered[id(tensor)]
+    return named
+
+
+def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimiser state of a checkpoint, whether one rank wrote it or several."""
+    sharded = folder / _SHARDED_OPTIMIZER
+    if sharded.is_dir():
+        load_sharded(sharded, model, optimizer)
+        return
     state = torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in enumerate(parameters):
+        if isinstance(parameter, DTensor) and number in state["state"]:
+            state["state"][number] = {
+                key: _like(parameter, value) for key, value in state["state"][number].items()
+            }
     optimizer.load_state_dict(state)
+
+
+def _like(parameter: DTensor, value: Tensor) -> Tensor:
+    """Divide a tensor as its parameter is divided; counts are left as they are."""
+    if value.shape != parameter.shape:
+        return value
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def _flush(folder: Path) -> None:

@@ -91,7 +91,7 @@ class Learner:
             self.total_steps,
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
-        self.publisher = Publisher(context, policies.models)
+        self.publisher = Publisher(context, policies.models, policies.snapshot)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
             context, self.issuer, self.intake, vocab_size, self._version, self._tracer

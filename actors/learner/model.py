@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
-from ...schemas.config import LearnerConfig, ModelConfig
+from ...schemas.config import ModelConfig
 from ...schemas.errors import ConfigError, ModelError
+from ...schemas.learner import LearnerConfig
 from ...schemas.lora import LoraConfig
 from ..lora import set_dropout
 from ..model_folder import load_causal_lm, load_policy
@@ -26,6 +27,7 @@ from ..vision import embed
 from .kl import entropy_from_logits
 from .packed_images import PackedImages
 from .packing import Packed, TokenSequence, block_causal_mask, pack
+from .parallel import Inside
 
 _LOGITS_CHUNK_BYTES = 256 * 2**20
 _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -128,15 +130,19 @@ class Scorer:
         *,
         temperature: float,
         dtype: str,
+        inside: Inside | None = None,
         flat_rows: bool | None = None,
         chunk_bytes: int = _LOGITS_CHUNK_BYTES,
     ) -> None:
-        """`flat_rows`: lay all rows of a micro-batch in one and let the kernel tell the sequences
+        """`inside`: where the model has been put, by default it is as it was loaded.
+
+        `flat_rows`: lay all rows of a micro-batch in one and let the kernel tell the sequences
         apart by their positions; default: what the model's attention needs.
 
         Raises ModelError for a model that cannot read packed rows.
         """
         self._model = model
+        self._inside = inside or Inside(model)
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
@@ -145,23 +151,27 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._autocast = dtype == "bfloat16"
+        self._autocast = dtype == "bfloat16" and self._inside.gathered_dtype is None
         self._chunk_bytes = chunk_bytes
-        self.full_logits = not self._head_is_all()
+        with torch.no_grad():
+            self.full_logits = not self._inside.run(self._head_is_all)
         self._check_packing()
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next(self._model.parameters()).device
+        return self._inside.device
 
     def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
+        return TokenScores(*self._inside.run(lambda: self._score(packed, entropy_gradient)))
+
+    def _score(self, packed: Packed, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
         chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
         if len(states_UD) <= chunk:
-            return TokenScores(*self._read(states_UD, place_N, packed.target_N, entropy_gradient))
+            return self._read(states_UD, place_N, packed.target_N, entropy_gradient)
         logprobs_N, entropy_N = (torch.empty(len(place_N), device=self.device) for _ in range(2))
         for start in range(0, len(states_UD), chunk):
             inside_N = torch.nonzero((place_N >= start) & (place_N < start + chunk)).flatten()
@@ -179,7 +189,7 @@ class Scorer:
             )
             logprobs_N = logprobs_N.index_copy(0, inside_N, read[0])
             entropy_N = entropy_N.index_copy(0, inside_N, read[1])
-        return TokenScores(logprobs_N, entropy_N)
+        return logprobs_N, entropy_N
 
     def _read(
         self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, entropy_gradient: bool
@@ -254,7 +264,6 @@ class Scorer:
 
     # -- what the model is found to be ---------------------------------------------------------
 
-    @torch.no_grad()
     def _head_is_all(self) -> bool:
         """Whether the logits are the output layer applied to the decoder's states.
 
@@ -281,7 +290,8 @@ class Scorer:
         """Prove that sequences of one row do not see each other; refuse the model otherwise."""
         autocast, self._autocast = self._autocast, self._autocast and self.flat_rows
         worst = self._packing_error()
-        tolerance = _BF16_TOLERANCE if self._autocast else _PACKING_TOLERANCE
+        in_bf16 = self._autocast or self._inside.gathered_dtype is torch.bfloat16
+        tolerance = _BF16_TOLERANCE if in_bf16 else _PACKING_TOLERANCE
         self._autocast = autocast
         if not worst <= tolerance:
             kind = cast(Any, self._model).config.model_type

@@ -8,14 +8,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...broker.weights import TensorBytes
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.rollout import Group
 from ..policies import MAIN, policy_config, policy_folder, policy_names
 from .model import load_model
+from .parallel import Parallel, whole_tensors
+from .publishing import snapshot
+from .ranks import Order, Ranks
 from .step import StepReport, Trainer
 from .training_batch import assemble
 
@@ -72,21 +77,60 @@ class Policies:
         *,
         total_steps: int,
         folder: Path | None = None,
+        ranks: Ranks | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
-        """Give each model an optimiser; `folder` is the checkpoint that they come from."""
+        """Give each model an optimiser; `folder` is the checkpoint that they come from.
+
+        `ranks` are the others that do what is done here; `parallel` is the place among them.
+        """
         self.total_steps = total_steps
+        self._ranks = ranks or Ranks(config)
         self.trainers = {
-            name: Trainer(model, policy_config(config, name), total_steps=total_steps)
+            name: Trainer(
+                model, policy_config(config, name), total_steps=total_steps, parallel=parallel
+            )
             for name, model in models.items()
         }
         if folder is not None:
             for name, trainer in self.trainers.items():
                 trainer.restore(policy_folder(folder, name))
 
+    @classmethod
+    def open(
+        cls,
+        config: JobConfig,
+        models: Mapping[str, PreTrainedModel],
+        ranks: Ranks,
+        *,
+        total_steps: int,
+        folder: Path | None,
+    ) -> "Policies":
+        """Give each model an optimiser, together with the other ranks of this learner."""
+        parallel = ranks.join(folder, total_steps)
+        return cls(
+            config, models, total_steps=total_steps, folder=folder, ranks=ranks, parallel=parallel
+        )
+
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write every policy into the folder of a checkpoint."""
-        for name, trainer in self.trainers.items():
-            trainer.save(policy_folder(folder, name), tokenizer)
+        with self._ranks.doing(Order("save", {"folder": str(folder)})):
+            for name, trainer in self.trainers.items():
+                trainer.save(policy_folder(folder, name), tokenizer)
+
+    def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
+        """Copy what changes from version to version, of each policy, as it is published."""
+        with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
+            return snapshot(self.models, dtype)
+
+    def gather(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, Tensor]]:
+        """Return what changes from version to version, whole and on the CPU, by policy."""
+        named = None if dtype is None else str(dtype).removeprefix("torch.")
+        with self._ranks.doing(Order("gather", {"dtype": named})):
+            return {
+                name: {key: value.cpu() for key, value in whole_tensors(model, dtype)}
+                for name, model in self.models.items()
+            }
 
     @property
     def models(self) -> dict[str, nn.Module]:
@@ -104,6 +148,10 @@ class Policies:
 
         A policy none of whose roles had a turn stays as it is.
         """
+        with self._ranks.doing(Order("step", {"step": step}, groups)):
+            return self._step(groups, step)
+
+    def _step(self, groups: Sequence[Group], step: int) -> StepReport:
         numbers: dict[str, float] = {}
         model_s = 0.0
         for name, trainer in self.trainers.items():

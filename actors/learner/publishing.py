@@ -10,22 +10,26 @@ from torch import nn
 
 from ...broker.weights import TensorBytes
 from ..job_weights import open_weights
-from ..lora import has_adapter, policy_tensors
+from ..lora import has_adapter
 from ..policies import MAIN, prefix_of
 from ..runtime import JobContext
+from .parallel import whole_tensors
 
 _KEEP_NEWEST = 2
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
+Snapshot = Callable[[torch.dtype], dict[str, TensorBytes]]
 
 
 class Publisher:
     """Publishes the versions of a job's policies."""
 
-    def __init__(self, context: JobContext, models: Mapping[str, nn.Module]) -> None:
-        """`models` by policy."""
+    def __init__(
+        self, context: JobContext, models: Mapping[str, nn.Module], take: Snapshot
+    ) -> None:
+        """`models` by policy; `take` copies what changes of them."""
         config = context.config
         self._store = open_weights(context)
-        self._models = models
+        self._take = take
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
@@ -40,7 +44,7 @@ class Publisher:
         latest = await self._store.latest()
         if latest is not None and latest.version >= version:
             return
-        tensors = await in_torch(lambda: snapshot(self._models, self._dtype))
+        tensors = await in_torch(lambda: self._take(self._dtype))
         self._pinned &= set(keep)
         self._sending = asyncio.create_task(
             self._send(version, tensors, set(keep)), name=f"weights {version}"
@@ -66,24 +70,14 @@ class Publisher:
         await self._store.keep({*newest, *self._pinned, *keep})
 
 
-@torch.no_grad()
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
     """Copy what changes from version to version, of each policy, once for tied tensors."""
-    seen: set[int] = set()
     tensors: dict[str, TensorBytes] = {}
-    states = (
-        (f"{prefix_of(policy)}{name}", tensor)
-        for policy, model in models.items()
-        for name, tensor in policy_tensors(model).items()
-    )
-    for name, tensor in states:
-        if tensor.data_ptr() in seen:
-            continue
-        seen.add(tensor.data_ptr())
-        kept = dtype if tensor.is_floating_point() else tensor.dtype
-        copy = tensor.detach().to("cpu", kept, copy=True).contiguous()
-        raw: Any = copy.flatten().view(torch.uint8).numpy()
-        tensors[name] = TensorBytes(
-            str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
-        )
+    for policy, model in models.items():
+        for name, tensor in whole_tensors(model, dtype):
+            copy = tensor.to("cpu", copy=True).contiguous()
+            raw: Any = copy.flatten().view(torch.uint8).numpy()
+            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
+                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+            )
     return tensors

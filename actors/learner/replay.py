@@ -31,6 +31,7 @@ from ..runtime import service_parser
 from .checkpoint import CheckpointStore, load_state
 from .critic import saved_critic
 from .policies import Policies, load_models
+from .ranks import Ranks
 from .start import starting_point
 
 
@@ -74,16 +75,23 @@ async def replay(
     models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     total_steps = load_state(newest).total_steps
-    policies = Policies(config, models, total_steps=total_steps, folder=folder)
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
-    for item in todo:
-        groups = await _groups(log, item)
-        await asyncio.to_thread(policies.step, groups, item.step)
-        if progress is not None:
-            progress(item.step, last_step)
-    saved = load_models(config, newest)
-    return ReplayResult(len(todo), _differing(policies, saved, newest), newest)
+    ranks = Ranks.start(config)
+    try:
+        policies = await asyncio.to_thread(
+            Policies.open, config, models, ranks, total_steps=total_steps, folder=folder
+        )
+        for item in todo:
+            groups = await _groups(log, item)
+            await asyncio.to_thread(policies.step, groups, item.step)
+            if progress is not None:
+                progress(item.step, last_step)
+        saved = load_models(config, newest)
+        differing = await asyncio.to_thread(_differing, policies, saved, newest)
+    finally:
+        await asyncio.to_thread(ranks.close)
+    return ReplayResult(len(todo), differing, newest)
 
 
 async def _groups(log: RolloutLog, record: BatchRecord) -> list[Group]:
@@ -107,8 +115,9 @@ def _differing(
     `saved` are the policies of the checkpoint, with their adapters where they have some.
     """
     differing: list[str] = []
+    tensors = policies.gather()
     for policy, trainer in policies.trainers.items():
-        kept, made = policy_tensors(saved[policy]), policy_tensors(trainer.model)
+        kept, made = policy_tensors(saved[policy]), tensors[policy]
         if trainer.critic is not None:
             critics = saved_critic(policy_folder(checkpoint, policy))
             kept |= {f"critic.{name}": value for name, value in critics.items()}

@@ -20,19 +20,28 @@ from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
 from .learner import Learner
 from .policies import Policies, load_models, vocab_size
+from .ranks import Ranks
 from .reporting import Reporter, last_reported_step
 
 
 async def run_learner(context: JobContext) -> int:
     """Run the learner of a job to its end; return the exit code."""
     await context.serve_control()
-    learner = await context.unless_stopping(make_learner(context))
-    if learner is None:
-        return EXIT_DONE if context.stop_asked else EXIT_DRAINED
-    return await learner.run()
+    ranks = Ranks.start(context.config)
+    try:
+        learner = await context.unless_stopping(make_learner(context, ranks))
+        if learner is None:
+            return EXIT_DONE if context.stop_asked else EXIT_DRAINED
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(ranks.watch(), name="ranks")
+            code = await learner.run()
+            watching.cancel()
+        return code
+    finally:
+        await asyncio.to_thread(ranks.close)
 
 
-async def make_learner(context: JobContext) -> Learner:
+async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     """Load what the job needs, from its newest checkpoint if it has one."""
     config = context.config
     torch.set_num_threads(config.learner.threads)
@@ -47,7 +56,9 @@ async def make_learner(context: JobContext) -> Learner:
     loading = asyncio.to_thread(load_models, config, folder)
     num_rows, models = await asyncio.gather(_num_rows(context), loading)
     steps = total_steps(config.training, num_rows)
-    policies = await asyncio.to_thread(Policies, config, models, total_steps=steps, folder=folder)
+    policies = await asyncio.to_thread(
+        Policies.open, config, models, ranks, total_steps=steps, folder=folder
+    )
     tokenizer = load_tokenizer(
         str(folder or config.model.tokenizer or config.model.path),
         trust_remote_code=config.model.trust_remote_code,

@@ -1,7 +1,10 @@
 """One training step: advantages, packing, losses, gradients, one version.
 
 The step is a pure function of the policy, the batch and the step's number: trained again from the
-same state it gives the same bits. Shape letters: N generated tokens, S sequences.
+same state it gives the same bits. Of several ranks each computes its share of the sequences, and
+all come to the same advantages, gradients and numbers.
+
+Shape letters: N generated tokens, S sequences.
 """
 
 # torch leaves some of its methods untyped.
@@ -9,7 +12,7 @@ same state it gives the same bits. Shape letters: N generated tokens, S sequence
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config import JobConfig
-from ...schemas.errors import DataError
+from ...schemas.errors import ConfigError, DataError
 from ...schemas.images import images_of
 from ...schemas.rollout import Group
 from ..lora import has_adapter, initial_adapter, other_adapter, set_dropout
 from ..vision import Processor, SeenImages, load_image_reader
 from .aggregation import Denominators
+from .balance import share_sequences
 from .checkpoint import load_optimizer, save_policy
 from .corrections import mismatch_statistics
 from .credit import assign_credit
@@ -31,6 +35,7 @@ from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import MicroBatch, Objective, StepInputs
 from .packing import TokenSequence, pack
+from .parallel import Parallel, whole
 from .schedules import learning_rate
 from .training_batch import TrainingBatch, select
 
@@ -58,12 +63,28 @@ class _Sums:
     old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
     """Places of the tokens that were scored, and their log-probs before the update."""
 
-    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
-        for name, value in values.items():
+    def include(self, totals: dict[str, Tensor]) -> None:
+        for name, value in totals.items():
             before = self.totals.get(name)
             self.totals[name] = value if before is None else before + value
+
+    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
+        self.include(values)
         self.tokens += len(index_N)
         self.old.append((index_N, old_N))
+
+    def of_all(self, parallel: Parallel) -> "_Sums":
+        """Put together what all ranks have; norms are those of all shares already."""
+        if parallel.size == 1:
+            return self
+        totals = {name: value.cpu() for name, value in self.totals.items()}
+        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
+        together = _Sums(norms=self.norms)
+        for other in parallel.gather(replace(self, totals=totals, old=old)):
+            together.include(other.totals)
+            together.tokens += other.tokens
+            together.old += other.old
+        return together
 
     def numbers(self) -> dict[str, float]:
         """Name the sums as metrics; what no micro-batch measured is left out."""
@@ -80,12 +101,33 @@ class _Sums:
 class Trainer:
     """The policy with its optimiser, the frozen reference and the critic where they are needed."""
 
-    def __init__(self, model: nn.Module, config: JobConfig, *, total_steps: int) -> None:
-        """Raises ModelError when the model cannot be trained in packed rows."""
+    def __init__(
+        self,
+        model: nn.Module,
+        config: JobConfig,
+        *,
+        total_steps: int,
+        parallel: Parallel | None = None,
+    ) -> None:
+        """`parallel` is the place among other ranks, by default none but this, on the CPU.
+
+        Raises ModelError when the model cannot be trained in packed rows.
+        """
         self.model = model
         self.config = config
         self.total_steps = total_steps
+        self._parallel = parallel or Parallel()
         learner = config.learner
+        self.image_reader = load_image_reader(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        if self.image_reader is not None and self._parallel.sharded:
+            raise ConfigError(
+                f"learner.ranks={learner.ranks}: the model {config.model.path} sees images, and "
+                "such a model is trained whole, by one process",
+                hint="set learner.ranks=1, or take a model that reads text",
+            )
+        inside = self._parallel.place(model, learner)
         self._trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._trained,
@@ -97,18 +139,18 @@ class Trainer:
         )
         self._objective = Objective(config)
         temperature = config.rollout.temperature
-        self._scorer = Scorer(model, temperature=temperature, dtype=learner.dtype)
-        self.image_reader = load_image_reader(
-            config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
+        self._scorer = Scorer(model, temperature=temperature, dtype=learner.dtype, inside=inside)
         self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
         if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
             self._reference = self._scorer
             self._reference_adapter = initial_adapter(model, config.model.path)
         elif config.algorithm.kl_coef:
-            reference = cast(nn.Module, load_reference(config.model)).to(self._scorer.device)
-            self._reference = Scorer(reference, temperature=temperature, dtype=learner.dtype)
+            reference = cast(nn.Module, load_reference(config.model))
+            placed = self._parallel.place(reference, learner)
+            self._reference = Scorer(
+                reference, temperature=temperature, dtype=learner.dtype, inside=placed
+            )
         self.critic: Critic | None = None
         if config.algorithm.advantage == "gae":
             start = load_model(config.model, learner, config.critic.path or config.model.path)
@@ -117,7 +159,7 @@ class Trainer:
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
         processor = Processor(tokenizer, self.image_reader)
-        save_policy(folder, self.model, processor, self.optimizer)
+        save_policy(folder, self.model, processor, self.optimizer, self._parallel)
         if self.critic is not None:
             self.critic.save(folder)
 
@@ -141,7 +183,7 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint, and the critic where it has one."""
-        load_optimizer(folder, self.optimizer)
+        load_optimizer(folder, self.model, self.optimizer)
         if self.critic is not None and not self.critic.load(folder):
             _log.info("critic_is_new", checkpoint=str(folder))
 
@@ -169,6 +211,7 @@ class Trainer:
                 self._update(inputs, part_S, denominators, sums)
             if self.critic is not None:
                 self.critic.update(self._pack(batch, part_S), denominators)
+        sums = sums.of_all(self._parallel)
         numbers = {
             "actor/lr": rate,
             **sums.numbers(),
@@ -200,6 +243,34 @@ class Trainer:
         )
 
     def _pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
+        """Pack this rank's share of the sequences.
+
+        All ranks go through the same number of micro-batches, since they gather weights together:
+        those with fewer get empty ones.
+        """
+        packed = self._pack_share(batch, self._share(batch, keep_S))
+        missing = self._parallel.largest(len(packed)) - len(packed)
+        return packed + [MicroBatch.empty(self._scorer.device)] * missing
+
+    def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
+        """Mark those of the sequences that this rank computes: bool[S]."""
+        if self._parallel.size == 1:
+            return keep_S
+        chosen_s = torch.nonzero(keep_S).flatten()
+        shares = share_sequences(
+            select(batch, keep_S)[0],
+            ranks=self._parallel.size,
+            hidden_size=self._scorer.hidden_size,
+            share_prompts=self._shares_prompts,
+        )
+        mine = torch.tensor(shares[self._parallel.rank], dtype=torch.int64, device=keep_S.device)
+        return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
+
+    @property
+    def _shares_prompts(self) -> bool:
+        return self.config.learner.share_prompts and not self._scorer.flat_rows
+
+    def _pack_share(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
         sequences, index_N = select(batch, keep_S)
         if not sequences:
             return []
@@ -208,7 +279,7 @@ class Trainer:
             sequences,
             row_tokens=learner.row_tokens,
             microbatch_tokens=learner.microbatch_tokens,
-            share_prompts=learner.share_prompts and not self._scorer.flat_rows,
+            share_prompts=self._shares_prompts,
             hidden_size=self._scorer.hidden_size,
             see=self._see,
         )
@@ -226,13 +297,20 @@ class Trainer:
         if not needs_old and self._reference is None:
             return None, None
         everything = self._pack(batch, _all(batch))
-        old_N = _score_all(everything, batch, self._scorer) if needs_old else None
+        old_N = self._score_all(everything, batch, self._scorer) if needs_old else None
         if self._reference is None:
             return old_N, None
         if not self._reference_adapter:
-            return old_N, _score_all(everything, batch, self._reference)
+            return old_N, self._score_all(everything, batch, self._reference)
         with other_adapter(self.model, self._reference_adapter):
-            return old_N, _score_all(everything, batch, self._reference)
+            return old_N, self._score_all(everything, batch, self._reference)
+
+    @torch.no_grad()
+    def _score_all(self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer) -> Tensor:
+        scored_N = torch.zeros(batch.num_tokens, device=scorer.device)
+        for micro in micros:
+            scored_N[micro.index_N] = scorer.score(micro.packed).logprobs_N
+        return self._parallel.add_up(scored_N)
 
     def _values(self, batch: TrainingBatch) -> Tensor | None:
         """Ask the critic, where there is one, for the value before each token."""
@@ -260,11 +338,14 @@ class Trainer:
         set_dropout(self.model, on=True)
         for micro in self._pack(batch, keep_S):
             scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
+            if micro.is_empty:
+                scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
+                continue
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
             sums.add(result.sums, micro.index_N, result.old_N)
         set_dropout(self.model, on=False)
-        norm = nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip)
+        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
         if math.isfinite(sums.norms[-1]):
             self._require_gradients()
@@ -281,21 +362,14 @@ def _all(batch: TrainingBatch) -> Tensor:
     return torch.ones_like(batch.group_S, dtype=torch.bool)
 
 
-@torch.no_grad()
-def _score_all(micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer) -> Tensor:
-    scored_N = torch.empty(batch.num_tokens, device=scorer.device)
-    for micro in micros:
-        scored_N[micro.index_N] = scorer.score(micro.packed).logprobs_N
-    return scored_N
-
-
 def _mismatch(
     seen: list[tuple[Tensor, Tensor]], batch: TrainingBatch, version: int
 ) -> dict[str, float]:
     """Compare the learner's log-probs with the recorded ones: engine mismatch and staleness."""
     if not seen:
         return {}
-    index_N = torch.cat([index for index, _ in seen])
-    old_N = torch.cat([old for _, old in seen])
+    device = batch.behaviour_N.device
+    index_N = torch.cat([index.to(device) for index, _ in seen])
+    old_N = torch.cat([old.to(device) for _, old in seen])
     lag_N = version - batch.versions_N[index_N]
     return mismatch_statistics(old_N, batch.behaviour_N[index_N], lag_N)

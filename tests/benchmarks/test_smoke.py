@@ -32,6 +32,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         pytest.param("vllm", marks=needs("vllm")),
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
+        "learner",
         "lora",
         "memory",
         "overhead",

@@ -9,6 +9,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.start import task_order
@@ -71,6 +72,22 @@ async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     written = [json.loads(line)["step"] for line in lines]
     assert written == list(range(1, 13))  # … but is written once
+
+
+@pytest.mark.long
+async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: Path) -> None:
+    learner = {"slots": 2, "ranks": 2}
+    job = await stack.submit(small_job(model, env=SLOW, learner=learner))
+    await job.until_step(4)  # the last checkpoint, of both ranks, is that of step 3
+    pid = await job.pid("learner")
+    [rank] = [one for one in psutil.Process(pid).children() if one.cmdline()[-1] == "1"]
+    rank.kill()
+    recovered = await job.until_event("training_recovered")
+    assert recovered.data["step"] >= 3
+    assert not alive(pid)
+    log = (job.run_dir / "logs" / "attempt_1" / "learner.log").read_text()
+    assert "rank 1 of the learner" in log
+    await assert_nothing_lost(job)  # replays it with two ranks
 
 
 PPO = {

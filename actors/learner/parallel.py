@@ -1,0 +1,197 @@
+"""The ranks of a learner as the training step sees them: FSDP2 over processes of one machine.
+
+Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
+computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
+over the ranks, never averaged: losses are divided by counts over the whole batch. A rank alone, the
+usual case, holds everything, and all of this does nothing.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import FileStore
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from ...schemas.errors import ConfigError
+from ...schemas.learner import LearnerConfig
+from ..lora import policy_tensors
+
+T = TypeVar("T")
+COLLECTIVE_DEADLINE_S = 600.0
+"""A rank that is waited for longer than this has failed, and with it the learner."""
+
+
+class Inside(nn.Module):
+    """A model in its place; what is computed with its weights runs in here, where they are whole.
+
+    As a module around the model it is where FSDP2 gathers the weights that belong to no layer.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Wrap a model that computes on `device`, by default where its weights are."""
+        super().__init__()
+        self.model = model
+        self.device = next(model.parameters()).device if device is None else device
+        self.gathered_dtype: torch.dtype | None = None
+        """What weights are cast to when they are gathered, if that is not what they are kept in."""
+
+    def forward(self, work: Callable[[], T]) -> T:
+        """Run some computation; its tensors may have gradients."""
+        return work()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run some computation, and give the gathered weights back if no backward pass will."""
+        result = self(work)
+        if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+
+class Parallel:
+    """One rank among those that train together."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """A rank that computes on `device` (default: where the model is), of a mesh if sharded."""
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._mesh = mesh
+
+    @classmethod
+    def alone(cls) -> "Parallel":
+        """Return the only rank, which holds everything, on the GPU if there is one."""
+        return cls(device=torch.device("cuda") if torch.cuda.is_available() else None)
+
+    @classmethod
+    def join(cls, rank: int, config: LearnerConfig, store: Path) -> "Parallel":
+        """Meet the other ranks through a file; to be left with `leave`.
+
+        Raises ConfigError for what this machine does not have.
+        """
+        device = _device(rank, config)
+        # Ranks of one machine speak over the loopback interface, and listen nowhere else.
+        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            store=FileStore(str(store), config.ranks),
+            rank=rank,
+            world_size=config.ranks,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+        )
+        return cls(rank, config.ranks, device, init_device_mesh(device.type, (config.ranks,)))
+
+    def leave(self) -> None:
+        """Give up the connections to the other ranks."""
+        if self._mesh is not None:
+            dist.destroy_process_group()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are held in parts."""
+        return self._mesh is not None
+
+    def place(self, model: nn.Module, config: LearnerConfig) -> Inside:
+        """Put a model where it computes, in parts where it is sharded: the same on all ranks."""
+        if self._device is not None and not self.sharded:
+            model.to(self._device)
+        inside = Inside(model, self._device)
+        if self._mesh is None:
+            return inside
+        gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        }
+        kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
+        for layer in [one for one in model.modules() if type(one).__name__ in kinds]:
+            fully_shard(layer, **options)
+        fully_shard(inside, **options)
+        for module in inside.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        inside.gathered_dtype = gathered_dtype
+        return inside
+
+    def largest(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        return max(self.gather(number))
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank has, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Return the sums over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def _device(rank: int, config: LearnerConfig) -> torch.device:
+    if not torch.cuda.is_available():
+        if config.cpu_offload:
+            raise ConfigError(
+                "learner.cpu_offload=true and this learner has no GPU: everything is in the "
+                "machine's memory already",
+                hint="remove learner.cpu_offload, or run the job on a node with GPUs",
+            )
+        return torch.device("cpu")
+    if (found := torch.cuda.device_count()) < config.ranks:
+        raise ConfigError(
+            f"learner.ranks={config.ranks} and this learner has {found} GPUs",
+            hint=f"set learner.slots={config.ranks} on a node of GPUs, or lower learner.ranks",
+        )
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def whole_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what changes from version to version, once for tied tensors, one gathered at a time.
+
+    With `dtype` floating-point tensors have that one. All ranks go through it together.
+    """
+    seen: set[int] = set()
+    for name, tensor in policy_tensors(model).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(kept))

@@ -1,0 +1,83 @@
+"""The learner, as a job configures it."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from .section import Section, when
+
+
+class LearnerConfig(Section):
+    """The optimiser and its memory."""
+
+    slots: int = Field(default=1, ge=1, le=64)
+    """Slots that the learner holds: linked GPUs of one node, or CPU shares."""
+    ranks: int = Field(default=1, ge=1, le=64)
+    """Processes over which model and batch are divided (FSDP2), each on a slot of its own."""
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, json_schema_extra=when("schedule", "linear", "cosine")
+    )
+    """Learning rate at the last step, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """AdamW."""
+    grad_clip: float = Field(default=1.0, gt=0)
+    """Largest gradient norm."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimiser updates per batch, each on a part of it; all of them make one version."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute dtype; master weights and optimiser state are float32."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the weights that generators get."""
+    row_tokens: int = Field(default=4096, ge=16)
+    """Sequences are packed into rows of at most this many tokens."""
+    microbatch_tokens: int = Field(default=16384, ge=16)
+    """Tokens of one forward and backward pass; the rest is accumulated."""
+    share_prompts: bool = True
+    """Compute the prompt of a group once, not once per episode (same result; sdpa only)."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    cpu_offload: bool = False
+    """Keep master weights, gradients and optimiser state in the memory of the machine, not the
+    GPU's: slower, and refused without a GPU."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads for torch, of each rank."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are held in parts, by FSDP2."""
+        return self.ranks > 1 or self.cpu_offload
+
+    @model_validator(mode="after")
+    def _ranks_have_slots(self) -> Self:
+        if self.ranks > self.slots:
+            raise ValueError(
+                f"ranks={self.ranks} needs a slot for each rank and slots is {self.slots}: set "
+                f"learner.slots={self.ranks}"
+            )
+        return self
+
+    def refuse_unsharded(self, *, critic: bool, lora: bool, policies: bool) -> None:
+        """Raise ValueError for what is trained whole, by one process, while this is sharded."""
+        if not self.sharded:
+            return
+        cause = f"learner.ranks={self.ranks}" if self.ranks > 1 else "learner.cpu_offload"
+        remedy = "set learner.ranks=1 and no learner.cpu_offload, or "
+        if critic:
+            raise ValueError(
+                f"{cause} with a critic (algorithm.advantage=gae) is not built: {remedy}choose "
+                "another advantage, such as grpo"
+            )
+        if lora:
+            raise ValueError(f"{cause} with lora is not built: {remedy}train all weights")
+        if policies:
+            raise ValueError(f"{cause} with several policies is not built: {remedy}one policy")
