@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import FileStore
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -96,7 +95,7 @@ class Parallel:
         os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=FileStore(str(store), config.ranks),
+            init_method=f"file://{store}",
             rank=rank,
             world_size=config.ranks,
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),

@@ -107,10 +107,15 @@ class Policies:
         folder: Path | None,
     ) -> "Policies":
         """Give each model an optimiser, together with the other ranks of this learner."""
-        parallel = ranks.join(folder, total_steps)
-        return cls(
-            config, models, total_steps=total_steps, folder=folder, ranks=ranks, parallel=parallel
-        )
+        with ranks.beginning(folder, total_steps) as parallel:
+            return cls(
+                config,
+                models,
+                total_steps=total_steps,
+                folder=folder,
+                ranks=ranks,
+                parallel=parallel,
+            )
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write every policy into the folder of a checkpoint."""
@@ -123,12 +128,11 @@ class Policies:
         with self._ranks.doing(Order("gather", {"dtype": str(dtype).removeprefix("torch.")})):
             return snapshot(self.models, dtype)
 
-    def gather(self, dtype: torch.dtype | None = None) -> dict[str, dict[str, Tensor]]:
+    def gather(self) -> dict[str, dict[str, Tensor]]:
         """Return what changes from version to version, whole and on the CPU, by policy."""
-        named = None if dtype is None else str(dtype).removeprefix("torch.")
-        with self._ranks.doing(Order("gather", {"dtype": named})):
+        with self._ranks.doing(Order("gather", {"dtype": None})):
             return {
-                name: {key: value.cpu() for key, value in whole_tensors(model, dtype)}
+                name: {key: value.cpu() for key, value in whole_tensors(model)}
                 for name, model in self.models.items()
             }
 

@@ -16,7 +16,7 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import StorageError, TinkermqError
 from ..logging import configure_logging
 from ..runtime import EXIT_CRASHED, EXIT_DONE
-from .parallel import Parallel
+from .parallel import Parallel, whole_tensors
 from .policies import Policies, load_models
 from .ranks import Order, Ranks
 
@@ -52,7 +52,9 @@ def _do(order: Order, policies: Policies) -> None:
             policies.step(order.groups, order.fields["step"])
         case "gather":
             dtype = order.fields["dtype"]
-            policies.gather(None if dtype is None else getattr(torch, dtype))
+            for model in policies.models.values():
+                for _ in whole_tensors(model, None if dtype is None else getattr(torch, dtype)):
+                    pass  # rank 0 keeps them
         case "save":
             try:
                 policies.save(Path(order.fields["folder"]), None)

@@ -28,7 +28,9 @@ from ...schemas.rollout import Group
 from .parallel import Parallel
 
 _END_S = 20.0
-"""How long a rank may take to end after it was told to, or to be seen ended after a failure."""
+"""How long a rank may take to end after it was told to."""
+_SEEN_END_S = 5.0
+"""How long after a failure here the end of another rank may be seen to have caused it."""
 _LOOK_S = 0.2
 _log = structlog.get_logger()
 
@@ -82,11 +84,16 @@ class Ranks:
         """Process ids, by rank from 1."""
         return [child.process.pid for child in self._children]
 
-    def join(self, folder: Path | None, total_steps: int) -> Parallel:
-        """Have all begin with a checkpoint, or the initial model; return the place among them."""
+    @contextlib.contextmanager
+    def beginning(self, folder: Path | None, total_steps: int) -> Iterator[Parallel]:
+        """Have all begin with a checkpoint, or the initial model; yield the place among them.
+
+        Raises EngineError if one of them ends meanwhile.
+        """
         learner = self._config.learner
         if not learner.sharded:
-            return Parallel.alone()
+            yield Parallel.alone()
+            return
         self._place = tempfile.TemporaryDirectory(prefix="tinkermq-ranks-")
         store = Path(self._place.name) / "store"
         fields = {
@@ -97,7 +104,7 @@ class Ranks:
         }
         with self.doing(Order("begin", fields)):
             self._parallel = Parallel.join(0, learner, store)
-        return self._parallel
+            yield self._parallel
 
     @contextlib.contextmanager
     def doing(self, order: Order) -> Iterator[None]:
@@ -141,7 +148,7 @@ class Ranks:
 
     def _wait_for_end(self) -> _Child | None:
         """A broken connection is noticed before the end of the process that it led to."""
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + _SEEN_END_S
         while (ended := self._first_ended()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return ended
