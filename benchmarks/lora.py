@@ -25,6 +25,7 @@ from tinkermq.actors.job_weights import as_sources
 from tinkermq.actors.learner.publishing import snapshot
 from tinkermq.actors.lora import has_adapter
 from tinkermq.actors.model_folder import load_policy
+from tinkermq.actors.policies import MAIN
 from tinkermq.actors.tiny_model import save_tiny_model
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.server import NatsServer
@@ -80,7 +81,7 @@ async def measure(folder: Path, rank: int, broker: Broker, rounds: int) -> Measu
     try:
         for version in range(rank * 1000 + 1, rank * 1000 + rounds + 1):
             started = time.perf_counter()
-            tensors = await asyncio.to_thread(snapshot, model, torch.float32)
+            tensors = await asyncio.to_thread(snapshot, {MAIN: model}, torch.float32)
             kind = "lora" if has_adapter(model) else "full"
             manifest = await store.publish(version, tensors, kind=kind)
             fetched = await store.fetch(manifest)
