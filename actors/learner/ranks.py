@@ -27,8 +27,8 @@ from ...schemas.errors import EngineError
 from ...schemas.rollout import Group
 from .parallel import Parallel
 
-_END_S = 20.0
-"""How long a rank may take to end after it was told to."""
+_END_S = 5.0
+"""How long a rank may take to end after it was told to; it has nothing to write then."""
 _SEEN_END_S = 5.0
 """How long after a failure here the end of another rank may be seen to have caused it."""
 _LOOK_S = 0.2

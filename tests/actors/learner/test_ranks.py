@@ -125,49 +125,6 @@ def assert_same_reports(made: list[StepReport], expected: list[StepReport]) -> N
         assert one.numbers == pytest.approx(other.numbers, rel=2e-4, abs=TOLERANCE)
 
 
-@pytest.fixture(scope="module")
-def begun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that one process wrote after a step."""
-    run = tmp_path_factory.mktemp("run")
-    trained(config_of(folder, 1, **HARD), range(1, 2), save_to=run)
-    return run / "checkpoints" / "step_000001"
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path, begun: Path) -> Iterator[Trained]:
-    """Two ranks that go on from it."""
-    made = Trained(config_of(folder, 2, **HARD), begun)
-    yield made
-    made.ranks.close()
-
-
-def test_two_ranks_go_on_from_one_process_as_it_would_and_it_goes_on_from_them(
-    folder: Path, begun: Path, two: Trained, tmp_path: Path
-) -> None:
-    alone = config_of(folder, 1, **HARD)
-    expected, weights = trained(alone, range(2, 5), begun)
-    reports = two.train(range(2, 5))
-    assert_same_reports(reports, expected)
-    assert all(report.numbers["actor/grad_norm"] > 0 for report in reports)
-    assert_same_weights(two.weights, weights)
-
-    checkpoint = two.save(tmp_path, 4)
-    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
-    assert_same_weights({name: saved[name] for name in weights}, two.weights)
-    assert two.policies.snapshot(torch.bfloat16).keys() == weights.keys()
-    _, uninterrupted = trained(alone, range(2, 6), begun)
-    _, resumed = trained(alone, range(5, 6), checkpoint)
-    assert_same_weights(resumed, uninterrupted)
-
-
-def test_a_rank_that_is_killed_fails_the_step_with_its_number_and_how_it_ended(
-    two: Trained,
-) -> None:
-    os.kill(two.ranks.pids[0], signal.SIGKILL)
-    with pytest.raises(EngineError, match=r"rank 1 of the learner .* ended with code -9"):
-        two.train(range(9, 10))
-
-
 @pytest.mark.long
 def test_three_ranks_go_on_from_what_two_saved(folder: Path, tmp_path: Path) -> None:
     trained(config_of(folder, 2), range(1, 4), save_to=tmp_path)
@@ -220,3 +177,49 @@ def test_a_model_that_sees_images_is_refused_with_ranks(tmp_path: Path) -> None:
     seeing = save_tiny_vision_model(tmp_path / "seeing")
     with pytest.raises(ConfigError, match=r"sees images, .* by one process"):
         Trained(config_of(seeing, 2))
+
+
+# A process has one group of ranks at a time: that of the fixture comes last.
+
+
+@pytest.fixture(scope="module")
+def begun(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that one process wrote after a step."""
+    run = tmp_path_factory.mktemp("run")
+    trained(config_of(folder, 1, **HARD), range(1, 2), save_to=run)
+    return run / "checkpoints" / "step_000001"
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path, begun: Path) -> Iterator[Trained]:
+    """Two ranks that go on from it."""
+    made = Trained(config_of(folder, 2, **HARD), begun)
+    yield made
+    made.ranks.close()
+
+
+def test_two_ranks_go_on_from_one_process_as_it_would_and_it_goes_on_from_them(
+    folder: Path, begun: Path, two: Trained, tmp_path: Path
+) -> None:
+    alone = config_of(folder, 1, **HARD)
+    expected, weights = trained(alone, range(2, 5), begun)
+    reports = two.train(range(2, 5))
+    assert_same_reports(reports, expected)
+    assert all(report.numbers["actor/grad_norm"] > 0 for report in reports)
+    assert_same_weights(two.weights, weights)
+
+    checkpoint = two.save(tmp_path, 4)
+    saved = load_causal_lm(str(checkpoint), dtype=torch.float32).state_dict()
+    assert_same_weights({name: saved[name] for name in weights}, two.weights)
+    assert two.policies.snapshot(torch.bfloat16).keys() == weights.keys()
+    _, uninterrupted = trained(alone, range(2, 6), begun)
+    _, resumed = trained(alone, range(5, 6), checkpoint)
+    assert_same_weights(resumed, uninterrupted)
+
+
+def test_a_rank_that_is_killed_fails_the_step_with_its_number_and_how_it_ended(
+    two: Trained,
+) -> None:
+    os.kill(two.ranks.pids[0], signal.SIGKILL)
+    with pytest.raises(EngineError, match=r"rank 1 of the learner .* ended with code -9"):
+        two.train(range(9, 10))
