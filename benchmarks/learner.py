@@ -35,6 +35,7 @@ from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.utils import logging
 
 from benchmarks.report import Report, parser
 
@@ -260,6 +261,7 @@ def main() -> None:
     kernels = ("sdpa", "flash_attention_2")
     options.add_argument("--attention", choices=kernels, default="sdpa", help="of both sides")
     arguments = options.parse_args()
+    logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         torch.set_num_threads(1)

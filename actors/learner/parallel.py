@@ -10,6 +10,7 @@ usual case, holds everything, and all of this does nothing.
 # pyright: reportUnknownMemberType=false
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ from ..lora import policy_tensors
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
 """A rank that is waited for longer than this has failed, and with it the learner."""
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class Inside(nn.Module):
@@ -92,7 +94,7 @@ class Parallel:
         """
         device = _device(rank, config)
         # Ranks of one machine speak over the loopback interface, and listen nowhere else.
-        os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store}",
