@@ -18,7 +18,7 @@ from tinkermq.actors.generator.chat import ChatTokenizer
 from tinkermq.actors.generator.generator import make_chat
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer, _all, _score_all
+from tinkermq.actors.learner.step import Trainer, _all
 from tinkermq.actors.learner.training_batch import assemble
 from tinkermq.broker.connection import Broker
 from tinkermq.envs.games.geo3k import make_data
@@ -87,7 +87,7 @@ async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=1)
     trainer.check_images(shared)
     batch = assemble([shared])
-    ours_N = _score_all(trainer._pack(batch, _all(batch)), batch, trainer._scorer)
+    ours_N = trainer._score_all(trainer._pack(batch, _all(batch)), batch, trainer._scorer)
     np.testing.assert_allclose(ours_N.numpy(), batch.behaviour_N.numpy(), atol=1e-4)
 
 

@@ -127,8 +127,8 @@ def test_a_step_trains_the_eyes_and_the_checkpoint_holds_all_that_is_needed(
     "sections",
     [
         {"learner": {"gradient_checkpointing": True, "dtype": "bfloat16"}},
-        {"algorithm": {"advantage": "gae"}},
-        {"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 4}},
+        pytest.param({"algorithm": {"advantage": "gae"}}, marks=pytest.mark.long),
+        pytest.param({"algorithm": {"kl_coef": 0.1}, "lora": {"rank": 4}}, marks=pytest.mark.long),
     ],
     ids=["checkpointing", "critic", "adapter"],
 )
