@@ -68,7 +68,7 @@ def _learner_busy(profile: Profile) -> Advice:
     busy = 1 - profile.learner.get("wait", 0.0) - profile.learner.get("paused", 0.0)
     text = f"the learner is busy {busy:.0%} of the time: it is the bottleneck"
     text += " (more generators would not help)"
-    return Advice(text, ("learner.slots", "learner.threads", "learner.dtype=bfloat16"))
+    return Advice(text, ("learner.ranks", "learner.threads", "learner.dtype=bfloat16"))
 
 
 def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:

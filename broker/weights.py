@@ -279,12 +279,16 @@ class WeightStore:
             await self._manifests.delete(_key(version))
             await self._remove_payload(entry.value)
 
-    async def keep(self, versions: Set[int]) -> None:
-        """Remove all versions but these, and those of which these are made."""
-        manifests = [entry.value for entry in await self._manifests.items()]
-        kept = [one for one in manifests if one.version in versions]
-        needed = versions | {one.differences[-1].base for one in kept if one.differences}
-        for version in {one.version for one in manifests} - needed:
+    async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
+        """Remove all versions but these and so many of the newest, and those they are made of."""
+        manifests = {one.value.version: one.value for one in await self._manifests.items()}
+        kept = versions | set(sorted(manifests, reverse=True)[:newest])
+        anchors = {
+            manifests[version].differences[-1].base
+            for version in kept & set(manifests)
+            if manifests[version].differences
+        }
+        for version in set(manifests) - kept - anchors:
             await self.remove(version)
 
     async def sweep(self) -> None:

@@ -98,6 +98,11 @@ class Dataset:
         return ", ".join(str(path) for path in self.paths)
 
 
+def is_dataset_name(path: Path) -> bool:
+    """Whether a file of this name can be a dataset at all."""
+    return path.suffix in _READERS
+
+
 def _open_file(
     path: Path, opened: contextlib.ExitStack, check: Callable[[Iterable[str], str], None]
 ) -> RowFile:

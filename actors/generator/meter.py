@@ -3,6 +3,8 @@
 import time
 from collections import deque
 
+from .engine import EngineStats
+
 _RATE_WINDOW_S = 10.0
 
 
@@ -28,6 +30,27 @@ class Meter:
         now = time.monotonic()
         if now - self._marks[-1][0] > _RATE_WINDOW_S / 10:
             self._marks.append((now, self.generated, self.busy_s))
+
+    def stats(
+        self, *, version: int, running: int, waiting: int, parked: int, cache_bytes: int
+    ) -> EngineStats:
+        """Return an engine's statistics: the counters, and what only the engine knows."""
+        tokens_per_s, busy_share = self.rates()
+        return EngineStats(
+            version=version,
+            running=running,
+            waiting=waiting,
+            parked=parked,
+            tokens_per_s=tokens_per_s,
+            busy_share=busy_share,
+            generated_tokens=self.generated,
+            prefilled_tokens=self.prefilled,
+            reused_tokens=self.reused,
+            busy_s=self.busy_s,
+            last_pause_s=self.last_pause_s,
+            paused_s=self.paused_s,
+            cache_bytes=cache_bytes,
+        )
 
     def rates(self) -> tuple[float, float]:
         """Return tokens per second and the busy share, over about the last 10 s."""

@@ -107,21 +107,12 @@ class VllmEngine:
 
     def stats(self) -> EngineStats:
         """Say what the engine is doing; figures of the model are those of all its engines."""
-        model, meter = self._model, self._model.meter
-        tokens_per_s, busy_share = meter.rates()
-        return EngineStats(
+        model = self._model
+        return model.meter.stats(
             version=self.version,
             running=model.inside,
             waiting=model.waiting,
             parked=0,
-            tokens_per_s=tokens_per_s,
-            busy_share=busy_share,
-            generated_tokens=meter.generated,
-            prefilled_tokens=meter.prefilled,
-            reused_tokens=meter.reused,
-            busy_s=meter.busy_s,
-            last_pause_s=meter.last_pause_s,
-            paused_s=meter.paused_s,
             cache_bytes=model.cache_bytes,
         )
 

@@ -114,7 +114,7 @@ class VllmModel:
                 AsyncEngineArgs(**arguments),
                 stat_loggers=[recorder.made],
             )
-        except (ValueError, RuntimeError, OSError, NotImplementedError, AssertionError) as error:
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
             raise ModelError(
                 f"vLLM cannot run model {path}: {error}",
                 hint="see the log above; generator.engine=transformers runs more kinds of models",

@@ -122,21 +122,11 @@ class EngineWorker:
 
     def stats(self) -> EngineStats:
         """Read the counters; safe in any thread."""
-        meter = self._meter
-        tokens_per_s, busy_share = meter.rates()
-        return EngineStats(
+        return self._meter.stats(
             version=self.version,
             running=self._rows.num,
             waiting=len(self._waiting),
             parked=len(self._lot),
-            tokens_per_s=tokens_per_s,
-            busy_share=busy_share,
-            generated_tokens=meter.generated,
-            prefilled_tokens=meter.prefilled,
-            reused_tokens=meter.reused,
-            busy_s=meter.busy_s,
-            last_pause_s=meter.last_pause_s,
-            paused_s=meter.paused_s,
             cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
         )
 

@@ -92,7 +92,9 @@ class Parallel:
 
         Raises ConfigError for what this machine does not have.
         """
-        device = _device(rank, config)
+        device = device_of(rank, config, torch.cuda.device_count())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         # Ranks of one machine speak over the loopback interface, and listen nowhere else.
         os.environ |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
         dist.init_process_group(
@@ -157,8 +159,12 @@ class Parallel:
         return values
 
 
-def _device(rank: int, config: LearnerConfig) -> torch.device:
-    if not torch.cuda.is_available():
+def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
+    """Return where a rank computes on a machine that gives the learner so many GPUs.
+
+    Raises ConfigError for what such a machine cannot do.
+    """
+    if not num_gpus:
         if config.cpu_offload:
             raise ConfigError(
                 "learner.cpu_offload=true and this learner has no GPU: everything is in the "
@@ -166,14 +172,12 @@ def _device(rank: int, config: LearnerConfig) -> torch.device:
                 hint="remove learner.cpu_offload, or run the job on a node with GPUs",
             )
         return torch.device("cpu")
-    if (found := torch.cuda.device_count()) < config.ranks:
+    if num_gpus < config.ranks:
         raise ConfigError(
-            f"learner.ranks={config.ranks} and this learner has {found} GPUs",
+            f"learner.ranks={config.ranks} and this learner has {num_gpus} GPUs",
             hint=f"set learner.slots={config.ranks} on a node of GPUs, or lower learner.ranks",
         )
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", rank)
 
 
 def whole(tensor: Tensor) -> Tensor:

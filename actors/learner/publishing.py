@@ -34,7 +34,6 @@ class Publisher:
         self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
         self._pinned: set[int] = set()
-        self._published: list[int] = []
         self.send_s = 0.0
         """Seconds that the last sending took, beside training."""
 
@@ -66,8 +65,7 @@ class Publisher:
         started = time.perf_counter()
         await self._store.publish(version, tensors, kind=self._kind)
         self.send_s = time.perf_counter() - started
-        newest = sorted(await self._store.versions())[-_KEEP_NEWEST:]
-        await self._store.keep({*newest, *self._pinned, *keep})
+        await self._store.keep(self._pinned | keep, newest=_KEEP_NEWEST)
 
 
 def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ...broker.login import CA_VARIABLE
 from ...broker.process import die_with
+from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.program import bubblewrap_program, remedy
 from ...envs.sandbox.watch import first_child
 from ...schemas.errors import SandboxError
@@ -74,7 +75,7 @@ class Enclosure:
     ) -> EnclosedChild:
         """Start the program of one; OSError where none can be enclosed, with the remedy."""
         try:
-            walls = self.walls(wanted)
+            walls = await asyncio.to_thread(self.walls, wanted)  # disks may be slow
             if not self._tried:
                 await _try(walls)
                 self._tried = True
@@ -97,7 +98,8 @@ class Enclosure:
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
         data = (Path(one).expanduser().absolute() for one in wanted.reads)
-        shown += [path for path in data if path.is_file()]
+        # by their names datasets: a game must not be shown whatever its owner calls data
+        shown += [path for path in data if is_dataset_name(path) and path.is_file()]
         if authority := os.environ.get(CA_VARIABLE):
             shown.append(Path(authority))
         command = [bubblewrap_program(), "--die-with-parent", "--new-session"]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.learner.checkpoint import LearnerState
+from tinkermq.actors.learner.parallel import device_of
 from tinkermq.actors.learner.policies import Policies, load_models
 from tinkermq.actors.learner.ranks import Ranks
 from tinkermq.actors.learner.step import StepReport
@@ -164,12 +165,16 @@ def test_what_is_trained_whole_is_refused_with_ranks_and_says_what_to_do(
     assert config_of(folder, 1, learner={"slots": 2}).learner.ranks == 1
 
 
-def test_offload_without_a_gpu_is_refused_with_the_reason(folder: Path) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
-    config = config_of(folder, 1, learner={"cpu_offload": True})
+def test_what_a_machine_cannot_do_is_refused_with_the_reason(folder: Path) -> None:
+    offloaded = config_of(folder, 1, learner={"cpu_offload": True}).learner
     with pytest.raises(ConfigError, match=r"learner.cpu_offload=true and this learner has no GPU"):
-        Trained(config)
+        device_of(0, offloaded, num_gpus=0)
+    assert device_of(0, offloaded, num_gpus=1) == torch.device("cuda", 0)
+    two = config_of(folder, 2).learner
+    with pytest.raises(ConfigError, match=r"learner.ranks=2 and this learner has 1 GPUs"):
+        device_of(1, two, num_gpus=1)
+    assert device_of(1, two, num_gpus=2) == torch.device("cuda", 1)
+    assert device_of(1, two, num_gpus=0) == torch.device("cpu")
 
 
 @pytest.mark.long

@@ -79,7 +79,10 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     monkeypatch.setenv("ALFWORLD_DATA", "there")
     monkeypatch.setenv(VARIABLES_VARIABLE, "ALFWORLD_DATA")
     monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "games"))
-    wanted = host(tmp_path / "runs/ada/r", reads=[str(tmp_path / "data.jsonl"), "/root"])
+    wanted = host(
+        tmp_path / "runs/ada/r",
+        reads=[str(tmp_path / name) for name in ("data.jsonl", "node.creds", "")],
+    )
     paths = [str(tmp_path / name) for name in files]
     paths += [f"/proc/{os.getpid()}/environ", "/etc/shadow"]
     sink = Sink()
