@@ -1,12 +1,14 @@
 """Hundreds of generators, one learner, three servers: what the learner and the broker pay.
 
-    python -m benchmarks.scaling [--groups 100000] [--short 20000] [--tokens 64]
+    python -m benchmarks.scaling [--groups 100000] [--short 6000] [--rounds 3] [--tokens 256]
 
 Three nats-servers in a cluster keep every stream on all of them. A learner without a model and
-generators without one (benchmarks/simulated.py) send real tasks and real groups through it; first
-10 generators, then 50, then 500, each from an empty log. What a learner pays per group, CPU time
-of its process, shall not depend on how many generators there are. What the broker carries is read
-from the servers' own statistics of their connections.
+generators without one (benchmarks/simulated.py) send real tasks and real groups through it: 10
+generators, 50 and 500 take turns in short runs, each from an empty log, then 500 in a long one.
+What a learner pays per group, CPU time of its process, shall not depend on how many generators
+there are; the machine's speed changes from minute to minute, so runs of one round are compared,
+and the median round counts. What the broker carries is read from the servers' own statistics of
+their connections.
 """
 
 import asyncio
@@ -22,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import uvloop
@@ -58,8 +61,13 @@ class Seen:
     """Memory by kind of process, per process, at half of the run and at its end."""
 
     @property
+    def groups(self) -> int:
+        """Groups that the learner took."""
+        return int(self.lines[-1]["groups"])
+
+    @property
     def cpu_ms(self) -> float:
-        """CPU milliseconds of the learner per group, without its start."""
+        """CPU milliseconds of the learner per group, without the first groups."""
         first, last = self.lines[0], self.lines[-1]
         return 1000 * (last["cpu_s"] - first["cpu_s"]) / (last["groups"] - first["groups"])
 
@@ -119,10 +127,10 @@ def connections(servers: list[NatsServer], field: str, name: str) -> int:
     return total
 
 
-def started(*words: str) -> "subprocess.Popen[str]":
+def started(*words: str, stdout: int) -> "subprocess.Popen[str]":
     """Start a simulated process."""
     command = [sys.executable, "-m", "benchmarks.simulated", *words]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=stdout, text=True)
 
 
 def run(servers: list[NatsServer], count: int, groups: int, tokens: int) -> Seen:
@@ -131,8 +139,11 @@ def run(servers: list[NatsServer], count: int, groups: int, tokens: int) -> Seen
     uvloop.run(make_streams(urls))
     marks = {name: connections(servers, field, name) for name, field in _COUNTED.items()}
     shares = [min(PER_PROCESS, count - start) for start in range(0, count, PER_PROCESS)]
-    generators = [started("generators", urls, str(share), str(tokens)) for share in shares]
-    learner = started("learner", urls, str(groups), str(IN_FLIGHT))
+    log = sys.stderr.fileno()
+    generators = [
+        started("generators", urls, str(share), str(tokens), stdout=log) for share in shares
+    ]
+    learner = started("learner", urls, str(groups), str(IN_FLIGHT), stdout=subprocess.PIPE)
     pids = {
         "learner": [learner.pid],
         "nats-server": [one.pid for one in servers if one.pid],
@@ -165,55 +176,69 @@ _COUNTED = {"generator": "in_bytes", "learner": "out_bytes"}
 def main() -> None:
     """Parse the arguments, measure, report."""
     options = parser(__doc__)
-    options.add_argument("--groups", type=int, default=100_000, help="with the most generators")
-    options.add_argument("--short", type=int, default=20_000, help="with fewer")
-    options.add_argument("--tokens", type=int, default=64, help="of an episode; 4 make a group")
+    options.add_argument("--groups", type=int, default=100_000, help="of the long run")
+    options.add_argument("--short", type=int, default=6_000, help="groups of a short run")
+    options.add_argument("--rounds", type=int, default=3, help="short runs of each number")
+    options.add_argument("--tokens", type=int, default=256, help="of an episode; 4 make a group")
     arguments = options.parse_args()
     os.environ[REPLICAS_VARIABLE] = str(NUM_SERVERS)
     counts = GENERATORS
     if arguments.quick:
-        arguments.groups, arguments.short, counts = 4000, 4000, (2, 4)
+        arguments.groups, arguments.short, arguments.rounds, counts = 4000, 4000, 1, (2, 4)
     report = Report("scaling", "one learner and hundreds of generators", quick=arguments.quick)
     task = Task(task=10_000, seed=10_000, group_size=GROUP_SIZE)
     group = make_group(0, GROUP_SIZE, arguments.tokens).model_copy(update={"task": task})
     payload = len(group.to_bytes())
-    seen: dict[int, Seen] = {}
     with tempfile.TemporaryDirectory() as folder, cluster(Path(folder)) as servers:
-        for count in counts:
-            groups = arguments.groups if count == counts[-1] else arguments.short
-            seen[count] = run(servers, count, groups, arguments.tokens)
+        rounds = [
+            {count: run(servers, count, arguments.short, arguments.tokens) for count in counts}
+            for _ in range(arguments.rounds)
+        ]
+        many = run(servers, counts[-1], arguments.groups, arguments.tokens)
+    runs = [(count, [one[count] for one in rounds]) for count in counts] + [(counts[-1], [many])]
     report.table(
         f"Groups of {GROUP_SIZE} × {arguments.tokens} tokens, {payload:,} bytes, on three servers",
-        ("generators", "groups", "groups/s", "learner CPU per group", "to servers", "to learner"),
+        (
+            "generators",
+            "runs",
+            "groups of each",
+            "groups/s",
+            "learner CPU per group",
+            "to servers",
+            "to learner",
+        ),
         [
             (
                 str(count),
-                f"{one.lines[-1]['groups']:,.0f}",
-                f"{one.per_s:,.0f}",
-                f"{one.cpu_ms:.2f} ms",
-                f"{one.in_bytes / one.lines[-1]['groups'] / payload:.2f}×",
-                f"{one.out_bytes / one.lines[-1]['groups'] / payload:.2f}×",
+                str(len(some)),
+                f"{some[0].groups:,}",
+                f"{median(one.per_s for one in some):,.0f}",
+                f"{median(one.cpu_ms for one in some):.2f} ms",
+                f"{median(one.in_bytes / one.groups for one in some) / payload:.2f}×",
+                f"{median(one.out_bytes / one.groups for one in some) / payload:.2f}×",
             )
-            for count, one in seen.items()
+            for count, some in runs
         ],
     )
     report.table(
-        "Resident megabytes of a process, at half of the run and at its end",
-        ("generators", *next(iter(seen.values())).rss_mb),
+        "Resident megabytes of a process, at half of a run and at its end",
+        ("generators", "groups", *many.rss_mb),
         [
-            (str(count), *(f"{half:.1f}, {end:.1f}" for half, end in one.rss_mb.values()))
-            for count, one in seen.items()
+            (
+                str(count),
+                f"{some[-1].groups:,}",
+                *(f"{half:.1f}, {end:.1f}" for half, end in some[-1].rss_mb.values()),
+            )
+            for count, some in runs
         ],
     )
-    few, many = seen[counts[0]], seen[counts[-1]]
     report.at_most(
-        f"learner's CPU per group, {counts[-1]} generators over {counts[0]}",
-        many.cpu_ms / few.cpu_ms,
+        f"learner's CPU per group, {counts[-1]} generators over {counts[0]}, median round",
+        median(one[counts[-1]].cpu_ms / one[counts[0]].cpu_ms for one in rounds),
         1.1,
     )
-    groups = many.lines[-1]["groups"]
     for what, num_bytes in (("taken from generators", many.in_bytes), ("sent", many.out_bytes)):
-        ratio = num_bytes / groups / payload
+        ratio = num_bytes / many.groups / payload
         report.at_most(f"bytes {what} per group over its payload", ratio, 1.1)
     half, end = many.rss_mb["learner"]
     report.at_most("growth of the learner's memory in the second half", end / half, 1.1)

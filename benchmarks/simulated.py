@@ -31,6 +31,7 @@ GROUP_SIZE = 4
 BATCH = 64
 VOCABULARY = 1 << 20
 TELL_EVERY = 2000
+STALLED_S = 60
 
 
 async def learn(url: str, num_groups: int, in_flight: int) -> None:
@@ -57,7 +58,8 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
                 issued += wanted
             while len(intake.arrived) < min(BATCH, num_groups - taken):
                 intake.changed.clear()
-                await intake.changed.wait()
+                async with asyncio.timeout(STALLED_S):
+                    await intake.changed.wait()
             batch, intake.arrived = intake.arrived, []
             assert all(entry.group is not None for entry in batch)
             intake.forget(entry.seq for entry in batch)

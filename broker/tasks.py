@@ -151,7 +151,7 @@ class TaskQueue:
             try:
                 messages = await self._pull(num, deadline - loop.time())
             except (ConnectionLost, TimeoutError) as error:
-                _log.info("pull_repeated", stream=self._stream, reason=str(error))
+                _log.info("pull_repeated", stream=self._stream, reason=repr(error))
             except (ConsumerGone, NoResponders):
                 self._has_consumer = False
             else:

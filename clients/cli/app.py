@@ -89,6 +89,7 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("env serve", "envs:serve", "Host a run's game in this process."),
     ],
 }
+_ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
     "config": ("Writing one", "Look at the configuration of a job."),
     "data": ("Writing one", "Prepare data."),
@@ -104,7 +105,7 @@ def build_app() -> App:
         name="tinkermq",
         help="Agentic reinforcement learning over NATS. Every command takes `--help`, and "
         "`--debug` to show the traceback of an error.",
-        version_flags=[],
+        version_flags=[],  # `version` has this name, too
         default_parameter=Parameter(negative=()),
         # A wrong command line ends with 2, not with the parser's own exit.
         exit_on_error=False,
@@ -126,7 +127,7 @@ def build_app() -> App:
             if family:
                 families[family].command(place, name=name, help=command.help)
             else:
-                app.command(place, name=name, help=command.help, group=group)
+                app.command(place, name=_ALSO.get(name, name), help=command.help, group=group)
     return app
 
 
