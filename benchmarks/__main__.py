@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 IN_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 """Of the environment that `make test-vllm` makes."""
 NAMES = (
+    "broker",
     "against_trl",
     "asynchrony",
     "environment",

@@ -34,9 +34,14 @@ from tinkermq.schemas.task import Task
 
 from benchmarks.report import Report, parser
 
-SCOPE = JobScope("local", "bench")
+SCOPE, LONG = JobScope("local", "bench"), JobScope("local", "bench-long")
 REQUEST = StepRequest(episodes=["e" * 32], turns=[3], actions=["move left"])
 NUM_CALLERS = 32
+NUM_LONG_WRITERS = 4
+LONG_TOKENS = 4096
+RAW_LONG = "raw stored message of the size of the following, 4 writers"
+APPENDED_LONG = f"group of 8 × {LONG_TOKENS:,} tokens appended, 4 writers"
+READ_LONG = f"group of 8 × {LONG_TOKENS:,} tokens read back and checked"
 Work = Callable[[int], Awaitable[object]]
 
 
@@ -120,8 +125,11 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
             await connect(server.url, name="caller") as caller,
             serving(broker),
         ):
-            await create_job_streams(broker, SCOPE, LimitsConfig())
+            for scope in (SCOPE, LONG):
+                await create_job_streams(broker, scope, LimitsConfig())
             log, queue = RolloutLog(caller, SCOPE), TaskQueue(caller, SCOPE)
+            long_log, long_group = RolloutLog(caller, LONG), make_group(0, 8, LONG_TOKENS)
+            long_bytes = bytes(len(long_group.to_bytes()))
 
             async def typed(_: int) -> None:
                 await call(
@@ -140,6 +148,13 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
             async def stored(_: int) -> None:
                 await caller.js.publish(SCOPE.metric, bytes(20_000))
 
+            async def append_long(number: int) -> None:
+                task = Task(task=offset + number, seed=0, group_size=8)
+                await long_log.append(long_group.model_copy(update={"task": task}))
+
+            async def stored_long(_: int) -> None:
+                await caller.js.publish(LONG.metric, long_bytes)
+
             works: dict[str, tuple[Work, int]] = {
                 "raw request, 1 caller": (raw, 1),
                 "typed call, 1 caller": (typed, 1),
@@ -148,6 +163,8 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
                 "raw stored message of 20 kB, 32 writers": (stored, NUM_CALLERS),
                 "group of 8 × 256 tokens appended, 32 writers": (append, NUM_CALLERS),
                 "task published, 32 writers": (publish, NUM_CALLERS),
+                RAW_LONG: (stored_long, NUM_LONG_WRITERS),
+                APPENDED_LONG: (append_long, NUM_LONG_WRITERS),
             }
             for _ in range(arguments.rounds):
                 for name, (work, callers) in works.items():
@@ -156,6 +173,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
                 rates.setdefault("group read back and checked", []).append(
                     await measure_reading(log)
                 )
+                rates.setdefault(READ_LONG, []).append(await measure_reading(long_log))
                 rates.setdefault("task pulled and done, 1 generator", []).append(
                     await measure_pulling(queue)
                 )
@@ -179,6 +197,16 @@ def main() -> None:
     for callers in ("1 caller", "32 callers"):
         share = rates[f"typed call, {callers}"] / rates[f"raw request, {callers}"]
         report.at_least(f"typed calls per raw request, {callers}", share, None)
+    share = rates[APPENDED_LONG] / rates[RAW_LONG]
+    report.at_least("long groups appended per raw stored message of their size", share, None)
+    share = rates[READ_LONG] / rates[RAW_LONG]
+    report.at_least("long groups read per raw stored message of their size", share, None)
+    size_mb = len(make_group(0, 8, LONG_TOKENS).to_bytes()) / 1e6
+    report.note(
+        f"A group of 8 × {LONG_TOKENS:,} tokens has {size_mb:.2f} MB: "
+        f"{size_mb * rates[APPENDED_LONG]:,.0f} MB/s appended, "
+        f"{size_mb * rates[READ_LONG]:,.0f} MB/s read."
+    )
     report.finish(arguments.json)
 
 
