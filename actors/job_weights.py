@@ -1,6 +1,7 @@
 """The weights of a job, as its learner, generators, evaluators and servers open them."""
 
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 
@@ -72,9 +73,9 @@ def as_sources(tensors: Mapping[str, TensorBytes], policy: str = MAIN) -> dict[s
 
 def _source(item: TensorBytes) -> TensorSource:
     """Return bytes in memory as they are, those on a GPU as a tensor."""
-    if isinstance(item.data, memoryview):
-        return item.dtype, item.shape, item.data
-    assert isinstance(item.data, torch.Tensor)  # the one accelerator's memory that is known here
+    data = item.data
+    if not isinstance(data, torch.Tensor):
+        return item.dtype, item.shape, cast("memoryview", data)
     dtype = DTYPES[item.dtype]
-    aligned = item.data.storage_offset() % dtype.itemsize == 0
-    return (item.data if aligned else item.data.clone()).view(dtype).view(item.shape)
+    aligned = data.storage_offset() % dtype.itemsize == 0
+    return (data if aligned else data.clone()).view(dtype).view(item.shape)

@@ -19,9 +19,9 @@ _PART_BYTES = 64 * _SQUARE_BYTES
 def fingerprint(payload: Tensor) -> str:
     """Return the digest of uint8[N], hexadecimal."""
     digest = hashlib.sha256(payload.numel().to_bytes(8, "little"))
-    if payload.numel():
-        sums = [one for part in payload.split(_PART_BYTES) for one in _sums(part)]
-        digest.update(torch.cat(sums).cpu().numpy())
+    parts = [payload[at : at + _PART_BYTES] for at in range(0, payload.numel(), _PART_BYTES)]
+    if sums := [one for part in parts for one in _sums(part)]:
+        digest.update(torch.cat(sums).cpu().numpy().data)
     return digest.hexdigest()
 
 

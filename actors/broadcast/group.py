@@ -6,16 +6,16 @@ meet through a TCPStore on the learner; only when all are there do they connect 
 one that is missing costs a deadline and no half-made communicator.
 """
 
-# torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false, reportPrivateUsage=false
+# torch leaves some of its methods untyped, and its stores out of `__all__`.
+# pyright: reportUnknownMemberType=false, reportPrivateUsage=false, reportPrivateImportUsage=false
 
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,10 @@ class GroupFailed(BrokerError):
     """A round that came to nothing: a member was missing, died, or was too slow."""
 
 
+Store: TypeAlias = dist.TCPStore
+"""A place to meet."""
+
+
 def own_address(host: str, port: int) -> str:
     """Return the address of this machine from which it reaches another; nothing is sent."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -48,7 +52,7 @@ def own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def open_store(address: str) -> "dist.TCPStore":
+def open_store(address: str) -> Store:
     """Serve a place to meet, on one address of this machine and a port that is free."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
@@ -65,7 +69,7 @@ def open_store(address: str) -> "dist.TCPStore":
     )
 
 
-def reach_store(address: str, port: int) -> "dist.TCPStore":
+def reach_store(address: str, port: int) -> Store:
     """Connect to the learner's place to meet; GroupFailed where it cannot be reached."""
     try:
         socket.create_connection((address, port), MEET_S).close()
@@ -93,7 +97,7 @@ class Group:
     @classmethod
     def meet(
         cls,
-        store: "dist.TCPStore",
+        store: Store,
         name: str,
         rank: int,
         size: int,
@@ -116,12 +120,12 @@ class Group:
 
     def send(self, payload: Tensor) -> None:
         """Give uint8[N], in memory of the machine, to all; GroupFailed if anybody is lost."""
-        self._move(part.to(self.device) for part in payload.split(BUCKET_BYTES))
+        self._move(bucket.to(self.device) for bucket in _buckets(payload))
 
     def receive(self, num_bytes: int) -> Tensor:
         """Return uint8[N] from the learner, on this group's device; GroupFailed."""
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._move(payload.split(BUCKET_BYTES))
+        self._move(_buckets(payload))
         return payload
 
     def leave(self) -> None:
@@ -134,7 +138,7 @@ class Group:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             flying: deque[tuple[Any, Tensor]] = deque()
-            for bucket in _filled(buckets):
+            for bucket in buckets:
                 flying.append((self._start(bucket), bucket))
                 if len(flying) > 1:
                     self._finish(flying.popleft()[0])
@@ -163,12 +167,12 @@ class Group:
 _AGAIN = "receivers that are still there ask again and form another group"
 
 
-def _filled(buckets: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Leave out an empty bucket, the only one of an empty payload."""
-    return (bucket for bucket in buckets if bucket.numel())
+def _buckets(payload: Tensor) -> list[Tensor]:
+    """Cut uint8[N] into views."""
+    return [payload[at : at + BUCKET_BYTES] for at in range(0, payload.numel(), BUCKET_BYTES)]
 
 
-def _wait_for_all(store: "dist.PrefixStore", rank: int, size: int, meet_s: float) -> None:
+def _wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:
     """Tell that this member is there, and wait for the others."""
     store.set(f"here/{rank}", "")
     places = [f"here/{other}" for other in range(size)]
@@ -182,7 +186,7 @@ def _wait_for_all(store: "dist.PrefixStore", rank: int, size: int, meet_s: float
         time.sleep(10 * _POLL_S)
 
 
-def _gloo(store: "dist.PrefixStore", rank: int, size: int, address: str) -> Any:
+def _gloo(store: dist.PrefixStore, rank: int, size: int, address: str) -> Any:
     kind = cast(Any, dist.ProcessGroupGloo)
     options = kind._Options()
     options._timeout = timedelta(seconds=BUCKET_S)
@@ -190,7 +194,7 @@ def _gloo(store: "dist.PrefixStore", rank: int, size: int, address: str) -> Any:
     return kind(store, rank, size, options)
 
 
-def _nccl(store: "dist.PrefixStore", rank: int, size: int, device: torch.device) -> Any:
+def _nccl(store: dist.PrefixStore, rank: int, size: int, device: torch.device) -> Any:
     kind = cast(Any, dist).ProcessGroupNCCL
     torch.cuda.set_device(device)
     before = os.environ.get(_NCCL_ERRORS)

@@ -4,14 +4,11 @@ A receiver is any process that opens the weights of a job: generators, evaluator
 servers. It stays in its group until the learner names another.
 """
 
-# torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false
-
 import asyncio
 import time
 import uuid
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import structlog
 import torch
@@ -25,11 +22,8 @@ from ...schemas.errors import BrokerError, DeadlineError, NotFoundError
 from ...schemas.subjects import JobScope
 from ...schemas.weights import JoinRound, Manifest, Round
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, Group, GroupFailed, own_address, reach_store
+from .group import FORM_S, MEET_S, Group, GroupFailed, Store, own_address, reach_store
 from .threads import off_loop
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 JOIN_S = 60.0
 """How long a receiver waits for its place; a learner in the middle of a round lets it wait."""
@@ -61,7 +55,7 @@ class Receiver:
         self._meet_s = meet_s
         self._name = uuid.uuid4().hex
         self._one = asyncio.Lock()
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._group: Group | None = None
 
     async def get(self, manifest: Manifest) -> Payload:
@@ -177,4 +171,4 @@ class Receiver:
 
 
 def _as_payload(payload: Tensor) -> Payload:
-    return cast("Payload", payload) if payload.is_cuda else memoryview(payload.numpy())
+    return cast("Payload", payload) if payload.is_cuda else payload.numpy().data

@@ -6,16 +6,13 @@ from its checkpoint on. Between the rounds nothing runs; within one a thread sen
 meanwhile has the next.
 """
 
-# torch leaves some of its methods untyped.
-# pyright: reportUnknownMemberType=false
-
 import asyncio
 import contextlib
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import structlog
@@ -30,12 +27,9 @@ from ...schemas.errors import BrokerError, NotFoundError
 from ...schemas.subjects import JobScope
 from ...schemas.weights import JoinRound, Round, TensorEntry
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, Group, GroupFailed, open_store, own_address
+from .group import FORM_S, MEET_S, Group, GroupFailed, Store, open_store, own_address
 from .receiver import JOIN_S
 from .threads import off_loop
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
@@ -96,7 +90,7 @@ class Sender:
         self._waiting: dict[_Wanted, dict[str, _Asker]] = {}
         self._asked = asyncio.Event()
         self._address = ""
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._last: dict[str, _Last] = {}
 
     # What is held -----------------------------------------------------------------------------
@@ -177,7 +171,7 @@ class Sender:
         self._asked.set()
         return await asker.place
 
-    def _answer(self, answer: Literal["connect", "later", "removed"], store: "TCPStore") -> Round:
+    def _answer(self, answer: Literal["connect", "later", "removed"], store: Store) -> Round:
         return Round(answer=answer, address=self._address, port=store.port)
 
     async def _until_asked(self) -> None:
@@ -198,7 +192,7 @@ class Sender:
                 async with asyncio.timeout(left_s):
                     await self._asked.wait()
 
-    async def _round(self, wanted: _Wanted, asked: Mapping[str, _Asker], store: "TCPStore") -> None:
+    async def _round(self, wanted: _Wanted, asked: Mapping[str, _Asker], store: Store) -> None:
         """Send to those who asked; whom it does not reach asks again."""
         now = asyncio.get_running_loop().time()
         askers = {name: one for name, one in asked.items() if one.until > now}
@@ -236,7 +230,7 @@ class Sender:
             self._leave(wanted.device)
 
     async def _meet(
-        self, name: str, size: int, device: Literal["cpu", "cuda"], store: "TCPStore"
+        self, name: str, size: int, device: Literal["cpu", "cuda"], store: Store
     ) -> Group:
         place = self._device if device == "cuda" else torch.device("cpu")
         return await off_loop(
@@ -262,7 +256,7 @@ def _copied(views: Sequence[memoryview]) -> Tensor:
 
 
 def _view_of(payload: Tensor) -> memoryview:
-    return memoryview(payload.numpy())
+    return payload.numpy().data
 
 
 def _server_of(broker: Broker) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Runs whose weights travel from the learner's memory to the receivers' (`weights.transport: nccl`).
+"""Runs whose weights travel from memory to memory: `weights.transport: nccl`.
 
 Nothing here has a GPU, so the process groups speak gloo; what they send, and when, is the same.
 """
