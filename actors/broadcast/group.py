@@ -1,4 +1,4 @@
-"""One process group of a learner and those that receive its weights; everything here blocks.
+"""One process group of a learner and those that receive its weights; almost all of it blocks.
 
 The group is no default group of torch.distributed, of which a process has one that cannot change:
 it is made by itself, so that a process is in as many as it likes, one after the other. Its members
@@ -11,6 +11,7 @@ one that is missing costs a deadline and no half-made communicator.
 
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -87,11 +88,10 @@ def reach_store(address: str, port: int) -> Store:
 class Group:
     """A process group of one learner, rank 0, and its receivers."""
 
-    def __init__(self, name: str, rank: int, device: torch.device, backend: Any) -> None:
+    def __init__(self, name: str, device: torch.device, backend: Any) -> None:
         """Wrap a process group; `meet` makes one."""
         self.name = name
         self.device = device
-        self._rank = rank
         self._backend = backend
 
     @classmethod
@@ -114,7 +114,7 @@ class Group:
         try:
             _wait_for_all(own, rank, size, meet_s)
             backend = _nccl(own, rank, size, device) if device.type == "cuda" else None
-            return cls(name, rank, device, backend or _gloo(own, rank, size, address))
+            return cls(name, device, backend or _gloo(own, rank, size, address))
         except RuntimeError as error:  # all that torch.distributed raises
             raise GroupFailed(f"group {name} did not form: {error}", hint=_AGAIN) from error
 
@@ -129,39 +129,32 @@ class Group:
         return payload
 
     def leave(self) -> None:
-        """Give up the connections; whoever still waits in a collective fails soon."""
-        self._backend.abort()
+        """Give up the connections; whoever still waits in a collective fails soon.
+
+        The only method that does not block.
+        """
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            threading.Thread(target=backend.abort, name=f"leave {self.name}", daemon=True).start()
 
     def _move(self, buckets: Iterable[Tensor]) -> None:
         """Broadcast one bucket after the other, of which two are on their way at a time."""
+        backend = self._backend
+        if backend is None:
+            raise GroupFailed(f"group {self.name} was left", hint=_AGAIN)
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
             flying: deque[tuple[Any, Tensor]] = deque()
             for bucket in buckets:
-                flying.append((self._start(bucket), bucket))
+                flying.append((_start(backend, bucket), bucket))
                 if len(flying) > 1:
-                    self._finish(flying.popleft()[0])
+                    _finish(flying.popleft()[0])
             while flying:
-                self._finish(flying.popleft()[0])
+                _finish(flying.popleft()[0])
         except (RuntimeError, TimeoutError) as error:
             self.leave()
             raise GroupFailed(f"group {self.name} broke: {error}", hint=_AGAIN) from error
-
-    def _start(self, bucket: Tensor) -> Any:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        options.rootTensor = 0
-        return self._backend.broadcast([bucket], options)
-
-    def _finish(self, work: Any) -> None:
-        """Wait until a bucket is there; a wait of NCCL's own would have no deadline."""
-        deadline = time.monotonic() + BUCKET_S
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"a bucket took longer than {BUCKET_S:g} s")
-            time.sleep(_POLL_S)
-        work.wait()
 
 
 _AGAIN = "receivers that are still there ask again and form another group"
@@ -170,6 +163,23 @@ _AGAIN = "receivers that are still there ask again and form another group"
 def _buckets(payload: Tensor) -> list[Tensor]:
     """Cut uint8[N] into views."""
     return [payload[at : at + BUCKET_BYTES] for at in range(0, payload.numel(), BUCKET_BYTES)]
+
+
+def _start(backend: Any, bucket: Tensor) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return backend.broadcast([bucket], options)
+
+
+def _finish(work: Any) -> None:
+    """Wait until a bucket is there; a wait of NCCL's own would have no deadline."""
+    deadline = time.monotonic() + BUCKET_S
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"a bucket took longer than {BUCKET_S:g} s")
+        time.sleep(_POLL_S)
+    work.wait()
 
 
 def _wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) -> None:

@@ -1,6 +1,6 @@
 """The learner's side: holds the versions that are published, and hands them out in rounds.
 
-The newest two versions lie in memory. Older ones that somebody needs, and all that must outlive
+The newest two versions lie in memory, a third while it is published. Older ones that somebody needs, and all that must outlive
 this process, are files in the run folder; the rest a restarted learner publishes anew, as it trains
 from its checkpoint on. Between the rounds nothing runs; within one a thread sends, and whoever asks
 meanwhile has the next.
@@ -34,6 +34,8 @@ from .threads import off_loop
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
 """How long a round waits for others to ask; not at all once all of the last one have."""
+_GROUPS_PER_STORE = 1000
+"""A place to meet remembers all groups that met there, so it is given up after so many."""
 _log = structlog.get_logger()
 
 
@@ -91,6 +93,7 @@ class Sender:
         self._asked = asyncio.Event()
         self._address = ""
         self._store: Store | None = None
+        self._num_groups = 0
         self._last: dict[str, _Last] = {}
 
     # What is held -----------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class Sender:
         """Hold a copy of a payload; return its location and digest. Raises StorageError."""
         payload = await asyncio.to_thread(_copied, views)
         digest = await asyncio.to_thread(fingerprint, payload)
-        older = list(self._held)[: 1 - _IN_MEMORY]
+        older = list(self._held)[:-_IN_MEMORY]
         await self.secure(older)
         for location in older:
             self._held.pop(location, None)
@@ -136,7 +139,7 @@ class Sender:
             return held.payload
         file = self._file(wanted.location)
         _, payload = await asyncio.to_thread(read_file, file, wanted.num_bytes)
-        return torch.from_numpy(np.frombuffer(payload, np.uint8))
+        return torch.as_tensor(np.frombuffer(payload, np.uint8))
 
     # Rounds -----------------------------------------------------------------------------------
 
@@ -151,6 +154,9 @@ class Sender:
                 wanted = next(iter(self._waiting))
                 await self._window(wanted)
                 await self._round(wanted, self._waiting.pop(wanted), self._store)
+                if self._num_groups >= _GROUPS_PER_STORE:  # receivers find it as a new learner's
+                    self._store = await asyncio.to_thread(open_store, self._address)
+                    self._num_groups = 0
         finally:
             for device in list(self._last):
                 self._leave(device)
@@ -167,7 +173,10 @@ class Sender:
         loop = asyncio.get_running_loop()
         asker = _Asker(request, loop.create_future(), loop.time() + JOIN_S)
         wanted = _Wanted(request.location, request.num_bytes, device)
-        self._waiting.setdefault(wanted, {})[request.receiver] = asker
+        askers = self._waiting.setdefault(wanted, {})
+        if request.receiver in askers:  # it has given up that request
+            askers[request.receiver].place.set_result(self._answer("later", self._store))
+        askers[request.receiver] = asker
         self._asked.set()
         return await asker.place
 
@@ -196,6 +205,10 @@ class Sender:
         """Send to those who asked; whom it does not reach asks again."""
         now = asyncio.get_running_loop().time()
         askers = {name: one for name, one in asked.items() if one.until > now}
+        for late in asked.keys() - askers.keys():
+            asked[late].place.set_result(self._answer("later", store))
+        if not askers:
+            return
         try:
             payload = await self._payload(wanted)
         except NotFoundError:  # since they asked
@@ -221,6 +234,7 @@ class Sender:
             askers[member].place.set_result(place)
         try:
             if last is None:
+                self._num_groups += 1
                 group = await self._meet(name, 1 + len(members), wanted.device, store)
                 last = self._last[wanted.device] = _Last(group, members)
             group = last.group
@@ -252,7 +266,7 @@ def _are_all_of(last: _Last, askers: Mapping[str, _Asker]) -> bool:
 
 
 def _copied(views: Sequence[memoryview]) -> Tensor:
-    return torch.from_numpy(np.frombuffer(joined(views), np.uint8))
+    return torch.as_tensor(np.frombuffer(joined(views), np.uint8))
 
 
 def _view_of(payload: Tensor) -> memoryview:
