@@ -5,7 +5,8 @@
 A model of about 100 million parameters is trained in float32 with AdamW on random text at two
 rates, and each version is published in bfloat16 as a learner does. Peers in the same run: the whole
 version, zstandard alone on it, and a copy within memory. Receivers are connections of their own to
-a real nats-server, each of which holds the version before.
+a real nats-server, each of which holds the version before; the `nccl` transport, here gloo, brings
+them the same versions whole, over the loopback interface.
 """
 
 import argparse
@@ -23,16 +24,20 @@ import numpy as np
 import pyarrow
 import torch
 import uvloop
+from tinkermq.actors.broadcast.receiver import Receiver
+from tinkermq.actors.broadcast.sender import Sender
 from tinkermq.actors.learner.publishing import snapshot
 from tinkermq.actors.tiny_model import make_model
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.differences import apply, encode
+from tinkermq.broker.rpc import Service
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
 from tinkermq.broker.weight_history import joined
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.config import LearnerConfig, LimitsConfig
 from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.weights import Manifest
 
 from benchmarks.report import Report, parser
 
@@ -118,21 +123,51 @@ async def spread(broker: Broker, url: str, scope: JobScope, found: Trained) -> d
     """Return the seconds until n receivers have a version, whole and as a difference."""
     await create_job_streams(broker, scope, LimitsConfig())
     store = WeightStore(broker, scope)
-    whole, step = [
+    return await fetch_all(url, scope, await publish_all(store, found))
+
+
+async def spread_from_memory(
+    broker: Broker, url: str, scope: JobScope, found: Trained
+) -> dict[int, Any]:
+    """Return the same for the `nccl` transport: in a new group, and in one that is there."""
+    await create_job_streams(broker, scope, LimitsConfig())
+    service = await Service.start(broker, name="learner", description="a learner")
+    with tempfile.TemporaryDirectory() as folder:
+        sender = Sender(broker, scope, Path(folder))
+        serving = asyncio.create_task(sender.serve(service))
+        manifests = await publish_all(WeightStore(broker, scope, "nccl", holder=sender), found)
+        took = await fetch_all(url, scope, manifests)
+        serving.cancel()
+        await service.stop()
+    return took
+
+
+async def publish_all(store: WeightStore, found: Trained) -> list[Manifest]:
+    """Publish the last two versions."""
+    return [
         await store.publish(version, {"w": tensor(payload)})
         for version, payload in enumerate(found.versions)
     ]
+
+
+async def fetch_all(url: str, scope: JobScope, manifests: list[Manifest]) -> dict[int, Any]:
+    """Return the seconds in which n receivers fetch each version, one after the other."""
     took: dict[int, Any] = {}
     for count in RECEIVERS:
         brokers = [await connect(url, name=f"generator-{n}") for n in range(count)]
-        stores = [WeightStore(one, scope) for one in brokers]
+        receivers = [Receiver(one, scope) for one in brokers]
+        stores = [
+            WeightStore(one, scope, receiver=receiver)
+            for one, receiver in zip(brokers, receivers, strict=True)
+        ]
         seconds: list[float] = []
-        for manifest in (whole, step):
+        for manifest in manifests:
             started = time.perf_counter()
             await asyncio.gather(*(one.fetch(manifest) for one in stores))
             seconds.append(time.perf_counter() - started)
         took[count] = seconds
-        for one in brokers:
+        for receiver, one in zip(receivers, brokers, strict=True):
+            receiver.close()
             await one.close()
         del stores
         gc.collect()
@@ -144,14 +179,18 @@ def tensor(payload: memoryview) -> Any:
     return TensorBytes("bfloat16", (len(payload) // 2,), payload)
 
 
-async def measure_spread(trained: dict[float, Trained]) -> dict[float, dict[int, Any]]:
-    """Measure the time to receivers at each rate."""
+async def measure_spread(
+    trained: dict[float, Trained],
+) -> tuple[dict[float, dict[int, Any]], dict[int, Any]]:
+    """Measure the time to receivers at each rate, and from memory to memory."""
     with tempfile.TemporaryDirectory() as place, NatsServer(Path(place) / "nats") as server:
         async with await connect(server.url, name="learner") as broker:
-            return {
+            took = {
                 lr: await spread(broker, server.url, JobScope("local", f"rate{n}"), found)
                 for n, (lr, found) in enumerate(trained.items())
             }
+            scope = JobScope("local", "memory")
+            return took, await spread_from_memory(broker, server.url, scope, trained[1e-6])
 
 
 def main() -> None:
@@ -196,19 +235,30 @@ def main() -> None:
         for lr, one in fast.items():
             ratio = one[f"difference, {what}"] / one[f"zstandard alone, {peer}"]
             report.at_least(f"{what} at rate {lr:g} against zstandard alone", ratio, None)
-    took = uvloop.run(measure_spread(trained))
+    took, direct = uvloop.run(measure_spread(trained))
     report.table(
         "Seconds until all receivers have a version",
-        ("receivers", "whole", *(f"difference at {lr:g}" for lr in took)),
+        (
+            "receivers",
+            "whole",
+            *(f"difference at {lr:g}" for lr in took),
+            "whole by gloo, new group",
+            "same group",
+        ),
         [
             (
                 str(count),
                 f"{took[1e-6][count][0]:.2f}",
                 *(f"{one[count][1]:.2f}" for one in took.values()),
+                *(f"{seconds:.2f}" for seconds in direct[count]),
             )
             for count in RECEIVERS
         ],
     )
+    whole_s = took[1e-6][RECEIVERS[-1]][0]
+    for which, seconds in zip(("new", "same"), direct[RECEIVERS[-1]], strict=True):
+        what = f"{RECEIVERS[-1]} receivers sooner by gloo, {which} group"
+        report.at_least(what, whole_s / seconds, None)
     for lr, one in took.items():
         slow, fast_s = one[RECEIVERS[-1]]
         report.at_least(f"{RECEIVERS[-1]} receivers sooner, rate {lr:g}", slow / fast_s, None)

@@ -10,7 +10,7 @@ and how long decoding stands still at a weight swap. `--quick` takes a few secon
 import asyncio
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -165,9 +165,21 @@ async def swap(folder: str, report: Report) -> None:
     await engine.close()
     what = f"decoding stands still at a swap of {size:,.0f} MB"
     report.at_most(f"{what}, caches kept", pauses["keep"], 50.0, "ms")
+    copy_ms = 1e3 * median(copy_over(weights) for _ in range(5))
+    report.at_most("a full copy over the same weights, in its place", copy_ms, None, "ms")
+    report.at_least("a full copy over that pause", copy_ms / pauses["keep"], 10.0)
     report.at_most(
         f"{what}, caches of 8 running requests recomputed", pauses["recompute"], None, "ms"
     )
+
+
+def copy_over(weights: Mapping[str, torch.Tensor]) -> float:
+    """Return the seconds of a swap that copies new weights over those that decode."""
+    running = {name: torch.zeros_like(value) for name, value in weights.items()}
+    started = time.perf_counter()
+    for name, value in weights.items():
+        running[name].copy_(value)
+    return time.perf_counter() - started
 
 
 def save(folder: Path, **shape: int) -> str:

@@ -118,8 +118,10 @@ def job_permissions(
     a role that is none.
     """
     scope, actor = identity.scope, identity.actor
-    # servers also answer environment hosts of the user's other jobs, whose episodes they judge
-    own = f"{scope.user}" if identity.role == "server" else f"{scope.user}.{scope.job}"
+    # servers also answer environment hosts of the user's other jobs, whose episodes they judge, and
+    # learners the servers that follow their runs
+    answers_others = identity.role in ("server", "learner")
+    own = f"{scope.user}" if answers_others else f"{scope.user}.{scope.job}"
     inboxes = (f"_INBOX_job.{own}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
     publish = {
         "learner": _learner,
@@ -129,14 +131,15 @@ def job_permissions(
         "server": _server,
     }[identity.role](scope, actor)
     hears = {
-        "learner": (scope.appended, scope.weights),
+        "learner": (scope.appended, scope.weights, scope.weights_join),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
         "server": (scope.infer(">"),),
     }.get(identity.role, (scope.weights,))
     if follow is not None and identity.role == "server":
         followed = JobScope(scope.user, follow)
         weights = followed.bucket_weights
-        publish = (*publish, *_readable(f"KV_{weights}", f"OBJ_{weights}"))
+        readable = _readable(f"KV_{weights}", f"OBJ_{weights}")
+        publish = (*publish, followed.weights_join, *readable)
         hears = (*hears, followed.weights)
     if judge is not None and identity.role == "environment":
         judging = JobScope(scope.user, judge)
@@ -177,6 +180,7 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
     return (
         *_common(scope, actor),
         scope.rollout("*"),
+        scope.weights_join,
         scope.dead,
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",
         f"$JS.ACK.{scope.stream_task}.{TASK_CONSUMER}.>",
@@ -188,6 +192,7 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
 def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
     return (
         *_common(scope, actor),
+        scope.weights_join,
         scope.metric,
         f"$KV.{BUCKET_EVALS}.{scope.key}.*",
         _env(scope),

@@ -1,22 +1,76 @@
-"""Where the bytes of published weights lie: objects in NATS, or files in a shared folder."""
+"""Where the bytes of published weights lie: objects in NATS, or files in a shared folder.
+
+Those of the `nccl` transport lie in the learner's memory and travel by torch.distributed, of which
+the broker knows only the two interfaces below; `actors/broadcast` is both of them.
+"""
 
 import asyncio
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from ..schemas.errors import ConfigError, NotFoundError
 from ..schemas.subjects import JobScope
-from ..schemas.weights import TensorEntry
+from ..schemas.weights import Manifest, TensorEntry
 from .connection import Broker
 from .objects import DigestMismatch, ObjectStore
 from .weight_files import read_file, remove_file, write_file
 
 TRANSFER_DEADLINE_S = 600.0
-Transport = Literal["object", "file"]
+Transport = Literal["object", "file", "nccl"]
+
+
+class OnDevice(Protocol):
+    """Bytes in the memory of an accelerator: a tensor of uint8[N]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        ...
+
+    def __getitem__(self, index: slice, /) -> "OnDevice":
+        """Return some of them, as a view."""
+        ...
+
+
+Payload: TypeAlias = memoryview | OnDevice
+"""Bytes of weights in this process."""
+
+
+class Holder(Protocol):
+    """Holds payloads in the learner's memory and hands them out."""
+
+    async def put(
+        self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
+    ) -> tuple[str, str]:
+        """Hold a payload; return its location and digest."""
+        ...
+
+    async def holds(self, location: str) -> bool:
+        """Whether a payload is there: a learner that died held what its next one has not."""
+        ...
+
+    async def secure(self, locations: Iterable[str]) -> None:
+        """See to it that these payloads outlive this process. Raises StorageError."""
+        ...
+
+    async def remove(self, location: str) -> None:
+        """Forget a payload; harmless if it is gone."""
+        ...
+
+
+class Receiver(Protocol):
+    """Receives payloads from the learner's memory."""
+
+    async def get(self, manifest: Manifest) -> Payload:
+        """Return the payload of a version.
+
+        Raises NotFoundError when it was removed, DigestMismatch, DeadlineError, BrokerError.
+        """
+        ...
 
 
 class Payloads:

@@ -1,53 +1,47 @@
 """Versions of the policy on their way from the learner to generators and evaluators.
 
-The payload is stored first, by one of two transports (through NATS, or a file in a shared folder);
-then the manifest goes to KV as `v<version>` and, if it is the newest, as `latest`; then an
-announcement wakes whoever waits. So a manifest that can be read names a payload that is there, and
-a lost announcement costs two seconds. No torch here: tensors are names, dtypes, shapes and bytes.
+The payload is stored first, by one of three transports (through NATS, a file in a shared folder, or
+held in the learner's memory for torch.distributed); then the manifest goes to KV as `v<version>`
+and, if it is the newest, as `latest`; then an announcement wakes whoever waits. So a manifest that
+can be read names a payload that is there, and a lost announcement costs two seconds. No torch here:
+tensors are names, dtypes, shapes and bytes.
 
 Weights of 16 bits travel as differences where these are smaller: from the version before, for
 those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
 sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
-have the digest that the manifest tells, else it is made anew from the anchor.
+have the digest that the manifest tells, else it is made anew from the anchor. From memory to memory
+all versions travel whole.
 """
 
 import asyncio
 import contextlib
-import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from nats.aio.msg import Msg
 
-from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
+from ..schemas.errors import (
+    BrokerError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+)
 from ..schemas.subjects import JobScope
 from ..schemas.weights import Difference, Manifest, TensorEntry, WeightsAnnouncement
 from .connection import Broker, Listening
 from .kv import Bucket
 from .objects import CHUNK_BYTES, DigestMismatch
-from .weight_history import ITEM_BYTES, Step, WeightHistory, Whole, digest_of, joined, make
-from .weight_payloads import Payloads, Transport
+from .weight_history import Step, WeightHistory, Whole, digest_of, joined, make
+from .weight_layout import TensorBytes, check_layout, layout
+from .weight_payloads import Holder, Payload, Payloads, Receiver, Transport
 
 _LOOK_S = 2.0
 _LATEST = "latest"
 _KEY = re.compile(r"^v(\d{1,18})$")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
-
-
-@dataclass(frozen=True, slots=True)
-class TensorBytes:
-    """One tensor as it travels: little endian, row major."""
-
-    dtype: str
-    """`float32`, `bfloat16` or `float16`."""
-    shape: tuple[int, ...]
-    """Shape."""
-    data: memoryview
-    """Its bytes."""
 
 
 class WeightStore:
@@ -64,8 +58,12 @@ class WeightStore:
         differences: bool = True,
         whole_every: int = 16,
         look_s: float = _LOOK_S,
+        holder: Holder | None = None,
+        receiver: Receiver | None = None,
     ) -> None:
         """`transport` is how `publish` sends; `fetch` follows each manifest.
+
+        By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
 
         With `differences`, 16-bit weights are published and kept as the module says; every
         `whole_every`-th version is a whole one. Who waits for a version looks for it every
@@ -77,7 +75,10 @@ class WeightStore:
         self._scope = scope
         self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes)
         self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
-        self._history = WeightHistory(enabled=differences, whole_every=whole_every)
+        self._holder = holder
+        self._receiver = receiver
+        kept = differences and transport != "nccl"
+        self._history = WeightHistory(enabled=kept, whole_every=whole_every)
         self._look_s = look_s
         self._announced = asyncio.Event()
         self._listening: Listening | None = None
@@ -94,8 +95,9 @@ class WeightStore:
         The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
         StorageError (file transport).
         """
-        entries = _layout(tensors)
-        views = [tensor.data.cast("B") for tensor in tensors.values() if tensor.data.nbytes]
+        entries = layout(tensors)
+        given = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        views = [data.cast("B") for data in given]
         if kind == "full" and self._history.keeps(entries):
             manifest = await self._publish_words(version, entries, views)
         else:
@@ -143,7 +145,10 @@ class WeightStore:
         entries: list[TensorEntry],
         views: list[memoryview],
     ) -> Manifest:
-        location, digest = await self._payloads.put(f"v{version}", views, entries)
+        if self._holder is not None:
+            location, digest = await self._holder.put(version, entries, views)
+        else:
+            location, digest = await self._payloads.put(f"v{version}", views, entries)
         return self._manifest(version, kind, entries, digest, location=location)
 
     def _manifest(
@@ -162,7 +167,7 @@ class WeightStore:
             tensors=entries,
             num_bytes=sum(entry.num_bytes for entry in entries),
             digest=digest,
-            transport=self._payloads.transport,
+            transport="nccl" if self._holder is not None else self._payloads.transport,
             location=location,
             differences=list(differences),
             published=time.time(),
@@ -177,6 +182,16 @@ class WeightStore:
         """Return the manifest of a version, or None if it is not there (any more)."""
         entry = await self._manifests.get(_key(version))
         return None if entry is None else entry.value
+
+    async def is_out(self, version: int) -> bool:
+        """Whether a version, or a newer one, was published and is where it can be fetched."""
+        latest = await self.latest()
+        if latest is None or latest.version < version:
+            return False
+        if self._holder is None:
+            return True
+        manifest = await self.manifest(version)
+        return manifest is not None and await self._holder.holds(manifest.location)
 
     async def versions(self) -> list[int]:
         """Return all versions that can be fetched, ascending."""
@@ -209,9 +224,9 @@ class WeightStore:
 
         Raises NotFoundError when the version was removed, BrokerError when its digest does not
         match twice, MessageError for a manifest that contradicts itself, DeadlineError,
-        StorageError (file transport).
+        StorageError (file transport), ConfigError without the `receiver` that it needs.
         """
-        _check_layout(manifest)
+        check_layout(manifest)
         try:
             payload = await self._payload(manifest, self._history.step_to)
         except DigestMismatch:
@@ -225,7 +240,7 @@ class WeightStore:
             for entry in manifest.tensors
         }
 
-    async def _payload_again(self, manifest: Manifest) -> memoryview:
+    async def _payload_again(self, manifest: Manifest) -> Payload:
         """Fetch once more, and nothing that is held counts."""
         try:
             return await self._payload(manifest, _NOTHING.step_to)
@@ -236,8 +251,15 @@ class WeightStore:
                 "damaged, too, check the disk of nats-server or the shared folder",
             ) from error
 
-    async def _payload(self, manifest: Manifest, step_to: Callable[[Manifest], Step]) -> memoryview:
+    async def _payload(self, manifest: Manifest, step_to: Callable[[Manifest], Step]) -> Payload:
         """Return the bytes of a version, and hold what later ones may be made from."""
+        if manifest.transport == "nccl":
+            if self._receiver is None:
+                raise ConfigError(
+                    f"version {manifest.version} travels by nccl, and nothing here receives it",
+                    hint="fetch it where torch is installed, or set weights.transport=object",
+                )
+            return await self._receiver.get(manifest)
         if manifest.kind != "delta":
             whole = await self._whole(manifest)
             self._history.hold(whole)
@@ -290,6 +312,8 @@ class WeightStore:
         }
         for version in set(manifests) - kept - anchors:
             await self.remove(version)
+        if self._holder is not None:
+            await self._holder.secure(manifests[one].location for one in versions & set(manifests))
 
     async def sweep(self) -> None:
         """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
@@ -323,7 +347,10 @@ class WeightStore:
             return
 
     async def _remove_payload(self, manifest: Manifest) -> None:
-        await self._payloads.remove(manifest.transport, _locations(manifest))
+        if manifest.transport != "nccl":
+            await self._payloads.remove(manifest.transport, _locations(manifest))
+        elif self._holder is not None:
+            await self._holder.remove(manifest.location)
 
 
 def _locations(manifest: Manifest) -> list[str]:
@@ -334,39 +361,3 @@ def _locations(manifest: Manifest) -> list[str]:
 
 def _key(version: int) -> str:
     return f"v{version}"
-
-
-def _layout(tensors: Mapping[str, TensorBytes]) -> list[TensorEntry]:
-    entries: list[TensorEntry] = []
-    offset = 0
-    for name, tensor in tensors.items():
-        size = tensor.data.nbytes
-        entries.append(
-            TensorEntry(
-                name=name,
-                dtype=tensor.dtype,
-                shape=list(tensor.shape),
-                offset=offset,
-                num_bytes=size,
-            )
-        )
-        offset += size
-    for entry in entries:
-        _check_entry(entry, offset)
-    return entries
-
-
-def _check_layout(manifest: Manifest) -> None:
-    for entry in manifest.tensors:
-        _check_entry(entry, manifest.num_bytes)
-
-
-def _check_entry(entry: TensorEntry, num_bytes: int) -> None:
-    size = math.prod(entry.shape) * ITEM_BYTES.get(entry.dtype, 0)
-    fits = size == entry.num_bytes and entry.offset + size <= num_bytes
-    if not fits or min(entry.shape, default=0) < 0 or entry.dtype not in ITEM_BYTES:
-        raise MessageError(
-            f"tensor {entry.name} of dtype {entry.dtype} and shape {entry.shape} does not fit "
-            f"its {entry.num_bytes} bytes at {entry.offset} of {num_bytes}",
-            hint="tensors travel as float32, bfloat16 or float16",
-        )

@@ -209,15 +209,16 @@ class EvaluationConfig(Section):
 class WeightsConfig(Section):
     """How new weights reach the generators."""
 
-    transport: Literal["object", "file"] = "object"
-    """Through NATS, or through a folder that learner and generators share."""
+    transport: Literal["object", "file", "nccl"] = "object"
+    """Through NATS; through a folder that learner and generators share; or from the learner's
+    memory by torch.distributed, which speaks NCCL between GPUs and gloo otherwise."""
     folder: str | None = Field(default=None, json_schema_extra=when("transport", "file"))
     """The shared folder; default: the run folder."""
     chunk_bytes: int = Field(
         default=1 << 20, ge=1 << 16, le=8 << 20, json_schema_extra=when("transport", "object")
     )
     """Size of one message."""
-    differences: bool = True
+    differences: bool = Field(default=True, json_schema_extra=when("transport", "object", "file"))
     """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences from earlier versions
     where that is less; learner, generators and evaluators then keep two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))

@@ -18,12 +18,19 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _no_ineffective_key(self) -> Self:
         for name in self.model_fields_set:
-            extra = cast("dict[str, Any] | None", type(self).model_fields[name].json_schema_extra)
-            rule: dict[str, Any] | None = (extra or {}).get("when")
-            if rule is not None and getattr(self, rule["key"]) not in rule["values"]:
+            rule = self._unmet(name)
+            if rule is not None:
                 wanted = " or ".join(repr(value) for value in rule["values"])
                 raise ValueError(
                     f"{name} has no effect while {rule['key']} is "
                     f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']} to {wanted}"
                 )
         return self
+
+    def _unmet(self, name: str) -> dict[str, Any] | None:
+        """Return the rule by which a field is not read: its own, or that of the key it names."""
+        extra = cast("dict[str, Any] | None", type(self).model_fields[name].json_schema_extra)
+        rule: dict[str, Any] | None = (extra or {}).get("when")
+        if rule is None or getattr(self, rule["key"]) not in rule["values"]:
+            return rule
+        return self._unmet(rule["key"])

@@ -177,6 +177,11 @@ class JobScope:
         return self._subject("weights")
 
     @property
+    def weights_join(self) -> str:
+        """Subject on which receivers ask the learner for a place in a round of weights."""
+        return self._subject("weights.join")
+
+    @property
     def env_describe(self) -> str:
         """Subject on which any environment host describes its game."""
         return self._subject("env.describe")

@@ -71,7 +71,7 @@ from .user import (
     UserRecord,
     UserReply,
 )
-from .weights import Manifest, WeightsAnnouncement
+from .weights import JoinRound, Manifest, Round, WeightsAnnouncement
 
 _SCOPE = subjects.JobScope("u", "j")
 
@@ -192,6 +192,12 @@ TOPICS: tuple[Topic, ...] = (
         WeightsAnnouncement,
         None,
         "learner → generators, evaluator",
+    ),
+    _job(
+        _SCOPE.weights_join,
+        JoinRound,
+        Round,
+        "generator, evaluator, server → learner, with `weights.transport: nccl`",
     ),
     _job(
         _SCOPE.env_describe,

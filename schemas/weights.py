@@ -49,11 +49,12 @@ class Manifest(Message):
     num_bytes: int = Field(ge=0)
     """Size of the payload."""
     digest: str
-    """SHA-256 of the payload, hexadecimal; of a delta, of what it makes."""
-    transport: Literal["object", "file"]
+    """SHA-256 of the payload, hexadecimal; of a delta, of what it makes; of `nccl`, a fingerprint
+    that GPUs compute."""
+    transport: Literal["object", "file", "nccl"]
     """How it is fetched."""
     location: str = ""
-    """Object name, or path of the file; empty for a delta."""
+    """Object name, path of the file, or what the learner calls it; empty for a delta."""
     differences: list[Difference] = Field(default_factory=list[Difference])
     """Of a delta: from the version before, then, unless that is the same, from the newest whole
     one, its anchor."""
@@ -71,3 +72,42 @@ class WeightsAnnouncement(Message):
 
     version: int = Field(ge=0)
     """The version whose manifest is in KV."""
+
+
+class JoinRound(Message):
+    """A receiver asks the learner for a place in the next round of a version, on `weights.join`."""
+
+    receiver: str = Field(max_length=64)
+    """Name that nobody else has."""
+    version: int = Field(ge=0)
+    """The version."""
+    location: str = Field(pattern=r"^v\d{1,18}-[0-9a-f]{8}$")
+    """What the learner calls it, as the manifest tells."""
+    num_bytes: int = Field(ge=0)
+    """Size of the payload, as the manifest tells."""
+    device: Literal["cpu", "cuda"]
+    """Where the receiver would have it."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the place to meet that the receiver is connected to; 0: none."""
+    group: str = Field(default="", max_length=64)
+    """The group that it is still a member of, if any."""
+
+
+class Round(Message):
+    """The learner's answer to a receiver: its place in a group, or why it has none."""
+
+    answer: Literal["place", "connect", "later", "removed"]
+    """`connect` to the place to meet and ask again; ask again `later`, when a learner that was
+    started again has trained so far; or the version was `removed`."""
+    address: str
+    """Address of the place to meet (a TCPStore of torch.distributed)."""
+    port: int = Field(ge=1, le=65535)
+    """Its port."""
+    group: str = ""
+    """The group that sends."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it sends from and to: `cpu` by gloo, `cuda` by NCCL."""
+    rank: int = Field(default=0, ge=0)
+    """The receiver's rank; the learner's is 0."""
+    size: int = Field(default=0, ge=0)
+    """Members of the group, with the learner."""

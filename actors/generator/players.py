@@ -10,6 +10,7 @@ from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.lora import LoraConfig
+from ..devices import own_device
 from ..lora import base_of, is_adapter
 from ..model_folder import load_causal_lm
 from ..policies import MAIN, policy_config, policy_names
@@ -45,6 +46,7 @@ async def start_engine(config: JobConfig, version: int = 0, base: "Base | None" 
         max_slots=config.generator.max_requests,
         max_context=config.generator.max_context or config.rollout.max_tokens,
         dtype=config.generator.dtype,
+        device=str(own_device()),
         trust_remote_code=config.model.trust_remote_code,
         lora=config.lora,
         base=cast("PreTrainedModel | None", base),
@@ -73,7 +75,9 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
         attn_implementation="eager",
         trust_remote_code=config.model.trust_remote_code,
     )
-    return model.requires_grad_(False)
+    frozen = model.requires_grad_(False)
+    torch.nn.Module.to(frozen, own_device())  # once, and not for each engine that shares it
+    return frozen
 
 
 def _check_vllm() -> None:

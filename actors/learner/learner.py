@@ -94,7 +94,7 @@ class Learner:
         self.publisher = Publisher(context, policies.models, policies.snapshot)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
-            context, self.issuer, self.intake, vocab_size, self._version, self._tracer
+            context, self.issuer, self.intake, vocab_size, lambda: state.step, self._tracer
         )
         self._order = order
         self._policies = policies
@@ -117,9 +117,6 @@ class Learner:
             self._in_torch,
         )
 
-    def _version(self) -> int:
-        return self.state.step
-
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
         await self.evaluations.load()
@@ -131,10 +128,11 @@ class Learner:
                 background.create_task(self.intake.run(self.state.log_seq), name="intake"),
                 background.create_task(self.evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
+                background.create_task(self.publisher.serve(), name="weights"),
             ]
             await self.control.serve()
-            await self._recover(records)
             await self._publish()
+            await self._recover(records)
             await self._request_evaluation()
             settle_memory()
             self._reporter.tracer.forget()
@@ -305,8 +303,9 @@ class Learner:
         step = self.state.step
         wanted = step == 0 or self._saver.is_due or self.evaluations.is_due(step, self.total_steps)
         if wanted or not self.config.sft.data:
-            needed = self.evaluations.open_versions.union(pool(self.config.self_play, step))
-            await self.publisher.publish(step, self._in_torch, keep=needed)
+            past = pool(self.config.self_play, step)
+            kept = self.evaluations.open_versions.union(past, [step] if wanted else [])
+            await self.publisher.publish(step, self._in_torch, keep=kept)
 
     async def _request_evaluation(self) -> None:
         """Ask for an evaluation of the present version, where one is due."""

@@ -95,8 +95,10 @@ class Parallel:
         device = device_of(rank, config, torch.cuda.device_count())
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        # Ranks of one machine speak over the loopback interface, and listen nowhere else.
-        os.environ |= {"GLOO_SOCKET_IFNAME": _LOOPBACK, "NCCL_SOCKET_IFNAME": _LOOPBACK}
+        # Ranks of one machine speak over the loopback interface, and listen nowhere else. NCCL has
+        # one interface for all groups of a process, also for one that sends weights elsewhere.
+        os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{store}",

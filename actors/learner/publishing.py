@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...broker.weights import TensorBytes
-from ..job_weights import open_weights
+from ..job_weights import make_sender, open_weights
 from ..lora import has_adapter
 from ..policies import MAIN, prefix_of
 from ..runtime import JobContext
@@ -28,7 +28,9 @@ class Publisher:
     ) -> None:
         """`models` by policy; `take` copies what changes of them."""
         config = context.config
-        self._store = open_weights(context)
+        self._service = context.service
+        self._sender = make_sender(context)
+        self._store = open_weights(context, self._sender)
         self._take = take
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
@@ -40,8 +42,7 @@ class Publisher:
     async def publish(self, version: int, in_torch: InTorch, *, keep: Set[int]) -> None:
         """Publish the model as `version`; an earlier publication is waited for first."""
         await self.wait()
-        latest = await self._store.latest()
-        if latest is not None and latest.version >= version:
+        if await self._store.is_out(version):
             return
         tensors = await in_torch(lambda: self._take(self._dtype))
         self._pinned &= set(keep)
@@ -50,6 +51,11 @@ class Publisher:
         )
         if version == 0:
             await self.wait()
+
+    async def serve(self) -> None:
+        """Hand out versions, by the transport that takes them from here; to be run beside all."""
+        if self._sender is not None:
+            await self._sender.serve(self._service)
 
     def pin(self, version: int) -> None:
         """Keep a version until its evaluation is reported."""

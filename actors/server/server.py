@@ -14,7 +14,6 @@ from pathlib import Path
 from nats.aio.msg import Msg
 
 from ...broker.parts import PartsService, Tell
-from ...broker.weights import WeightStore
 from ...schemas.config import JobConfig
 from ...schemas.errors import MessageError, ModelError, NotFoundError
 from ...schemas.infer import (
@@ -26,7 +25,6 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
-from ...schemas.subjects import JobScope
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
 from ..generator.generator import (
@@ -36,6 +34,7 @@ from ..generator.generator import (
     tell_engine,
 )
 from ..generator.players import load_base, start_engine
+from ..job_weights import follow_weights
 from ..lora import base_of, config_of, is_adapter
 from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
@@ -171,7 +170,7 @@ class Server:
 
     def _follower(self, job: str) -> WeightFollower:
         context = self._context
-        store = WeightStore(context.broker, JobScope(context.scope.user, job))
+        store = follow_weights(context, job)
         return WeightFollower(store, {MAIN: self._engine}, context.config.generator.kv_on_swap)
 
     async def _chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:

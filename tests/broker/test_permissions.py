@@ -176,6 +176,20 @@ def test_a_server_reads_the_weights_of_the_run_that_it_follows_and_of_no_other()
     assert "tmq.v1.job.ada.j2.weights" in following.subscribe
 
 
+def test_receivers_ask_the_learner_for_a_place_and_it_answers_those_that_follow_its_run() -> None:
+    join = f"{JOB}.weights.join"
+    learner = of_role("learner")
+    assert join in learner.subscribe
+    for role in ("generator", "evaluator"):
+        assert may_publish(of_role(role), join)
+    assert not may_publish(of_role("environment"), join)
+    follower = JobIdentity("ada", "j2", "server", "server-0", 1)
+    assert may_publish(job_permissions(follower, "j1"), join)
+    assert not may_publish(job_permissions(follower), join)
+    assert may_publish(learner, "_INBOX_job.ada.j2.server-0.x.1")
+    assert not may_publish(learner, "_INBOX_job.bob.j2.server-0.x.1")
+
+
 def test_an_environment_host_asks_the_judge_of_its_job_and_nobody_else() -> None:
     identity = JobIdentity("ada", "j1", "environment", "environment-0", 1)
     hosts = job_permissions(identity, None, "j2")

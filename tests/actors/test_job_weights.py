@@ -1,0 +1,38 @@
+"""Where new weights are received, and in which form an engine is given them."""
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.devices import first_device
+from tinkermq.actors.generator.shadow import ShadowWeights
+from tinkermq.actors.job_weights import as_sources, device_of_new_weights
+from tinkermq.broker.weights import TensorBytes
+from tinkermq.schemas.config import JobConfig
+
+
+def test_an_actor_computes_on_the_first_gpu_that_its_node_gives_it() -> None:
+    assert first_device(0) == torch.device("cpu")
+    assert first_device(1) == first_device(4) == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
+def test_without_a_gpu_new_weights_come_into_memory(engine: str) -> None:
+    config = {"model": {"path": "m"}, "env": {"game": "bandit"}, "generator": {"engine": engine}}
+    assert device_of_new_weights(JobConfig.model_validate(config)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_an_engine_takes_weights_from_memory_and_from_tensors_alike(on_device: bool) -> None:
+    payload = np.random.default_rng(0).integers(0, 120, 2 + 24, np.uint8)
+    data = torch.from_numpy(payload) if on_device else payload.data
+    told = {  # the second begins at no multiple of its four bytes
+        "a": TensorBytes("bfloat16", (1,), data[:2]),
+        "b": TensorBytes("float32", (2, 3), data[2:]),
+        "other/b": TensorBytes("float32", (2, 3), data[2:]),
+    }
+    weights = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(2, 3)}
+    shadow = ShadowWeights(weights)
+    shadow.swap(shadow.prepare(as_sources(told)))
+    assert weights["a"].view(torch.uint8).tolist() == payload[:2].tolist()
+    assert weights["b"].flatten().view(torch.uint8).tolist() == payload[2:].tolist()
+    assert set(as_sources(told, "other")) == {"b"}
