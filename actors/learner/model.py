@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from ...schemas.config import ModelConfig
-from ...schemas.errors import ConfigError, ModelError
+from ...schemas.errors import ModelError
 from ...schemas.learner import LearnerConfig
 from ...schemas.lora import LoraConfig
 from ..lora import set_dropout
 from ..model_folder import load_causal_lm, load_policy
 from ..vision import embed
+from .flat_rows import flatten, kernel_arguments
 from .kl import entropy_from_logits
-from .packed_images import PackedImages
 from .packing import Packed, TokenSequence, block_causal_mask, pack
 from .parallel import Inside
 
@@ -131,13 +132,9 @@ class Scorer:
         temperature: float,
         dtype: str,
         inside: Inside | None = None,
-        flat_rows: bool | None = None,
         chunk_bytes: int = _LOGITS_CHUNK_BYTES,
     ) -> None:
         """`inside`: where the model has been put, by default it is as it was loaded.
-
-        `flat_rows`: lay all rows of a micro-batch in one and let the kernel tell the sequences
-        apart by their positions; default: what the model's attention needs.
 
         Raises ModelError for a model that cannot read packed rows.
         """
@@ -146,14 +143,14 @@ class Scorer:
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
-        kernel: str | None = config._attn_implementation
-        self.flat_rows = kernel == "flash_attention_2" if flat_rows is None else flat_rows
+        self.flat_rows = is_flash_attention_requested(config)
+        """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
         self._autocast = dtype == "bfloat16" and self._inside.gathered_dtype is None
         self._chunk_bytes = chunk_bytes
-        with torch.no_grad():
+        with torch.no_grad(), self._computing(autocast=self._autocast and self.flat_rows):
             self.full_logits = not self._inside.run(self._head_is_all)
         self._check_packing()
 
@@ -213,33 +210,29 @@ class Scorer:
         Several tokens may be predicted at one column: each column is there once, and the second
         tensor says which of them predicts each of the N tokens.
         """
-        ids_BT, positions_BT = packed.input_ids_BT, packed.position_ids_BT
-        masks: Tensor | dict[str, Tensor] | None = None
-        column_N = packed.row_N * ids_BT.shape[1] + packed.source_col_N
         if self.flat_rows:
-            ids_BT, positions_BT = ids_BT.reshape(1, -1), positions_BT.reshape(1, -1)
+            packed = flatten(packed)
+            attention: dict[str, Any] = {"attention_mask": None, **kernel_arguments(packed)}
         else:
-            masks = self._masks(packed)
+            attention = {"attention_mask": self._masks(packed)}
+        column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
         model = self._model if logits else self._decoder
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            if packed.images is None:
-                read = {"input_ids": ids_BT, "position_ids": positions_BT}
-            else:
-                read = self._read_images(ids_BT, packed.images)
-            output = model(**read, attention_mask=masks, use_cache=False)
+        with self._computing(autocast=self._autocast):
+            output = model(**self._read_in(packed), **attention, use_cache=False)
         states_BTD: Tensor = output.logits if logits else output.last_hidden_state
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
         return states_BTD.flatten(0, 1)[column_U], place_N
 
-    def _read_images(self, ids_BT: Tensor, images: PackedImages) -> dict[str, Tensor]:
-        """Return what the model reads in place of ids: embeddings, and rotary positions."""
-        if self.flat_rows:
-            raise ConfigError(
-                "flash attention tells packed sequences apart by positions, which images bend",
-                hint="set model.attn_implementation=sdpa to train with images",
-            )
+    def _read_in(self, packed: Packed) -> dict[str, Tensor]:
+        """Return what the model reads: ids, or their embeddings where there are images."""
+        ids_BT, images = packed.input_ids_BT, packed.images
+        if images is None:
+            return {"input_ids": ids_BT, "position_ids": packed.position_ids_BT}
         embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
         return {"inputs_embeds": embeds_BTH, "position_ids": images.rope_3BT}
+
+    def _computing(self, *, autocast: bool) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
 
     def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
@@ -256,7 +249,7 @@ class Scorer:
     def _logits(self, states_UD: Tensor) -> Tensor:
         if self.full_logits:
             return states_UD
-        with torch.autocast(states_UD.device.type, torch.bfloat16, enabled=self._autocast):
+        with self._computing(autocast=self._autocast):
             return self._head(states_UD)
 
     def _vocab(self) -> int:
