@@ -34,6 +34,7 @@ NAMES = (
     "weights",
     "differences",
     "learner",
+    "logits",
     "lora",
     "overhead",
     "memory",

@@ -300,11 +300,6 @@ class JobConfig(Section):
                 f"model.attn_implementation={self.model.attn_implementation} does not compute in "
                 "float32: set learner.dtype=bfloat16, or model.attn_implementation=sdpa"
             )
-        self.learner.refuse_unsharded(
-            critic=self.algorithm.advantage == "gae",
-            lora=self.lora.rank > 0,
-            policies=bool(self.policies),
-        )
         if self.policies and (self.lora.rank or self.sft.data):
             kind = "of an SFT job" if self.sft.data else "with lora"
             raise ValueError(

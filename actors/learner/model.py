@@ -27,6 +27,7 @@ from ..model_folder import load_causal_lm, load_policy
 from ..vision import embed
 from .flat_rows import flatten, kernel_arguments
 from .kl import entropy_from_logits
+from .layers import compile_layers
 from .packing import Packed, TokenSequence, block_causal_mask, pack
 from .parallel import Inside
 
@@ -80,12 +81,16 @@ def load_model(
         )
         model.train()  # transformers recomputes activations in training mode only
         set_dropout(model, on=False)
+    if learner.compile:
+        compile_layers(model)
     return model
 
 
-def load_reference(config: ModelConfig) -> PreTrainedModel:
+def load_reference(config: ModelConfig, learner: LearnerConfig) -> PreTrainedModel:
     """Load the frozen initial policy, to which a KL is taken."""
     model = _load(config, config.path)
+    if learner.compile:
+        compile_layers(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
@@ -139,7 +144,8 @@ class Scorer:
         Raises ModelError for a model that cannot read packed rows.
         """
         self._model = model
-        self._inside = inside or Inside(model)
+        self.inside = inside or Inside(model)
+        """Where the model's weights are whole."""
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
@@ -148,20 +154,20 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._autocast = dtype == "bfloat16" and self._inside.gathered_dtype is None
+        self._autocast = dtype == "bfloat16" and self.inside.gathered_dtype is None
         self._chunk_bytes = chunk_bytes
         with torch.no_grad(), self._computing(autocast=self._autocast and self.flat_rows):
-            self.full_logits = not self._inside.run(self._head_is_all)
+            self.full_logits = not self.inside.run(self._head_is_all)
         self._check_packing()
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return self._inside.device
+        return self.inside.device
 
     def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
-        return TokenScores(*self._inside.run(lambda: self._score(packed, entropy_gradient)))
+        return TokenScores(*self.inside.run(lambda: self._score(packed, entropy_gradient)))
 
     def _score(self, packed: Packed, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         packed = packed.to(self.device)
@@ -283,7 +289,7 @@ class Scorer:
         """Prove that sequences of one row do not see each other; refuse the model otherwise."""
         autocast, self._autocast = self._autocast, self._autocast and self.flat_rows
         worst = self._packing_error()
-        in_bf16 = self._autocast or self._inside.gathered_dtype is torch.bfloat16
+        in_bf16 = self._autocast or self.inside.gathered_dtype is torch.bfloat16
         tolerance = _BF16_TOLERANCE if in_bf16 else _PACKING_TOLERANCE
         self._autocast = autocast
         if not worst <= tolerance:

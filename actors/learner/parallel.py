@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.errors import ConfigError
 from ...schemas.learner import LearnerConfig
 from ..lora import policy_tensors
+from .layers import repeated_layers
 
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
@@ -129,8 +130,7 @@ class Parallel:
             "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         }
-        kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
-        for layer in [one for one in model.modules() if type(one).__name__ in kinds]:
+        for layer in repeated_layers(model):
             fully_shard(layer, **options)
         fully_shard(inside, **options)
         for module in inside.modules():
@@ -183,6 +183,16 @@ def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, divided as another one is that is its like.
+
+    All ranks ask for it together. What is divided already stays as it is, and so do counts.
+    """
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ The kernel is the only thing that stands in: everything of transformers and of t
 is the real code.
 """
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,10 @@ class Kernel:
         if causal:
             assert deterministic
             self.texts.append(ends)
-        parts = zip(ends[:-1], ends[1:], strict=True)
         return torch.cat(
             [
                 _attend(q[a:b], k[a:b], v[a:b], softmax_scale, causal, window_size[0])
-                for a, b in parts
+                for a, b in pairwise(ends)
             ]
         )
 
@@ -161,12 +161,9 @@ def test_a_whole_step_hands_each_sequence_to_the_kernel_in_bfloat16(
         trainer = Trainer(of(config.model, config.learner), config, total_steps=2)
         kernel.texts.clear()
         reports.append(trainer.step(_batch(), 1).numbers)
-    lengths = {
-        end - begin for begin, end in zip(kernel.texts[0], kernel.texts[0][1:], strict=False)
-    }
-    assert lengths == {
-        int(each.mask.nonzero()[0][-1]) for each in _batch().sequences
-    }  # all but the last generated token, and no padding
+    # all but the last generated token of each, and no padding
+    lengths = {int(each.mask.nonzero()[0][-1]) for each in _batch().sequences}
+    assert {end - begin for begin, end in pairwise(kernel.texts[0])} == lengths
     assert len(kernel.texts) == 2 * (2 if checkpointing else 1)  # layers, and again for gradients
     for name in ("actor/grad_norm", "actor/pg_loss", "actor/entropy"):
         assert reports[1][name] == pytest.approx(reports[0][name], rel=0.03, abs=1e-3), name
