@@ -1,6 +1,6 @@
 """Memory of the log-probs of a long batch: in chunks, against all logits at once.
 
-    python -m benchmarks.logits [--tokens 2048] [--vocab 151936]
+    python -m benchmarks.logits [--tokens 1024 4096] [--vocab 151936]
 
 One decoder layer of Qwen2's 0.5 B width and its vocabulary, forward and backward, on the same rows.
 Each side is a process of its own; its peak is what it holds more at most than before the pass:
@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,45 +101,53 @@ def one_side(way: str, tokens: int, vocab: int) -> dict[str, float]:
     return {"bytes": peak() - before, "s": time.perf_counter() - started, "norm": float(norm)}
 
 
-def measure(arguments: argparse.Namespace, report: Report) -> None:
-    """Measure each side in a process of its own."""
-    found: dict[str, dict[str, float]] = {}
-    for way in WAYS:
-        command = [sys.executable, "-m", "benchmarks.logits", "--side", way]
-        sizes = ["--tokens", str(arguments.tokens), "--vocab", str(arguments.vocab)]
-        done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True)
-        found[way] = json.loads(done.stdout.splitlines()[-1])
-    chunks, whole = (found[way] for way in WAYS)
-    if abs(chunks["norm"] - whole["norm"]) > 1e-4 * whole["norm"]:
-        raise RuntimeError(f"the gradients differ: {chunks['norm']} and {whole['norm']}")
-    mib = 4 * arguments.tokens * arguments.vocab / 2**20
-    report.table(
-        f"{arguments.tokens:,} tokens, {arguments.vocab:,} words: {mib:,.0f} MiB of logits",
-        ["log-probs", "peak MiB", "s", "norm of the gradient"],
-        [
-            [way, f"{one['bytes'] / 2**20:,.0f}", f"{one['s']:.1f}", f"{one['norm']:.6f}"]
-            for way, one in found.items()
-        ],
-    )
-    report.at_least("peak of all logits over that of chunks", whole["bytes"] / chunks["bytes"], 2.0)
-    report.at_most("time of chunks over that of all logits", chunks["s"] / whole["s"], None)
+def measured(way: str, tokens: int, vocab: int) -> dict[str, float]:
+    """Measure one side in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.logits", "--side", way]
+    sizes = ["--tokens", str(tokens), "--vocab", str(vocab)]
+    done = subprocess.run([*command, *sizes], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(lengths: Sequence[int], vocab: int, report: Report) -> None:
+    """Measure both sides at each length."""
+    rows: list[list[str]] = []
+    held: dict[str, list[float]] = {way: [] for way in WAYS}
+    for tokens in lengths:
+        sides = {way: measured(way, tokens, vocab) for way in WAYS}
+        chunks, whole = (sides[way]["norm"] for way in WAYS)
+        if abs(chunks - whole) > 1e-4 * whole:
+            raise RuntimeError(f"the gradients differ: {chunks} and {whole}")
+        for way, one in sides.items():
+            held[way].append(one["bytes"])
+            mib = [4 * tokens * vocab / 2**20, one["bytes"] / 2**20]
+            numbers = [f"{each:,.0f}" for each in mib]
+            rows.append([f"{tokens:,}", way, *numbers, f"{one['s']:.1f}", f"{one['norm']:.5f}"])
+    columns = ["tokens", "log-probs", "MiB of logits", "peak MiB", "s", "norm of the gradient"]
+    report.table(f"{vocab:,} words, width {WIDTH}", columns, rows)
+    further = 4 * vocab * (lengths[-1] - lengths[0])
+    growth = {way: (each[-1] - each[0]) / further for way, each in held.items()}
+    report.at_most("chunks: bytes for each further token over its logits", growth[WAYS[0]], 0.25)
+    report.at_least("all logits: the same", growth[WAYS[1]], None)
+    last = [each[-1] for each in held.values()]
+    report.at_least(f"peak at {lengths[-1]:,} tokens, all logits over chunks", last[1] / last[0], 2)
 
 
 def main() -> None:
     """Parse the arguments, measure, and report."""
     options = parser(__doc__)
-    options.add_argument("--tokens", type=int, help="tokens of the row (2048; quick: 512)")
+    options.add_argument("--tokens", type=int, nargs="+", help="of the row: 1024 and 4096")
     options.add_argument("--vocab", type=int, help="words (151936; quick: 8192)")
     options.add_argument("--side", choices=WAYS, help=argparse.SUPPRESS)
     arguments = options.parse_args()
-    arguments.tokens = arguments.tokens or (512 if arguments.quick else 2048)
-    arguments.vocab = arguments.vocab or (8192 if arguments.quick else 151936)
+    lengths = arguments.tokens or ([256, 512] if arguments.quick else [1024, 4096])
+    vocab = arguments.vocab or (8192 if arguments.quick else 151936)
     torch.set_num_threads(1)
     if arguments.side:
-        print(json.dumps(one_side(arguments.side, arguments.tokens, arguments.vocab)))
+        print(json.dumps(one_side(arguments.side, lengths[0], vocab)))
         return
     report = Report("logits", "Log-probs without all logits", quick=arguments.quick)
-    measure(arguments, report)
+    measure(lengths, vocab, report)
     report.finish(arguments.json)
 
 

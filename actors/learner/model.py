@@ -54,12 +54,14 @@ def load_model(
     *,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    hollow: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with float32 master weights, from `folder` if one is given.
 
     With a rank in `lora` it is the configured model with an adapter: that of the folder, or a fresh
     one drawn from the seed. It stays in evaluation mode: dropout would make log-probs differ from
-    the generators'. Raises ModelError with the path and the reason when it cannot be loaded.
+    the generators'. With `hollow` no weights are read (`load_causal_lm`). Raises ModelError with
+    the path and the reason when it cannot be loaded.
     """
     path = str(folder or config.path)
     if lora is not None and lora.rank:
@@ -71,9 +73,10 @@ def load_model(
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            hollow=hollow,
         )
     else:
-        model = _load(config, path)
+        model = _load(config, path, hollow=hollow)
     if learner.gradient_checkpointing:
         _refuse_dropout(model, path)
         cast(Any, model).gradient_checkpointing_enable(
@@ -86,9 +89,11 @@ def load_model(
     return model
 
 
-def load_reference(config: ModelConfig, learner: LearnerConfig) -> PreTrainedModel:
+def load_reference(
+    config: ModelConfig, learner: LearnerConfig, *, hollow: bool = False
+) -> PreTrainedModel:
     """Load the frozen initial policy, to which a KL is taken."""
-    model = _load(config, config.path)
+    model = _load(config, config.path, hollow=hollow)
     if learner.compile:
         compile_layers(model)
     for parameter in model.parameters():
@@ -96,12 +101,13 @@ def load_reference(config: ModelConfig, learner: LearnerConfig) -> PreTrainedMod
     return model
 
 
-def _load(config: ModelConfig, path: str) -> PreTrainedModel:
+def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
     return load_causal_lm(
         path,
         dtype=torch.float32,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
+        hollow=hollow,
     )
 
 

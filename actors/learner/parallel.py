@@ -117,13 +117,22 @@ class Parallel:
         """Whether the weights are held in parts."""
         return self._mesh is not None
 
+    @property
+    def filled_by_another(self) -> bool:
+        """Whether rank 0 alone reads weights, and this one gets its parts from there."""
+        return self.rank > 0
+
     def place(self, model: nn.Module, config: LearnerConfig) -> Inside:
-        """Put a model where it computes, in parts where it is sharded: the same on all ranks."""
+        """Put a model where it computes, in parts where it is sharded; all ranks together.
+
+        Its weights are those that rank 0 has.
+        """
         if self._device is not None and not self.sharded:
             model.to(self._device)
         inside = Inside(model, self._device)
         if self._mesh is None:
             return inside
+        values = [] if self.rank else [each.detach() for each in _tensors(inside)]
         gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         options: dict[str, Any] = {
             "mesh": self._mesh,
@@ -138,7 +147,22 @@ class Parallel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         inside.gathered_dtype = gathered_dtype
+        if self.size > 1:
+            self._hand_out(inside, values)
         return inside
+
+    @torch.no_grad()
+    def _hand_out(self, inside: Inside, values: list[Tensor]) -> None:
+        """Give all ranks their parts of what rank 0 has whole, one tensor after the other."""
+        for place, tensor in enumerate(_tensors(inside)):
+            value = values[place] if values else torch.empty(tensor.shape, dtype=tensor.dtype)
+            value = value.to(self._device)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local()
+                tensor = tensor.to_local()
+            else:
+                dist.broadcast(value, 0)
+            tensor.copy_(value)
 
     def largest(self, number: int) -> int:
         """Return the largest of all ranks' numbers."""
@@ -157,6 +181,10 @@ class Parallel:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:

@@ -25,8 +25,12 @@ from .step import StepReport, Trainer
 from .training_batch import assemble
 
 
-def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedModel]:
+def load_models(
+    config: JobConfig, folder: Path | None, *, hollow: bool = False
+) -> dict[str, PreTrainedModel]:
     """Load the model of every policy, from a checkpoint if there is one.
+
+    With `hollow` no weights are read: another rank has them.
 
     Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
     no policy for a role.
@@ -38,6 +42,7 @@ def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedM
             _source(folder, name),
             lora=config.lora,
             seed=config.seed,
+            hollow=hollow,
         )
         for name in policy_names(config)
     }

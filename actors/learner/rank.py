@@ -32,7 +32,7 @@ def serve(rank: int, orders: Connection) -> None:
     folder = Path(found) if (found := order.fields["folder"]) is not None else None
     policies = Policies(
         config,
-        load_models(config, folder),
+        load_models(config, folder, hollow=parallel.filled_by_another),
         total_steps=order.fields["total_steps"],
         folder=folder,
         ranks=Ranks(config),

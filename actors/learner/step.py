@@ -140,11 +140,17 @@ class Trainer:
             self._reference = self._scorer
             self._reference_adapter = self._initial_adapter()
         elif config.algorithm.kl_coef:
-            reference = cast(nn.Module, load_reference(config.model, learner))
+            hollow = self._parallel.filled_by_another
+            reference = cast(nn.Module, load_reference(config.model, learner, hollow=hollow))
             self._reference = self._scorer_of(reference, self._parallel.place(reference, learner))
         self.critic: Critic | None = None
         if config.algorithm.advantage == "gae":
-            start = load_model(config.model, learner, config.critic.path or config.model.path)
+            start = load_model(
+                config.model,
+                learner,
+                config.critic.path or config.model.path,
+                hollow=self._parallel.filled_by_another,
+            )
             self.critic = Critic(start, config, self._parallel)
 
     def _scorer_of(self, model: nn.Module, inside: Inside) -> Scorer:

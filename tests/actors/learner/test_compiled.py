@@ -16,7 +16,11 @@ from .test_ranks import assert_same_reports, assert_same_weights, config_of, tra
 
 torch.set_num_threads(1)
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # torch warns of itself where it compiles
+]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.policies import MAIN, prefix_of
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError
-from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
 from tests.groups import random_group
@@ -206,11 +206,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def _played(group: Group) -> list[Trajectory]:
-    """Let every other episode be one of another role."""
-    roles = ("", "bob")
-    items = enumerate(group.trajectories)
-    return [item.model_copy(update={"role": roles[at % 2]}) for at, item in items]
+def _played(group: Group) -> Group:
+    """Let another role play what is done in a group, too, but backwards."""
+    others = [
+        item.model_copy(update={"role": "bob", "rewards": item.rewards[::-1].copy()})
+        for item in reversed(group.trajectories)
+    ]
+    return group.model_copy(update={"trajectories": [*group.trajectories, *others]})
 
 
 def groups_of(kind: str, step: int) -> list[Group]:
@@ -220,7 +222,7 @@ def groups_of(kind: str, step: int) -> list[Group]:
         return [seeing[step % 3], seeing[3]] if step % 2 else [*seeing]
     groups = batch(step)
     if kind == "policies":
-        groups = [group.model_copy(update={"trajectories": _played(group)}) for group in groups]
+        groups = [_played(group) for group in groups]
     return groups
 
 
