@@ -140,15 +140,21 @@ def initial_adapter(model: "nn.Module", path: str) -> "list[Tensor]":
 @contextlib.contextmanager
 def other_adapter(model: "nn.Module", tensors: "Sequence[Tensor]") -> Iterator[None]:
     """Let a model have another adapter for a while, in the order of `policy_tensors`."""
+    import torch
+
     mine = list(policy_tensors(model).values())
-    kept = [tensor.data for tensor in mine]
-    for tensor, other in zip(mine, tensors, strict=True):
-        tensor.data = other
+    kept = [tensor.detach().clone() for tensor in mine]
+
+    @torch.no_grad()
+    def put(values: "Sequence[Tensor]") -> None:
+        for tensor, value in zip(mine, values, strict=True):
+            tensor.copy_(value)  # in place: what FSDP2 gathers is a view of it
+
+    put(tensors)
     try:
         yield
     finally:
-        for tensor, own in zip(mine, kept, strict=True):
-            tensor.data = own
+        put(kept)
 
 
 def set_dropout(model: "nn.Module", *, on: bool) -> None:

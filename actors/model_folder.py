@@ -80,10 +80,12 @@ def load_causal_lm(
     dtype: "torch.dtype",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    hollow: bool = False,
 ) -> "PreTrainedModel":
     """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
 
-    An adapter is merged into its base.
+    An adapter is merged into its base. A hollow model is for somebody else to fill: no weights are
+    read, and pages of memory that nobody writes to are not taken.
 
     Raises ModelError for a folder that is none, and for weights that do not fill the model.
     """
@@ -97,11 +99,20 @@ def load_causal_lm(
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            hollow=hollow,
         )
-        return merge(base, path).eval()
+        return base if hollow else merge(base, path).eval()
     library: Any = import_module("transformers")
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     auto = "AutoModelForImageTextToText" if sees_images(config) else "AutoModelForCausalLM"
+    if hollow:
+        return _build_hollow(
+            getattr(library, auto),
+            config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
@@ -128,6 +139,14 @@ def load_causal_lm(
     return model.eval()
 
 
+def _build_hollow(auto: Any, config: "PreTrainedConfig", **options: Any) -> "PreTrainedModel":
+    initialization: Any = import_module("transformers.initialization")
+    with initialization.no_init_weights():
+        model = auto.from_config(config, **options)
+    model.tie_weights()
+    return cast("PreTrainedModel", model.eval())
+
+
 def load_policy(
     path: str,
     lora: LoraConfig,
@@ -138,6 +157,7 @@ def load_policy(
     dtype: "torch.dtype",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    hollow: bool = False,
 ) -> "PreTrainedModel":
     """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
 
@@ -153,6 +173,7 @@ def load_policy(
             dtype=dtype,
             attn_implementation=attn_implementation,
             trust_remote_code=trust_remote_code,
+            hollow=hollow,
         )
     )
     if lora.rank:

@@ -254,8 +254,8 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
 def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[Images]) -> Tensor:
     """Return what the decoder reads, [B, T, H]: embeddings, with the images at these columns.
 
-    `columns_Q` counts through the rows one after the other, in the order of the images. Gradients
-    flow into the vision tower.
+    `columns_Q` counts through the rows one after the other, in the order of the images; empty: the
+    images are seen by nobody. Gradients flow into the vision tower.
     """
     whole: Any = model
     words_BTH: Tensor = whole.get_input_embeddings()(ids_BT)
@@ -263,6 +263,8 @@ def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[
     grid_I3 = torch.cat([one.grid_I3 for one in images]).to(ids_BT.device)
     seen = whole.get_image_features(pixels_PD, grid_I3, return_dict=True).pooler_output
     seen_QH = torch.cat(tuple(seen)).to(words_BTH.dtype)
+    if not len(columns_Q):
+        seen_QH = seen_QH[:0]
     return words_BTH.flatten(0, 1).index_copy(0, columns_Q, seen_QH).view_as(words_BTH)
 
 

@@ -35,6 +35,7 @@ NAMES = (
     "weights",
     "differences",
     "learner",
+    "logits",
     "lora",
     "overhead",
     "memory",

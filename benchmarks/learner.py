@@ -1,16 +1,17 @@
 """The learner's step against a plain transformers training step, and what the device can do.
 
-    python -m benchmarks.learner [--lengths 2048 8192] [--sequences 16] [--steps 5]
-                                 [--attention flash_attention_2]
+    python -m benchmarks.learner [--weights "0.5 B" "1.5 B"] [--lengths 2048 8192]
+        [--sequences 16] [--steps 5] [--attention flash_attention_2] [--checkpointing]
 
 Random weights of Qwen2's sizes, bfloat16 on a GPU. Both sides train the same sequences, of uneven
 lengths as episodes are, with the same optimiser, and at most as many tokens in one pass: ours by
 `Trainer.step`, with all that belongs to a step; the peer by rows padded to the longest, labels, the
-loss of the model's own, clipping and AdamW. Model FLOPs utilisation counts 6 operations per weight
-and token and 6 · layers · width · L² of causal attention per sequence, over the rate of a large
-matrix product in the same run. Without a GPU a small model of the same class is measured in
-float32, which says that all runs and nothing about a GPU. One process: several ranks are proven
-equal in tests, and their speed is measured nowhere yet.
+loss of the model's own, clipping and AdamW. A third side is ours with `learner.compile`; the time
+of its first step, in which it compiles, stands beside. Model FLOPs utilisation counts 6 operations
+per weight and token and 6 · layers · width · L² of causal attention per sequence, over the rate of
+a large matrix product in the same run. Without a GPU a small model of the same class is measured in
+float32 unless sizes are named, which says that all runs and nothing about a GPU. One process:
+several ranks are proven equal in tests, and their speed is measured nowhere yet.
 """
 
 import argparse
@@ -40,6 +41,16 @@ from transformers.utils import logging
 from benchmarks.report import Report, parser
 
 SIZES = {
+    "small": Qwen2Config(
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=1024,
+        vocab_size=8192,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    ),
     "0.5 B": Qwen2Config(
         hidden_size=896,
         num_hidden_layers=24,
@@ -61,16 +72,6 @@ SIZES = {
         tie_word_embeddings=True,
     ),
 }
-SMALL = Qwen2Config(
-    hidden_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=1024,
-    vocab_size=8192,
-    max_position_embeddings=8192,
-    tie_word_embeddings=True,
-)
 RATE = 1e-6
 
 
@@ -79,6 +80,8 @@ class Measured:
     """What one side needs for a step."""
 
     seconds: float
+    first: float
+    """Seconds of the first step."""
     peak_gib: float
 
 
@@ -92,6 +95,8 @@ class Way:
     """Tokens of one pass."""
     dtype: str
     attention: str
+    checkpointing: bool
+    """Activations are computed again in the backward pass."""
     steps: int
 
 
@@ -133,11 +138,17 @@ def _trajectory(ids: np.ndarray, number: int) -> Trajectory:
     )
 
 
+def free() -> None:
+    """Let go of what the last side held, so that the next one finds the same memory."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def timed(step: Callable[[int], None], steps: int, device: torch.device) -> Measured:
     """Return the median time of a step after a first one, and the peak memory of all."""
-    gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     took: list[float] = []
     for number in range(steps + 1):
@@ -150,11 +161,12 @@ def timed(step: Callable[[int], None], steps: int, device: torch.device) -> Meas
         peak = torch.cuda.max_memory_allocated() / 2**30
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return Measured(median(took[1:]), peak)
+    return Measured(median(took[1:]), took[0], peak)
 
 
-def ours(way: Way, work: Work) -> Measured:
+def ours(way: Way, work: Work, *, compiled: bool = False) -> Measured:
     """Measure `Trainer.step`."""
+    free()
     longest = max(work.lengths)
     config = JobConfig.model_validate(
         {
@@ -169,6 +181,8 @@ def ours(way: Way, work: Work) -> Measured:
             "learner": {
                 "lr": RATE,
                 "dtype": way.dtype,
+                "compile": compiled,
+                "gradient_checkpointing": way.checkpointing,
                 "row_tokens": 2 * longest,
                 "microbatch_tokens": max(way.budget, 2 * longest),
                 "threads": torch.get_num_threads(),
@@ -189,11 +203,14 @@ def _finite(numbers: dict[str, float]) -> None:
 
 def plain(way: Way, work: Work) -> Measured:
     """Measure a training step as transformers' documentation writes it."""
+    free()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         way.folder, dtype=torch.float32, attn_implementation=way.attention
     )
     model = loaded.to(device).train()
+    if way.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     longest = max(work.lengths)
     ids = torch.zeros(len(work.ids), longest, dtype=torch.int64)
@@ -255,19 +272,24 @@ def report_balance(report: Report) -> None:
 def main() -> None:
     """Parse the arguments, measure, and report."""
     options = parser(__doc__)
-    options.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
+    options.add_argument("--weights", nargs="+", choices=SIZES, help="default: by the device")
+    options.add_argument("--lengths", type=int, nargs="+", help="tokens of the longest sequence")
     options.add_argument("--sequences", type=int, default=16)
     options.add_argument("--steps", type=int, default=5)
     kernels = ("sdpa", "flash_attention_2")
     options.add_argument("--attention", choices=kernels, default="sdpa", help="of both sides")
+    again = "both sides compute activations again in the backward pass"
+    options.add_argument("--checkpointing", action="store_true", help=again)
     arguments = options.parse_args()
     logging.disable_progress_bar()
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
         torch.set_num_threads(1)
-        arguments.lengths = [512]
+    arguments.weights = arguments.weights or (["0.5 B", "1.5 B"] if on_gpu else ["small"])
+    arguments.lengths = arguments.lengths or ([2048, 4096, 8192] if on_gpu else [512])
     if arguments.quick:
-        arguments.lengths, arguments.sequences, arguments.steps = [64], 4, 1
+        arguments.weights, arguments.lengths = ["small"], [64]
+        arguments.sequences, arguments.steps = 4, 1
     report = Report("learner", "The learner's step against transformers", quick=arguments.quick)
     measure(arguments, report, on_gpu=on_gpu)
     report_balance(report)
@@ -281,10 +303,10 @@ def measure(arguments: argparse.Namespace, report: Report, *, on_gpu: bool) -> N
     device = torch.cuda.get_device_name() if on_gpu else "one CPU thread"
     report.note(f"{device}: {rate / 1e12:.2f} TFLOP/s in a {dtype} matrix product")
     if not on_gpu:
-        report.note("A CPU, and a small model: nothing here tells of a GPU.")
-    sizes = SIZES if on_gpu and not arguments.quick else {"small": SMALL}
+        report.note("A CPU: nothing here tells of a GPU.")
     rows: list[tuple[str, ...]] = []
-    for name, config in sizes.items():
+    for name in arguments.weights:
+        config = SIZES[name]
         with tempfile.TemporaryDirectory() as place:
             torch.manual_seed(0)
             model: Any = Qwen2ForCausalLM(config)
@@ -293,8 +315,19 @@ def measure(arguments: argparse.Namespace, report: Report, *, on_gpu: bool) -> N
             del model
             for longest in arguments.lengths:
                 work = Work(config, longest, arguments.sequences)
-                way = Way(Path(place), 2 * longest, dtype, arguments.attention, arguments.steps)
-                sides = {"ours": ours(way, work), "transformers": plain(way, work)}
+                way = Way(
+                    Path(place),
+                    2 * longest,
+                    dtype,
+                    arguments.attention,
+                    arguments.checkpointing,
+                    arguments.steps,
+                )
+                sides = {
+                    "ours": ours(way, work),
+                    "ours, compiled": ours(way, work, compiled=True),
+                    "transformers": plain(way, work),
+                }
                 flops = work.flops(config, num_weights)
                 rows += [
                     (
@@ -302,18 +335,29 @@ def measure(arguments: argparse.Namespace, report: Report, *, on_gpu: bool) -> N
                         f"{longest:,}",
                         side,
                         f"{one.seconds:.3f} s",
+                        f"{one.first:.1f} s",
                         f"{sum(work.lengths) / one.seconds:,.0f}",
                         f"{flops / one.seconds / rate:.1%}",
                         f"{one.peak_gib:.2f} GiB" if on_gpu else "-",
                     )
                     for side, one in sides.items()
                 ]
-                ratio = sides["transformers"].seconds / sides["ours"].seconds
-                target = 1.5 if on_gpu else None
-                report.at_least(f"{name}, {longest:,} tokens, over transformers", ratio, target)
+                for side, target in (("ours", 1.5), ("ours, compiled", None)):
+                    ratio = sides["transformers"].seconds / sides[side].seconds
+                    what = f"{name}, {longest:,} tokens: {side} over transformers"
+                    report.at_least(what, ratio, target if on_gpu else None)
     report.table(
         f"{arguments.sequences} sequences a step, {dtype}",
-        ("weights", "longest", "side", "step", "tokens/s", "of the product's rate", "peak memory"),
+        (
+            "weights",
+            "longest",
+            "side",
+            "step",
+            "first step",
+            "tokens/s",
+            "of the product's rate",
+            "peak memory",
+        ),
         rows,
     )
 

@@ -28,7 +28,8 @@ class ModelConfig(Section):
     tokenizer: str | None = None
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
-    """Attention kernel; flash_attention_2 needs a GPU and the `flash-attn` extra."""
+    """Attention kernel of the learner; flash_attention_2 needs a GPU, the `flash-attn` extra and
+    `learner.dtype=bfloat16`, and computes a shared prompt once for each of its episodes."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -295,11 +296,11 @@ class JobConfig(Section):
     def _sections_fit(self) -> Self:
         if self.algorithm.loss == "sft" and not self.sft.data:
             raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
-        self.learner.refuse_unsharded(
-            critic=self.algorithm.advantage == "gae",
-            lora=self.lora.rank > 0,
-            policies=bool(self.policies),
-        )
+        if self.model.attn_implementation != "sdpa" and self.learner.dtype == "float32":
+            raise ValueError(
+                f"model.attn_implementation={self.model.attn_implementation} does not compute in "
+                "float32: set learner.dtype=bfloat16, or model.attn_implementation=sdpa"
+            )
         if self.policies and (self.lora.rank or self.sft.data):
             kind = "of an SFT job" if self.sft.data else "with lora"
             raise ValueError(

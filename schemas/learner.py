@@ -46,6 +46,9 @@ class LearnerConfig(Section):
     """Compute the prompt of a group once, not once per episode (same result; sdpa only)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """Translate the model's layers by torch.compile at their first use, which takes a minute or
+    more: same results but for rounding, in fewer and larger kernels. Needs a C++ compiler."""
     cpu_offload: bool = False
     """Keep master weights, gradients and optimiser state in the memory of the machine, not the
     GPU's: slower, and refused without a GPU."""
@@ -65,19 +68,3 @@ class LearnerConfig(Section):
                 f"learner.slots={self.ranks}"
             )
         return self
-
-    def refuse_unsharded(self, *, critic: bool, lora: bool, policies: bool) -> None:
-        """Raise ValueError for what is trained whole, by one process, while this is sharded."""
-        if not self.sharded:
-            return
-        cause = f"learner.ranks={self.ranks}" if self.ranks > 1 else "learner.cpu_offload"
-        remedy = "set learner.ranks=1 and no learner.cpu_offload, or "
-        if critic:
-            raise ValueError(
-                f"{cause} with a critic (algorithm.advantage=gae) is not built: {remedy}choose "
-                "another advantage, such as grpo"
-            )
-        if lora:
-            raise ValueError(f"{cause} with lora is not built: {remedy}train all weights")
-        if policies:
-            raise ValueError(f"{cause} with several policies is not built: {remedy}one policy")

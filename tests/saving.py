@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState, load_optimizer
+from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState
 from tinkermq.actors.learner.model import load_model
 from tinkermq.actors.learner.step import Trainer
 from tinkermq.actors.learner.training_batch import assemble
@@ -43,7 +43,7 @@ def make_trainer(folder: Path, source: Path | None = None) -> Trainer:
     )
     trainer = Trainer(load_model(config.model, config.learner, source), config, total_steps=20)
     if source is not None:
-        load_optimizer(source, trainer.model, trainer.optimizer)
+        trainer.restore(source)
     return trainer
 
 

@@ -19,17 +19,17 @@ import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.errors import NotFoundError, StorageError
 from ..checkpoint_folders import checkpoint_name
-from .parallel import Parallel, whole
+from ..lora import policy_tensors
+from .parallel import Parallel, divided, whole
 from .report import Waste
 from .sharded import load_sharded, save_sharded
 
 _STATE = "learner/state.json"
-_OPTIMIZER = "learner/optimizer.pt"
-_SHARDED_OPTIMIZER = "learner/optimizer"
+OPTIMIZER = "learner/optimizer"
+"""A folder that several ranks wrote, or with `.pt` the file of one."""
 _REPLACED = ".replaced_"
 
 
@@ -163,57 +163,67 @@ def save_policy(
     tokenizer: Any,
     optimizer: torch.optim.Optimizer,
     parallel: Parallel,
-) -> None:
+) -> Callable[[], None]:
     """Write a model folder with the state of its optimiser beside it; all ranks do so together.
 
-    What needs the others comes first: a rank that cannot write the rest leaves nobody waiting.
+    What needs the others is done at once. What is returned writes the rest, which needs nobody.
     """
-    (folder / "learner").mkdir(parents=True, exist_ok=parallel.size > 1)
-    weights: dict[str, Tensor] | None = None
     if parallel.sharded:
-        weights = _whole_weights(model, keep=parallel.rank == 0)
-        save_sharded(folder / _SHARDED_OPTIMIZER, model, optimizer)
-    if parallel.rank != 0:
-        return
-    cast(Any, model).save_pretrained(folder, state_dict=weights)
-    tokenizer.save_pretrained(folder)
-    if not parallel.sharded:
-        torch.save(optimizer.state_dict(), folder / _OPTIMIZER)
+        (folder / "learner").mkdir(parents=True, exist_ok=parallel.size > 1)
+    finish_optimizer = save_optimizer(folder / OPTIMIZER, model, optimizer, parallel)
+    weights = gather_weights(model, parallel) if parallel.sharded else None
+
+    def finish() -> None:
+        if parallel.rank != 0:
+            return
+        (folder / "learner").mkdir(parents=True, exist_ok=parallel.sharded)
+        cast(Any, model).save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        finish_optimizer()
+
+    return finish
 
 
-def _whole_weights(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Gather all weights on the CPU; tied ones are the same tensor under each of their names."""
+def save_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> Callable[[], None]:
+    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
+    if parallel.sharded:
+        save_sharded(path, model, optimizer)
+        return lambda: None
+    return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
+
+
+def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:
+    """Gather what is trained of a model on the first rank, on its CPU; None on the others.
+
+    Tied weights are the same tensor under each of their names. All ranks do so together.
+    """
     gathered: dict[int, Tensor] = {}
     named: dict[str, Tensor] = {}
+    changing = {id(tensor) for tensor in policy_tensors(model).values()}
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in changing:
+            continue
         if id(tensor) not in gathered:
             full = whole(tensor.detach())
-            gathered[id(tensor)] = full.cpu() if keep else full.new_empty(0)
+            gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
         named[name] = gathered[id(tensor)]
-    return named
+    return named if parallel.rank == 0 else None
 
 
-def load_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the optimiser state of a checkpoint, whether one rank wrote it or several."""
-    sharded = folder / _SHARDED_OPTIMIZER
-    if sharded.is_dir():
-        load_sharded(sharded, model, optimizer)
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the state of an optimiser, whether one rank wrote it or several."""
+    if path.is_dir():
+        load_sharded(path, model, optimizer)
         return
-    state = torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu")
+    state = torch.load(path.with_suffix(".pt"), weights_only=True, map_location="cpu")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for number, parameter in enumerate(parameters):
-        if isinstance(parameter, DTensor) and number in state["state"]:
-            state["state"][number] = {
-                key: _like(parameter, value) for key, value in state["state"][number].items()
-            }
+        if number in state["state"]:
+            kept = state["state"][number].items()
+            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
     optimizer.load_state_dict(state)
-
-
-def _like(parameter: DTensor, value: Tensor) -> Tensor:
-    """Divide a tensor as its parameter is divided; counts are left as they are."""
-    if value.shape != parameter.shape:
-        return value
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements)
 
 
 def _flush(folder: Path) -> None:

@@ -9,6 +9,7 @@ value layer starts at 0: a new critic says 0 everywhere, and advantages are plai
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,34 +19,51 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...schemas.config import JobConfig
+from ...schemas.learner import LearnerConfig
 from .aggregation import Denominators, aggregate
+from .checkpoint import gather_weights, load_optimizer, save_optimizer
 from .model import Scorer
 from .objective import MicroBatch
 from .packing import Packed
+from .parallel import Parallel, divided, whole
 from .samples import renumber
 from .values import ValueTargets, explained_variance, value_loss
 
 _WEIGHTS = "learner/critic.safetensors"
-_OPTIMIZER = "learner/critic_optimizer.pt"
+_OPTIMIZER = "learner/critic_optimizer"
 
 
 class ValueModel(nn.Module):
     """A decoder with a value for each column."""
 
-    def __init__(self, model: PreTrainedModel, *, dtype: str) -> None:
-        """Take the decoder of a causal language model.
+    def __init__(self, model: PreTrainedModel, learner: LearnerConfig, parallel: Parallel) -> None:
+        """Take the decoder of a causal language model, and put it where it computes.
 
         Raises ModelError when it cannot read packed rows.
         """
         super().__init__()
-        self._scorer = Scorer(model, temperature=1.0, dtype=dtype)
-        self.decoder: nn.Module = cast(Any, model).get_decoder()
-        self.value_head = nn.Linear(self._scorer.hidden_size, 1)
+        width = int(cast(Any, model).config.get_text_config().hidden_size)
+        self.value_head = nn.Linear(width, 1)
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
+        self.decoder: nn.Module = cast(Any, model).get_decoder()
+        mine = {id(each) for each in self.parameters()}
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in mine)
+        cast(Any, model).value_head = self.value_head  # divided over the ranks with the rest of it
+        inside = parallel.place(model, learner)
+        self._scorer = Scorer(model, temperature=1.0, dtype=learner.dtype, inside=inside)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._scorer.device
 
     def values(self, packed: Packed) -> Tensor:
         """Return the value before each of the N tokens, with gradient where enabled."""
+        return self._scorer.inside.run(lambda: self._values(packed))
+
+    def _values(self, packed: Packed) -> Tensor:
         states_UD, place_N = self._scorer.states_UD(packed)
         return self.value_head(states_UD.float())[place_N, 0]
 
@@ -53,10 +71,11 @@ class ValueModel(nn.Module):
 class Critic:
     """The value model with its optimiser."""
 
-    def __init__(self, model: PreTrainedModel, config: JobConfig) -> None:
+    def __init__(self, model: PreTrainedModel, config: JobConfig, parallel: Parallel) -> None:
         """Make a new critic of a causal language model's weights."""
-        self.model = ValueModel(model, dtype=config.learner.dtype)
+        self.model = ValueModel(model, config.learner, parallel)
         self._config = config
+        self._parallel = parallel
         learner = config.learner
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
@@ -73,11 +92,11 @@ class Critic:
 
     @torch.no_grad()
     def values_of(self, micros: list[MicroBatch], num_tokens: int) -> Tensor:
-        """Return the values of a whole batch: float32[N]."""
-        values_N = torch.empty(num_tokens, device=self.model.value_head.weight.device)
+        """Return the values of a whole batch, of which this rank has a share: float32[N]."""
+        values_N = torch.zeros(num_tokens, device=self.model.device)
         for micro in micros:
             values_N[micro.index_N] = self.model.values(micro.packed)
-        return values_N
+        return self._parallel.add_up(values_N)
 
     def begin_step(self, rate: float, targets: ValueTargets) -> None:
         """Begin a step at a learning rate, and forget what the last one measured."""
@@ -92,13 +111,17 @@ class Critic:
         for micro in micros:
             self._accumulate(micro, denominators)
         clip = self._config.learner.grad_clip
-        self._norms.append(float(nn.utils.clip_grad_norm_(self.model.parameters(), clip)))
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), clip)
+        self._norms.append(float(whole(norm)))
         if math.isfinite(self._norms[-1]):
             self.optimizer.step()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
         index_N, targets = micro.index_N, self._targets
         values_N = self.model.values(micro.packed)
+        if micro.is_empty:
+            values_N.sum().backward()  # only to gather and reduce with the others
+            return
         loss_N, clipped_N = value_loss(
             values_N,
             targets.values_N[index_N],
@@ -114,14 +137,20 @@ class Critic:
             self._sums[name] = self._sums.get(name, 0.0) + float(value.detach())
 
     def numbers(self) -> dict[str, float]:
-        """Name what the step measured as metrics."""
+        """Name what the step measured on all ranks as metrics."""
         finite = [norm for norm in self._norms if math.isfinite(norm)]
         values_N, returns_N = self._targets.values_N, self._targets.returns_N
+        ranks = self._parallel.gather((self._sums, self._num_tokens))
+        num_tokens = sum(number for _, number in ranks)
+
+        def total(name: str) -> float:
+            return sum(sums.get(name, 0.0) for sums, _ in ranks)
+
         return {
             "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
-            "critic/vf_loss": self._sums["vf_loss"] / len(self._norms),
-            "critic/vf_clipfrac": self._sums["vf_clipfrac"] / self._num_tokens,
-            "critic/vpred_mean": self._sums["vpred_mean"] / self._num_tokens,
+            "critic/vf_loss": total("vf_loss") / len(self._norms),
+            "critic/vf_clipfrac": total("vf_clipfrac") / num_tokens,
+            "critic/vpred_mean": total("vpred_mean") / num_tokens,
             "critic/vf_explained_var": explained_variance(values_N, returns_N),
             "critic/skipped_updates": float(len(self._norms) - len(finite)),
             **({"critic/grad_norm": sum(finite) / len(finite)} if finite else {}),
@@ -131,11 +160,22 @@ class Critic:
 
     # -- checkpoints ---------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimiser state into a checkpoint's folder."""
-        weights = {name: value.contiguous() for name, value in self.model.state_dict().items()}
-        save_file(weights, folder / _WEIGHTS)
-        torch.save(self.optimizer.state_dict(), folder / _OPTIMIZER)
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """Write what the ranks write together; return what is left to this one, in that order."""
+        optimizer = save_optimizer(folder / _OPTIMIZER, self.model, self.optimizer, self._parallel)
+        weights = gather_weights(self.model, self._parallel)
+
+        def finish() -> None:
+            if weights is not None:
+                contiguous = {name: value.contiguous() for name, value in weights.items()}
+                save_file(contiguous, folder / _WEIGHTS)
+            optimizer()
+
+        return finish
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return all weights, whole and on the CPU; all ranks ask for them together."""
+        return {name: whole(value).cpu() for name, value in self.model.state_dict().items()}
 
     def load(self, folder: Path) -> bool:
         """Take weights and optimiser state from a checkpoint; False when it has no critic.
@@ -144,9 +184,10 @@ class Critic:
         """
         if not (folder / _WEIGHTS).is_file():
             return False
-        self.model.load_state_dict(saved_critic(folder))
-        state = torch.load(folder / _OPTIMIZER, weights_only=True, map_location="cpu")
-        self.optimizer.load_state_dict(state)
+        mine = self.model.state_dict()
+        saved = saved_critic(folder)
+        self.model.load_state_dict({name: divided(saved[name], mine[name]) for name in mine})
+        load_optimizer(folder / _OPTIMIZER, self.model, self.optimizer)
         return True
 
 

@@ -16,16 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from ...schemas.config import ModelConfig
-from ...schemas.errors import ConfigError, ModelError
+from ...schemas.errors import ModelError
 from ...schemas.learner import LearnerConfig
 from ...schemas.lora import LoraConfig
 from ..lora import set_dropout
 from ..model_folder import load_causal_lm, load_policy
 from ..vision import embed
+from .flat_rows import flatten, kernel_arguments
 from .kl import entropy_from_logits
-from .packed_images import PackedImages
+from .layers import compile_layers
 from .packing import Packed, TokenSequence, block_causal_mask, pack
 from .parallel import Inside
 
@@ -52,12 +54,14 @@ def load_model(
     *,
     lora: LoraConfig | None = None,
     seed: int = 0,
+    hollow: bool = False,
 ) -> PreTrainedModel:
     """Load a causal language model with float32 master weights, from `folder` if one is given.
 
     With a rank in `lora` it is the configured model with an adapter: that of the folder, or a fresh
     one drawn from the seed. It stays in evaluation mode: dropout would make log-probs differ from
-    the generators'. Raises ModelError with the path and the reason when it cannot be loaded.
+    the generators'. With `hollow` no weights are read (`load_causal_lm`). Raises ModelError with
+    the path and the reason when it cannot be loaded.
     """
     path = str(folder or config.path)
     if lora is not None and lora.rank:
@@ -69,9 +73,10 @@ def load_model(
             dtype=torch.float32,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
+            hollow=hollow,
         )
     else:
-        model = _load(config, path)
+        model = _load(config, path, hollow=hollow)
     if learner.gradient_checkpointing:
         _refuse_dropout(model, path)
         cast(Any, model).gradient_checkpointing_enable(
@@ -79,23 +84,30 @@ def load_model(
         )
         model.train()  # transformers recomputes activations in training mode only
         set_dropout(model, on=False)
+    if learner.compile:
+        compile_layers(model)
     return model
 
 
-def load_reference(config: ModelConfig) -> PreTrainedModel:
+def load_reference(
+    config: ModelConfig, learner: LearnerConfig, *, hollow: bool = False
+) -> PreTrainedModel:
     """Load the frozen initial policy, to which a KL is taken."""
-    model = _load(config, config.path)
+    model = _load(config, config.path, hollow=hollow)
+    if learner.compile:
+        compile_layers(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     return model
 
 
-def _load(config: ModelConfig, path: str) -> PreTrainedModel:
+def _load(config: ModelConfig, path: str, *, hollow: bool) -> PreTrainedModel:
     return load_causal_lm(
         path,
         dtype=torch.float32,
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
+        hollow=hollow,
     )
 
 
@@ -131,40 +143,37 @@ class Scorer:
         temperature: float,
         dtype: str,
         inside: Inside | None = None,
-        flat_rows: bool | None = None,
         chunk_bytes: int = _LOGITS_CHUNK_BYTES,
     ) -> None:
         """`inside`: where the model has been put, by default it is as it was loaded.
 
-        `flat_rows`: lay all rows of a micro-batch in one and let the kernel tell the sequences
-        apart by their positions; default: what the model's attention needs.
-
         Raises ModelError for a model that cannot read packed rows.
         """
         self._model = model
-        self._inside = inside or Inside(model)
+        self.inside = inside or Inside(model)
+        """Where the model's weights are whole."""
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
-        kernel: str | None = config._attn_implementation
-        self.flat_rows = kernel == "flash_attention_2" if flat_rows is None else flat_rows
+        self.flat_rows = is_flash_attention_requested(config)
+        """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._autocast = dtype == "bfloat16" and self._inside.gathered_dtype is None
+        self._autocast = dtype == "bfloat16" and self.inside.gathered_dtype is None
         self._chunk_bytes = chunk_bytes
-        with torch.no_grad():
-            self.full_logits = not self._inside.run(self._head_is_all)
+        with torch.no_grad(), self._computing(autocast=self._autocast and self.flat_rows):
+            self.full_logits = not self.inside.run(self._head_is_all)
         self._check_packing()
 
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return self._inside.device
+        return self.inside.device
 
     def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
-        return TokenScores(*self._inside.run(lambda: self._score(packed, entropy_gradient)))
+        return TokenScores(*self.inside.run(lambda: self._score(packed, entropy_gradient)))
 
     def _score(self, packed: Packed, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         packed = packed.to(self.device)
@@ -213,33 +222,29 @@ class Scorer:
         Several tokens may be predicted at one column: each column is there once, and the second
         tensor says which of them predicts each of the N tokens.
         """
-        ids_BT, positions_BT = packed.input_ids_BT, packed.position_ids_BT
-        masks: Tensor | dict[str, Tensor] | None = None
-        column_N = packed.row_N * ids_BT.shape[1] + packed.source_col_N
         if self.flat_rows:
-            ids_BT, positions_BT = ids_BT.reshape(1, -1), positions_BT.reshape(1, -1)
+            packed = flatten(packed)
+            attention: dict[str, Any] = {"attention_mask": None, **kernel_arguments(packed)}
         else:
-            masks = self._masks(packed)
+            attention = {"attention_mask": self._masks(packed)}
+        column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
         model = self._model if logits else self._decoder
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            if packed.images is None:
-                read = {"input_ids": ids_BT, "position_ids": positions_BT}
-            else:
-                read = self._read_images(ids_BT, packed.images)
-            output = model(**read, attention_mask=masks, use_cache=False)
+        with self._computing(autocast=self._autocast):
+            output = model(**self._read_in(packed), **attention, use_cache=False)
         states_BTD: Tensor = output.logits if logits else output.last_hidden_state
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
         return states_BTD.flatten(0, 1)[column_U], place_N
 
-    def _read_images(self, ids_BT: Tensor, images: PackedImages) -> dict[str, Tensor]:
-        """Return what the model reads in place of ids: embeddings, and rotary positions."""
-        if self.flat_rows:
-            raise ConfigError(
-                "flash attention tells packed sequences apart by positions, which images bend",
-                hint="set model.attn_implementation=sdpa to train with images",
-            )
+    def _read_in(self, packed: Packed) -> dict[str, Tensor]:
+        """Return what the model reads: ids, or their embeddings where there are images."""
+        ids_BT, images = packed.input_ids_BT, packed.images
+        if images is None:
+            return {"input_ids": ids_BT, "position_ids": packed.position_ids_BT}
         embeds_BTH = embed(self._model, ids_BT, images.column_Q, images.images)
         return {"inputs_embeds": embeds_BTH, "position_ids": images.rope_3BT}
+
+    def _computing(self, *, autocast: bool) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
 
     def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
@@ -256,7 +261,7 @@ class Scorer:
     def _logits(self, states_UD: Tensor) -> Tensor:
         if self.full_logits:
             return states_UD
-        with torch.autocast(states_UD.device.type, torch.bfloat16, enabled=self._autocast):
+        with self._computing(autocast=self._autocast):
             return self._head(states_UD)
 
     def _vocab(self) -> int:
@@ -290,7 +295,7 @@ class Scorer:
         """Prove that sequences of one row do not see each other; refuse the model otherwise."""
         autocast, self._autocast = self._autocast, self._autocast and self.flat_rows
         worst = self._packing_error()
-        in_bf16 = self._autocast or self._inside.gathered_dtype is torch.bfloat16
+        in_bf16 = self._autocast or self.inside.gathered_dtype is torch.bfloat16
         tolerance = _BF16_TOLERANCE if in_bf16 else _PACKING_TOLERANCE
         self._autocast = autocast
         if not worst <= tolerance:

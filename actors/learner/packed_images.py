@@ -76,3 +76,9 @@ def pack_images(rows: Sequence[RowImages]) -> PackedImages | None:
     return PackedImages(
         images, torch.from_numpy(np.concatenate(columns)), torch.from_numpy(rope_3BT)
     )
+
+
+def unseen(images: Images, position_ids_BT: Tensor) -> PackedImages:
+    """Return images that stand in no column: the vision tower runs, and nothing comes of it."""
+    nowhere_Q = position_ids_BT.new_empty(0)
+    return PackedImages((images,), nowhere_Q, position_ids_BT.expand(3, -1, -1))

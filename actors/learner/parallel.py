@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ...schemas.errors import ConfigError
 from ...schemas.learner import LearnerConfig
 from ..lora import policy_tensors
+from .layers import repeated_layers
 
 T = TypeVar("T")
 COLLECTIVE_DEADLINE_S = 600.0
@@ -118,21 +119,29 @@ class Parallel:
         """Whether the weights are held in parts."""
         return self._mesh is not None
 
+    @property
+    def filled_by_another(self) -> bool:
+        """Whether rank 0 alone reads weights, and this one gets its parts from there."""
+        return self.rank > 0
+
     def place(self, model: nn.Module, config: LearnerConfig) -> Inside:
-        """Put a model where it computes, in parts where it is sharded: the same on all ranks."""
+        """Put a model where it computes, in parts where it is sharded; all ranks together.
+
+        Its weights are those that rank 0 has.
+        """
         if self._device is not None and not self.sharded:
             model.to(self._device)
         inside = Inside(model, self._device)
         if self._mesh is None:
             return inside
+        values = [] if self.rank else [each.detach() for each in _tensors(inside)]
         gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
             "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
         }
-        kinds: set[str] = set(cast(Any, model)._no_split_modules or ())
-        for layer in [one for one in model.modules() if type(one).__name__ in kinds]:
+        for layer in repeated_layers(model):
             fully_shard(layer, **options)
         fully_shard(inside, **options)
         for module in inside.modules():
@@ -140,7 +149,22 @@ class Parallel:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         inside.gathered_dtype = gathered_dtype
+        if self.size > 1:
+            self._hand_out(inside, values)
         return inside
+
+    @torch.no_grad()
+    def _hand_out(self, inside: Inside, values: list[Tensor]) -> None:
+        """Give all ranks their parts of what rank 0 has whole, one tensor after the other."""
+        for place, tensor in enumerate(_tensors(inside)):
+            value = values[place] if values else torch.empty(tensor.shape, dtype=tensor.dtype)
+            value = value.to(self._device)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local()
+                tensor = tensor.to_local()
+            else:
+                dist.broadcast(value, 0)
+            tensor.copy_(value)
 
     def largest(self, number: int) -> int:
         """Return the largest of all ranks' numbers."""
@@ -159,6 +183,10 @@ class Parallel:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
@@ -185,6 +213,16 @@ def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, divided as another one is that is its like.
+
+    All ranks ask for it together. What is divided already stays as it is, and so do counts.
+    """
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
 
 
 @torch.no_grad()

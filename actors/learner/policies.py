@@ -18,15 +18,19 @@ from ...schemas.errors import ConfigError
 from ...schemas.rollout import Group
 from ..policies import MAIN, policy_config, policy_folder, policy_names
 from .model import load_model
-from .parallel import Parallel, whole_tensors
+from .parallel import Parallel
 from .publishing import snapshot
 from .ranks import Order, Ranks
 from .step import StepReport, Trainer
 from .training_batch import assemble
 
 
-def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedModel]:
+def load_models(
+    config: JobConfig, folder: Path | None, *, hollow: bool = False
+) -> dict[str, PreTrainedModel]:
     """Load the model of every policy, from a checkpoint if there is one.
+
+    With `hollow` no weights are read: another rank has them.
 
     Raises ConfigError for models that do not read the same tokens, and for a checkpoint that has
     no policy for a role.
@@ -38,6 +42,7 @@ def load_models(config: JobConfig, folder: Path | None) -> dict[str, PreTrainedM
             _source(folder, name),
             lora=config.lora,
             seed=config.seed,
+            hollow=hollow,
         )
         for name in policy_names(config)
     }
@@ -120,8 +125,12 @@ class Policies:
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write every policy into the folder of a checkpoint."""
         with self._ranks.doing(Order("save", {"folder": str(folder)})):
-            for name, trainer in self.trainers.items():
-                trainer.save(policy_folder(folder, name), tokenizer)
+            writes = [
+                trainer.begin_save(policy_folder(folder, name), tokenizer)
+                for name, trainer in self.trainers.items()
+            ]
+            for finish in writes:
+                finish()
 
     def snapshot(self, dtype: torch.dtype) -> dict[str, TensorBytes]:
         """Copy what changes from version to version, of each policy, as it is published."""
@@ -129,12 +138,9 @@ class Policies:
             return snapshot(self.models, dtype)
 
     def gather(self) -> dict[str, dict[str, Tensor]]:
-        """Return what changes from version to version, whole and on the CPU, by policy."""
+        """Return all that is trained, whole and on the CPU, by policy; critics as `critic.*`."""
         with self._ranks.doing(Order("gather", {"dtype": None})):
-            return {
-                name: {key: value.cpu() for key, value in whole_tensors(model)}
-                for name, model in self.models.items()
-            }
+            return {name: trainer.weights() for name, trainer in self.trainers.items()}
 
     @property
     def models(self) -> dict[str, nn.Module]:

@@ -32,7 +32,7 @@ def serve(rank: int, orders: Connection) -> None:
     folder = Path(found) if (found := order.fields["folder"]) is not None else None
     policies = Policies(
         config,
-        load_models(config, folder),
+        load_models(config, folder, hollow=parallel.filled_by_another),
         total_steps=order.fields["total_steps"],
         folder=folder,
         ranks=Ranks(config),
@@ -52,8 +52,11 @@ def _do(order: Order, policies: Policies) -> None:
             policies.step(order.groups, order.fields["step"])
         case "gather":
             dtype = order.fields["dtype"]
+            if dtype is None:
+                policies.gather()
+                return
             for model in policies.models.values():
-                for _ in whole_tensors(model, None if dtype is None else getattr(torch, dtype)):
+                for _ in whole_tensors(model, getattr(torch, dtype)):
                     pass  # rank 0 keeps them
         case "save":
             try:

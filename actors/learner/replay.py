@@ -121,8 +121,6 @@ def _differing(
         if trainer.critic is not None:
             critics = saved_critic(policy_folder(checkpoint, policy))
             kept |= {f"critic.{name}": value for name, value in critics.items()}
-            critic = trainer.critic.model.state_dict()
-            made |= {f"critic.{name}": value for name, value in critic.items()}
         differing += [
             f"{prefix_of(policy)}{name}"
             for name, tensor in made.items()

@@ -12,6 +12,7 @@ Shape letters: N generated tokens, S sequences.
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -21,23 +22,22 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.config import JobConfig
-from ...schemas.errors import ConfigError, DataError
+from ...schemas.errors import DataError
 from ...schemas.images import images_of
 from ...schemas.rollout import Group
-from ..lora import has_adapter, initial_adapter, other_adapter, set_dropout
-from ..vision import Processor, SeenImages, load_image_reader
+from ..lora import has_adapter, initial_adapter, other_adapter, policy_tensors, set_dropout
+from ..vision import Processor, load_image_reader
 from .aggregation import Denominators
-from .balance import share_sequences
-from .checkpoint import load_optimizer, save_policy
+from .checkpoint import OPTIMIZER, load_optimizer, save_policy
 from .corrections import mismatch_statistics
 from .credit import assign_credit
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import MicroBatch, Objective, StepInputs
-from .packing import TokenSequence, pack
-from .parallel import Parallel, whole
+from .parallel import Inside, Parallel, divided, whole, whole_tensors
 from .schedules import learning_rate
-from .training_batch import TrainingBatch, select
+from .shares import Shares
+from .training_batch import TrainingBatch
 
 _log = structlog.get_logger()
 
@@ -121,12 +121,6 @@ class Trainer:
         self.image_reader = load_image_reader(
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
-        if self.image_reader is not None and self._parallel.sharded:
-            raise ConfigError(
-                f"learner.ranks={learner.ranks}: the model {config.model.path} sees images, and "
-                "such a model is trained whole, by one process",
-                hint="set learner.ranks=1, or take a model that reads text",
-            )
         inside = self._parallel.place(model, learner)
         self._trained = [each for each in model.parameters() if each.requires_grad]
         self.optimizer = torch.optim.AdamW(
@@ -138,30 +132,63 @@ class Trainer:
             fused=True,
         )
         self._objective = Objective(config)
-        temperature = config.rollout.temperature
-        self._scorer = Scorer(model, temperature=temperature, dtype=learner.dtype, inside=inside)
+        self._scorer = self._scorer_of(model, inside)
+        self._shares = Shares(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
         if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
             self._reference = self._scorer
-            self._reference_adapter = initial_adapter(model, config.model.path)
+            self._reference_adapter = self._initial_adapter()
         elif config.algorithm.kl_coef:
-            reference = cast(nn.Module, load_reference(config.model))
-            placed = self._parallel.place(reference, learner)
-            self._reference = Scorer(
-                reference, temperature=temperature, dtype=learner.dtype, inside=placed
-            )
+            hollow = self._parallel.filled_by_another
+            reference = cast(nn.Module, load_reference(config.model, learner, hollow=hollow))
+            self._reference = self._scorer_of(reference, self._parallel.place(reference, learner))
         self.critic: Critic | None = None
         if config.algorithm.advantage == "gae":
-            start = load_model(config.model, learner, config.critic.path or config.model.path)
-            self.critic = Critic(cast(Any, start).to(self._scorer.device), config)
+            start = load_model(
+                config.model,
+                learner,
+                config.critic.path or config.model.path,
+                hollow=self._parallel.filled_by_another,
+            )
+            self.critic = Critic(start, config, self._parallel)
+
+    def _scorer_of(self, model: nn.Module, inside: Inside) -> Scorer:
+        temperature = self.config.rollout.temperature
+        return Scorer(
+            model, temperature=temperature, dtype=self.config.learner.dtype, inside=inside
+        )
+
+    def _initial_adapter(self) -> list[Tensor]:
+        tensors = initial_adapter(self.model, self.config.model.path)
+        mine = policy_tensors(self.model).values()
+        return [divided(each, like) for each, like in zip(tensors, mine, strict=True)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what is trained, whole and on the CPU; all ranks ask for it together."""
+        policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
+        critic = {} if self.critic is None else self.critic.weights()
+        return policy | {f"critic.{name}": value for name, value in critic.items()}
 
     def save(self, folder: Path, tokenizer: Any) -> None:
         """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
+        self.begin_save(folder, tokenizer)()
+
+    def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
+        """Write what the ranks write together; return what is left to this one.
+
+        A rank that cannot write that leaves nobody waiting.
+        """
         processor = Processor(tokenizer, self.image_reader)
-        save_policy(folder, self.model, processor, self.optimizer, self._parallel)
-        if self.critic is not None:
-            self.critic.save(folder)
+        policy = save_policy(folder, self.model, processor, self.optimizer, self._parallel)
+        critic = None if self.critic is None else self.critic.begin_save(folder)
+
+        def finish() -> None:
+            policy()
+            if critic is not None:
+                critic()
+
+        return finish
 
     def check_images(self, group: Group) -> None:
         """Raise DataError for a group whose images the model cannot see in its prompts.
@@ -183,7 +210,7 @@ class Trainer:
 
     def restore(self, folder: Path) -> None:
         """Take the optimiser's state from a checkpoint, and the critic where it has one."""
-        load_optimizer(folder, self.model, self.optimizer)
+        load_optimizer(folder / OPTIMIZER, self.model, self.optimizer)
         if self.critic is not None and not self.critic.load(folder):
             _log.info("critic_is_new", checkpoint=str(folder))
 
@@ -210,7 +237,7 @@ class Trainer:
             if step > self.config.critic.warmup_steps:
                 self._update(inputs, part_S, denominators, sums)
             if self.critic is not None:
-                self.critic.update(self._pack(batch, part_S), denominators)
+                self.critic.update(self._shares.pack(batch, part_S), denominators)
         sums = sums.of_all(self._parallel)
         numbers = {
             "actor/lr": rate,
@@ -242,61 +269,12 @@ class Trainer:
             min_ratio=learner.min_lr_ratio,
         )
 
-    def _pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
-        """Pack this rank's share of the sequences.
-
-        All ranks go through the same number of micro-batches, since they gather weights together:
-        those with fewer get empty ones.
-        """
-        packed = self._pack_share(batch, self._share(batch, keep_S))
-        missing = self._parallel.largest(len(packed)) - len(packed)
-        return packed + [MicroBatch.empty(self._scorer.device)] * missing
-
-    def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
-        """Mark those of the sequences that this rank computes: bool[S]."""
-        if self._parallel.size == 1:
-            return keep_S
-        chosen_s = torch.nonzero(keep_S).flatten()
-        shares = share_sequences(
-            select(batch, keep_S)[0],
-            ranks=self._parallel.size,
-            hidden_size=self._scorer.hidden_size,
-            share_prompts=self._shares_prompts,
-        )
-        mine = torch.tensor(shares[self._parallel.rank], dtype=torch.int64, device=keep_S.device)
-        return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
-
-    @property
-    def _shares_prompts(self) -> bool:
-        return self.config.learner.share_prompts and not self._scorer.flat_rows
-
-    def _pack_share(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
-        sequences, index_N = select(batch, keep_S)
-        if not sequences:
-            return []
-        learner = self.config.learner
-        packed = pack(
-            sequences,
-            row_tokens=learner.row_tokens,
-            microbatch_tokens=learner.microbatch_tokens,
-            share_prompts=self._shares_prompts,
-            hidden_size=self._scorer.hidden_size,
-            see=self._see,
-        )
-        moved = (micro.to(self._scorer.device) for micro in packed)
-        return [MicroBatch(micro, index_N[micro.index_N]) for micro in moved]
-
-    def _see(self, sequence: TokenSequence) -> SeenImages | None:
-        if self.image_reader is None or not sequence.images:
-            return None
-        return self.image_reader.see(self.model, sequence.token_ids, sequence.images)
-
     def _scores_before(self, batch: TrainingBatch) -> tuple[Tensor | None, Tensor | None]:
         """Score all tokens by π_o and by the reference, each only where it is needed."""
         needs_old = self._objective.needs_old(self.config.learner.num_minibatches)
         if not needs_old and self._reference is None:
             return None, None
-        everything = self._pack(batch, _all(batch))
+        everything = self._shares.pack(batch, _all(batch))
         old_N = self._score_all(everything, batch, self._scorer) if needs_old else None
         if self._reference is None:
             return old_N, None
@@ -316,7 +294,7 @@ class Trainer:
         """Ask the critic, where there is one, for the value before each token."""
         if self.critic is None:
             return None
-        return self.critic.values_of(self._pack(batch, _all(batch)), batch.num_tokens)
+        return self.critic.values_of(self._shares.pack(batch, _all(batch)), batch.num_tokens)
 
     def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
         """Split the groups into contiguous minibatches: a mask over the sequences for each."""
@@ -336,7 +314,7 @@ class Trainer:
         self.optimizer.zero_grad()
         keep_S = part_S & self._objective.has_gradient(batch, inputs.advantages_N)
         set_dropout(self.model, on=True)
-        for micro in self._pack(batch, keep_S):
+        for micro in self._shares.pack(batch, keep_S):
             scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others

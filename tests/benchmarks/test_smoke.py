@@ -33,6 +33,7 @@ def needs(*packages: str) -> pytest.MarkDecorator:
         "gomoku",
         pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
         "learner",
+        "logits",
         "lora",
         "memory",
         "overhead",

@@ -13,7 +13,7 @@ from tinkermq.actors.learner.training_batch import assemble
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.actors.vision import load_image_reader
 from tinkermq.schemas.config import JobConfig, LearnerConfig, ModelConfig
-from tinkermq.schemas.errors import ConfigError, DataError, MessageError
+from tinkermq.schemas.errors import DataError, MessageError
 from tinkermq.schemas.rollout import Group, check_group
 
 from tests.groups import make_group, make_trajectory
@@ -178,19 +178,6 @@ def test_an_image_that_is_not_in_the_group_is_refused_whatever_the_model(image: 
     group = make_group([make_trajectory(TEXT, [([9], [])], [1.0], messages=messages)])
     with pytest.raises(MessageError, match="not there in bytes"):
         check_group(group, vocab_size=265, max_tokens=64, version=0)
-
-
-def test_flash_attention_is_refused_for_images(trainer: Trainer) -> None:
-    scorer = Scorer(trainer.model, temperature=1.0, dtype="float32")
-    scorer.flat_rows = True
-    (micro,) = pack(
-        assemble([_group(1, ONE, (SMALL,))]).sequences,
-        row_tokens=64,
-        microbatch_tokens=256,
-        see=trainer._see,
-    )
-    with pytest.raises(ConfigError, match=r"flash attention(.|\n)*attn_implementation=sdpa"):
-        scorer.score(micro)
 
 
 def test_each_image_travels_once_in_a_group() -> None:

@@ -122,13 +122,6 @@ def test_logits_that_are_more_than_the_output_layer_are_found_out(make: Any, ful
     assert Scorer(fresh, temperature=1.0, dtype="float32").full_logits is full
 
 
-def test_flat_rows_are_told_apart_by_their_positions() -> None:
-    model = _random(_mistral(4096))
-    scorer = Scorer(model, temperature=1.0, dtype="float32", flat_rows=True)
-    ours, plain = _scored(scorer)
-    torch.testing.assert_close(ours, plain, atol=2e-5, rtol=1e-4)
-
-
 def test_a_model_with_memory_outside_attention_is_refused() -> None:
     config = Qwen3NextConfig(
         **SMALL,

@@ -2,33 +2,38 @@
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.parallel import device_of
 from tinkermq.actors.learner.policies import Policies, load_models
 from tinkermq.actors.learner.ranks import Ranks
 from tinkermq.actors.learner.step import StepReport
 from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.policies import MAIN
-from tinkermq.actors.tiny_vision_model import save_tiny_vision_model
+from tinkermq.actors.policies import MAIN, prefix_of
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
 from tests.groups import random_group
+from tests.images import make_vision_model
 from tests.models import make_tiny_model
 from tests.saving import make_store
+
+from .test_images import _groups as groups_with_images
 
 torch.set_num_threads(1)
 
 TOLERANCE = 1e-5
+Groups = Callable[[int], list[Group]]
 HARD = {
     "algorithm": {
         "kl_coef": 0.05,
@@ -73,7 +78,10 @@ def batch(step: int) -> list[Group]:
 class Trained:
     """Policies that are trained by some ranks."""
 
-    def __init__(self, config: JobConfig, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, config: JobConfig, checkpoint: Path | None = None, groups: Groups = batch
+    ) -> None:
+        self.groups = groups
         self.ranks = Ranks.start(config)
         try:
             models = load_models(config, checkpoint)
@@ -86,7 +94,7 @@ class Trained:
 
     def train(self, steps: range) -> list[StepReport]:
         """Train some steps, each on a batch of its own."""
-        return [self.policies.step(batch(step), step) for step in steps]
+        return [self.policies.step(self.groups(step), step) for step in steps]
 
     def save(self, run: Path, step: int) -> Path:
         """Write a checkpoint as a learner does; return its folder."""
@@ -97,15 +105,23 @@ class Trained:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """All weights, whole."""
-        return self.policies.gather()[MAIN]
+        """All weights, whole, of all policies."""
+        return {
+            f"{prefix_of(policy)}{name}": tensor
+            for policy, tensors in self.policies.gather().items()
+            for name, tensor in tensors.items()
+        }
 
 
 def trained(
-    config: JobConfig, steps: range, checkpoint: Path | None = None, save_to: Path | None = None
+    config: JobConfig,
+    steps: range,
+    checkpoint: Path | None = None,
+    save_to: Path | None = None,
+    groups: Groups = batch,
 ) -> tuple[list[StepReport], dict[str, Tensor]]:
     """Train some steps with ranks that end then."""
-    made = Trained(config, checkpoint)
+    made = Trained(config, checkpoint, groups)
     try:
         reports = made.train(steps)
         if save_to is not None:
@@ -150,18 +166,13 @@ def test_recomputed_activations_and_other_dtypes_train_alike(folder: Path, dtype
         assert one.numbers["actor/grad_norm"] == norm
 
 
-def test_what_is_trained_whole_is_refused_with_ranks_and_says_what_to_do(
-    folder: Path,
-) -> None:
-    for sections, said in (
-        ({"algorithm": {"advantage": "gae"}}, r"critic .* is not built: set learner.ranks=1"),
-        ({"lora": {"rank": 4}}, r"lora is not built: .* or train all weights"),
-        ({"policies": {"bob": "x"}}, r"several policies is not built: .* or one policy"),
-        ({"learner": {"slots": 1}}, r"ranks=2 needs a slot for each rank .* learner.slots=2"),
-        ({"learner": {"ranks": 65}}, r"less than or equal to 64"),
+def test_ranks_without_slots_are_refused(folder: Path) -> None:
+    for learner, said in (
+        ({"slots": 1}, r"ranks=2 needs a slot for each rank .* learner.slots=2"),
+        ({"ranks": 65}, r"less than or equal to 64"),
     ):
         with pytest.raises(ValueError, match=said):
-            config_of(folder, 2, **sections)
+            config_of(folder, 2, learner=learner)
     assert config_of(folder, 1, learner={"slots": 2}).learner.ranks == 1
 
 
@@ -177,11 +188,86 @@ def test_what_a_machine_cannot_do_is_refused_with_the_reason(folder: Path) -> No
     assert device_of(1, two, num_gpus=0) == torch.device("cpu")
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "adapter": {"lora": {"rank": 4}, "algorithm": {"kl_coef": 0.05}},
+    "critic": {"algorithm": {"advantage": "gae"}, "critic": {"lr": 0.1}},
+    "policies": {"policies": {"bob": ""}},
+    "images": {
+        "env": {"game": "geo3k"},
+        "algorithm": {"kl_coef": 0.05},
+        "learner": {"gradient_checkpointing": True},
+    },
+    "images, critic": {
+        "env": {"game": "geo3k"},
+        "algorithm": {"advantage": "gae"},
+        "critic": {"lr": 0.1},
+    },
+    "images, adapter": {"env": {"game": "geo3k"}, "lora": {"rank": 4}},
+}
+
+
+def _played(group: Group) -> Group:
+    """Let another role play what is done in a group, too, but backwards."""
+    others = [
+        item.model_copy(update={"role": "bob", "rewards": item.rewards[::-1].copy()})
+        for item in reversed(group.trajectories)
+    ]
+    return group.model_copy(update={"trajectories": [*group.trajectories, *others]})
+
+
+def groups_of(kind: str, step: int) -> list[Group]:
+    """Make the batch of a step; where there are images one rank has none now and then."""
+    if "images" in kind:
+        seeing = groups_with_images()
+        return [seeing[step % 3], seeing[3]] if step % 2 else [*seeing]
+    groups = batch(step)
+    if kind == "policies":
+        groups = [_played(group) for group in groups]
+    return groups
+
+
 @pytest.mark.long
-def test_a_model_that_sees_images_is_refused_with_ranks(tmp_path: Path) -> None:
-    seeing = save_tiny_vision_model(tmp_path / "seeing")
-    with pytest.raises(ConfigError, match=r"sees images, .* by one process"):
-        Trained(config_of(seeing, 2))
+@pytest.mark.parametrize("kind", KINDS)
+def test_whatever_one_process_trains_two_ranks_do_and_each_goes_on_from_the_other(
+    folder: Path, tmp_path: Path, kind: str
+) -> None:
+    if "images" in kind:
+        folder = make_vision_model(tmp_path / "seeing", "qwen2_5_vl")
+    sections = {**KINDS[kind]}
+    if kind == "policies":
+        sections["policies"] = {"bob": str(make_tiny_model(tmp_path / "bob"))}
+    one, two = (config_of(folder, ranks, **sections) for ranks in (1, 2))
+    groups = partial(groups_of, kind)
+    begun = {
+        ranks: trained(config, range(1, 3), save_to=tmp_path / str(ranks), groups=groups)
+        for ranks, config in ((1, one), (2, two))
+    }
+    assert_same_reports(begun[2][0], begun[1][0])
+    assert_same_weights(begun[2][1], begun[1][1])
+    saved = {ranks: tmp_path / str(ranks) / "checkpoints" / "step_000002" for ranks in begun}
+    expected, weights = trained(one, range(1, 5), groups=groups)
+    for config, checkpoint in ((one, saved[2]), (two, saved[1])):
+        reports, made = trained(config, range(3, 5), checkpoint, groups=groups)
+        assert_same_reports(reports, expected[2:])
+        assert_same_weights(made, weights)
+
+
+@pytest.mark.long
+def test_ranks_send_and_save_an_adapter_alone_and_compare_with_the_one_they_began_with(
+    folder: Path, tmp_path: Path
+) -> None:
+    _, weights = trained(
+        config_of(folder, 2, lora={"rank": 4}), range(1, 3), save_to=tmp_path / "first"
+    )
+    adapter = tmp_path / "first" / "checkpoints" / "step_000002"
+    assert all(".lora_" in name for name in weights)
+    assert not (adapter / "model.safetensors").exists()
+    assert load_file(adapter / "adapter_model.safetensors").keys() == weights.keys()
+    ways = {"lora": {"rank": 4}, "algorithm": {"kl_coef": 0.2}}
+    reports, made = trained(config_of(adapter, 2, **ways), range(3, 5))
+    expected, alone = trained(config_of(adapter, 1, **ways), range(3, 5))
+    assert_same_reports(reports, expected)
+    assert_same_weights(made, alone)
 
 
 # A process has one group of ranks at a time: that of the fixture comes last.

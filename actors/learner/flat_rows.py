@@ -1,0 +1,63 @@
+"""Rows as flash attention reads them: one row of all tokens, and where each sequence begins.
+
+Its kernel takes sequences of any lengths, told apart by their cumulative lengths ("varlen"), and
+reads no mask: padding is left out, and prompts cannot be shared.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .packed_images import PackedImages
+from .packing import Packed
+
+
+def flatten(packed: Packed) -> Packed:
+    """Lay the tokens of all rows in one row without padding, in their order.
+
+    Raises ValueError for rows in which prompts are shared.
+    """
+    if packed.parent_ids_BT.any():
+        raise ValueError("flash attention cannot read rows in which sequences share a prompt")
+    real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
+    place_C = real_C.cumsum(0) - 1
+
+    def row(values_BT: Tensor) -> Tensor:
+        return values_BT.flatten()[real_C][None]
+
+    images = packed.images
+    if images is not None:
+        rope_31T = images.rope_3BT.flatten(1)[:, None, real_C]
+        images = PackedImages(images.images, place_C[images.column_Q], rope_31T)
+    column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
+    return replace(
+        packed,
+        input_ids_BT=row(packed.input_ids_BT),
+        position_ids_BT=row(packed.position_ids_BT),
+        segment_ids_BT=row(packed.segment_ids_BT),
+        parent_ids_BT=row(packed.parent_ids_BT),
+        row_N=torch.zeros_like(packed.row_N),
+        source_col_N=place_C[column_N],
+        images=images,
+    )
+
+
+def kernel_arguments(flat: Packed) -> dict[str, Any]:
+    """Return what transformers' models hand through to flash attention: sequences of one row.
+
+    A sequence begins where its positions do. The backward pass is the deterministic one, so that a
+    step trained again has the same bits.
+    """
+    positions_T = flat.position_ids_BT[0]
+    first_S = torch.nonzero(positions_T == 0).flatten()
+    ends_S = torch.cat([first_S, first_S.new_tensor([len(positions_T)])]).int()
+    longest = int(ends_S.diff().max())
+    return {
+        "cu_seq_lens_q": ends_S,
+        "cu_seq_lens_k": ends_S,
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "deterministic": True,
+    }
