@@ -40,6 +40,8 @@ def group_numbers(
         "rollout/generated_tokens": float(generated.sum()),
         "rollout/episodes": float(len(episodes)),
         "rollout/equal_reward_share": float(np.mean(equal)),
+        "rollout/continued_tokens": float(sum(group.tokens_continued for group in groups)),
+        **_oversample_numbers(generated, [n for group in groups for n in group.tokens_cut]),
         "rollout/tries_mean": float(np.mean([item.num_tries for item in episodes])),
         "timing_s/generate_mean": float(np.mean([item.generate_s for item in episodes])),
         "timing_s/environment_mean": float(np.mean([item.environment_s for item in episodes])),
@@ -53,6 +55,25 @@ def group_numbers(
             np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
         ),
         **_role_numbers(episodes),
+    }
+
+
+def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
+    """Compare the lengths, in generated tokens, of the episodes kept and of those that were cut.
+
+    Those that were cut would have grown longer: kept episodes are even shorter, in relation, than
+    `kept_over_started_length` says.
+    """
+    if not cut:
+        return {}
+    tokens = float(kept.sum() + sum(cut))
+    return {
+        "rollout/oversample/kept_length": float(kept.mean()),
+        "rollout/oversample/cut_length": float(np.mean(cut)),
+        "rollout/oversample/kept_over_started_length": float(
+            kept.mean() / (tokens / (len(kept) + len(cut)))
+        ),
+        "rollout/oversample/cut_token_share": sum(cut) / tokens,
     }
 
 
@@ -142,7 +163,7 @@ class Waste(BaseModel):
     def add(self, group: Group, *, trained: bool) -> None:
         """Count one group whose fate is decided."""
         tokens = sum(item.num_generated for item in group.trajectories)
-        self.add_failed(tokens + group.tokens_wasted)
+        self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
         self.episodes_finished += len(group.trajectories)
         if trained:
