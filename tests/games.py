@@ -172,6 +172,18 @@ class EchoGame(AbstractGame):
         return f"say {self.rng.randrange(10)}"
 
 
+class SlowEcho(EchoGame):
+    """Takes its time over each turn."""
+
+    def __init__(self, delay_s: float = 0.3) -> None:
+        self._delay_s = delay_s
+
+    def step(self, action: str) -> StepResult:
+        """Wait, then answer."""
+        time.sleep(self._delay_s)
+        return super().step(action)
+
+
 class CoinGame(EchoGame):
     """Goes on for as long as what is said begins with an upper half of the letters."""
 
