@@ -90,9 +90,10 @@ class SegmentWriter:
         return []
 
     async def append(self, segment: Segment) -> bool:
-        """Append a segment; False when there is no room for it, or the task has ended.
+        """Append a segment; False when there is no room for it.
 
-        Raises Fenced when somebody else has appended, DeadlineError while the broker is away.
+        Raises Fenced when somebody else has appended or the task is over, DeadlineError while the
+        broker is away.
         """
         payload = segment.to_bytes()
         while True:
@@ -113,7 +114,7 @@ class SegmentWriter:
                     raise self._refused(error) from error
             found = await self._last()
             if found is None:
-                return False
+                raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
             self._check_own(found)
             self._last_seq = found.seq  # an earlier append of ours, whose answer was lost
             if found.payload == payload:

@@ -9,7 +9,7 @@ gone on with: it enters the machine where it was left.
 """
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NoReturn
 
@@ -117,17 +117,16 @@ class AgentLoop:
         """
         told = transcript is not None or record is not None
         transcript = Transcript() if transcript is None else transcript
-        host: str | None = None
+        open_at: GameAt | None = None
         boundary: Boundary = "environment"
         try:
             found = None if record is None else record.take_found()
-            game = await self._start(plan, transcript, found)
-            host, plan = game.started.host, replace(plan, episode=game.episode)
+            game = open_at = await self._start(plan, transcript, found)
             boundary = "task"
             self._open(plan, game.started, transcript, found)
             if record is not None:
                 boundary = "broker"
-                await record.begin(transcript, host, plan.episode, found)
+                await record.begin(transcript, game.host, game.episode, found)
             while True:
                 if not transcript.awaits_answer:
                     boundary = "engine"
@@ -136,16 +135,16 @@ class AgentLoop:
                     boundary = "broker"
                     await record.turn_ended(transcript)
                 boundary = "environment"
-                reply = await self._interact(plan, host, transcript)
+                reply = await self._interact(plan, game, transcript)
                 finish = self._finish(transcript, reply)
                 if finish is None and not self._observe(transcript, reply):
                     finish = "length"
                 if finish is not None:
                     if finish != "done" and self._environments.rewards_ends:
-                        await self._reward_end(plan, host, transcript)
-                    trajectory = _trajectory(plan, transcript, finish, host)
+                        await self._reward_end(game, transcript)
+                    trajectory = _trajectory(plan, transcript, finish, game.host)
                     if finish == "done":
-                        host = None  # the game has ended: its host frees it by itself
+                        open_at = None  # the game has ended: its host frees it by itself
                     return trajectory
         except Fenced:
             raise
@@ -155,8 +154,8 @@ class AgentLoop:
             self._engine.release(plan.episode)
             if record is not None:
                 record.stop()
-            elif host is not None:
-                self._environments.close(host, plan.episode)
+            elif open_at is not None:
+                self._environments.close(open_at.host, open_at.episode)
 
     async def _start(
         self, plan: EpisodePlan, transcript: Transcript, found: Recorded | None
@@ -254,23 +253,27 @@ class AgentLoop:
         if record is not None and not record.take(transcript):
             self._engine.cancel(request)
 
-    async def _interact(self, plan: EpisodePlan, host: str, transcript: Transcript) -> StepResult:
+    async def _interact(
+        self, plan: EpisodePlan, game: GameAt, transcript: Transcript
+    ) -> StepResult:
         """INTERACTING: the game's answer to the last turn."""
         started = time.perf_counter()
         turn, text = len(transcript.rewards), transcript.last_text
         seated = plan.start.seat is not None
         with self._time_use.doing("environment"):
-            reply = await self._environments.step(host, plan.episode, turn, text, seated=seated)
+            reply = await self._environments.step(
+                game.host, game.episode, turn, text, seated=seated
+            )
         transcript.environment_s += time.perf_counter() - started
         transcript.add_reply(reply)
         return reply
 
-    async def _reward_end(self, plan: EpisodePlan, host: str, transcript: Transcript) -> None:
+    async def _reward_end(self, game: GameAt, transcript: Transcript) -> None:
         """Add what an episode earns at its end though its game has not ended."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
         with self._time_use.doing("environment"):
-            reply = await self._environments.finish(host, plan.episode, turn)
+            reply = await self._environments.finish(game.host, game.episode, turn)
         transcript.environment_s += time.perf_counter() - started
         transcript.rewards[-1] += reply.reward
         transcript.info = reply.info

@@ -25,6 +25,11 @@ class GameAt:
     episode: str
     """Its id there."""
 
+    @property
+    def host(self) -> str:
+        """The environment host."""
+        return self.started.host
+
 
 async def find_game(
     environments: Environments, chat: ChatTokenizer, recorded: Recorded, episode: str, start: Start

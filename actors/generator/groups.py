@@ -124,11 +124,13 @@ class GroupRunner:
                 kept = await _first_to_end(running, len(plans) - self._config.rollout.oversample)
         except BaseExceptionGroup as raised:
             if fenced := raised.split(Fenced)[0]:
-                raise _first(fenced) from raised
+                raise _first(fenced, Fenced) from raised
             failed, rest = raised.split(EpisodeFailed)
             if failed is None or rest is not None:
                 raise
-            raise self._given_up(task, _first(failed).blame, cost, started) from raised
+            raise self._given_up(
+                task, _first(failed, EpisodeFailed).blame, cost, started
+            ) from raised
         trajectories = [item for number in kept for item in running[number].result()]
         cut = [one for number, one in enumerate(episodes) if number not in kept]
         if not trajectories:
@@ -297,8 +299,9 @@ async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: 
     return kept
 
 
-def _first(failed: BaseExceptionGroup[F]) -> F:
+def _first(failed: BaseExceptionGroup[F], kind: type[F]) -> F:
     first: BaseException = failed
     while isinstance(first, BaseExceptionGroup):
-        first = cast("BaseExceptionGroup[F]", first).exceptions[0]
-    return cast("F", first)
+        first = cast("BaseExceptionGroup[BaseException]", first).exceptions[0]
+    assert isinstance(first, kind)
+    return first

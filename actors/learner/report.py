@@ -61,8 +61,9 @@ def group_numbers(
 def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
     """Compare the lengths, in generated tokens, of the episodes kept and of those that were cut.
 
-    Those that were cut would have grown longer: kept episodes are even shorter, in relation, than
-    `kept_over_started_length` says.
+    The latter are lower bounds. `estimated_length` is the mean of all if none were cut and the
+    chance to end were the same at every token: the maximum-likelihood mean of exponential lengths
+    under censoring, total time on test by the number that ended (Epstein & Sobel 1953).
     """
     if not cut:
         return {}
@@ -70,9 +71,7 @@ def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> d
     return {
         "rollout/oversample/kept_length": float(kept.mean()),
         "rollout/oversample/cut_length": float(np.mean(cut)),
-        "rollout/oversample/kept_over_started_length": float(
-            kept.mean() / (tokens / (len(kept) + len(cut)))
-        ),
+        "rollout/oversample/estimated_length": tokens / len(kept),
         "rollout/oversample/cut_token_share": sum(cut) / tokens,
     }
 

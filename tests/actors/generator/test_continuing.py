@@ -16,6 +16,7 @@ from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
 
 from tests.actors.generator.playing import Playing, playing
+from tests.models import until
 
 TASK = Task(task=5, seed=3, group_size=3)
 
@@ -36,6 +37,7 @@ async def die_amid(play: Playing, num: int) -> int:
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
+    await until(lambda: play.engine.stats().running == 0)
     return await play.num_stored(TASK)
 
 
@@ -53,8 +55,8 @@ async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_draw
     broker: Broker, recorded: JobScope, folder: Path, num: int
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
-        whole = await play.run(TASK)
-        await play.recorder(TASK, 1).end()
+        whole = await play.run(TASK, delivery=9)
+        await play.recorder(TASK, 9).end()
         num_there = await die_amid(play, num)
         before = play.engine.stats().generated_tokens
         group = await play.run(TASK, delivery=2)
@@ -91,8 +93,8 @@ async def test_a_game_that_is_gone_is_played_again_with_the_recorded_turns(
     broker: Broker, recorded: JobScope, folder: Path, gone: str
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
-        whole = await play.run(TASK)
-        await play.recorder(TASK, 1).end()
+        whole = await play.run(TASK, delivery=9)
+        await play.recorder(TASK, 9).end()
         num_there = await die_amid(play, 130)
         (host,) = play.hosting
         if gone == "the host":

@@ -86,7 +86,7 @@ def test_the_lengths_of_kept_and_cut_episodes_are_compared() -> None:
     assert told == {
         "rollout/oversample/kept_length": 2.25,
         "rollout/oversample/cut_length": 6.75,
-        "rollout/oversample/kept_over_started_length": 0.5,
+        "rollout/oversample/estimated_length": 9.0,
         "rollout/oversample/cut_token_share": 0.75,
     }
     waste = Waste()
