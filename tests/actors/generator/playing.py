@@ -1,7 +1,8 @@
 """A job's game, its engines and what rolls out its tasks, in the test's own process."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ class Playing:
     hosts: Environments
     engine: Engine
     runner: GroupRunner
+    attempts: Iterator[int] = field(default_factory=itertools.count)
     hosting: dict[EnvironmentHost, tuple[asyncio.Event, asyncio.Task[None]]] = field(
         default_factory=dict
     )
@@ -64,7 +66,7 @@ class Playing:
     async def run(self, task: Task, delivery: int = 1) -> Group:
         """Roll a task out as the holder of one of its deliveries, written down."""
         recorder = self.recorder(task, delivery)
-        return await self.runner.run(task, f"try-{delivery}", recorder=recorder)
+        return await self.runner.run(task, f"try-{next(self.attempts)}", recorder=recorder)
 
     async def stored(self, task: Task) -> list[list[Segment]]:
         """Return the segments of the task's episodes."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -41,6 +42,16 @@ async def die_amid(play: Playing, num: int) -> int:
     return await play.num_stored(TASK)
 
 
+async def lose(play: Playing, what: str) -> None:
+    """Lose the host's episodes, as by their leases, or the host itself."""
+    (host,) = play.hosting
+    if what == "the host":
+        await play.stop_host(host)
+        await play.start_host()
+    else:
+        host._expire(math.inf)
+
+
 def assert_same_episodes(found: Group, wanted: Group) -> None:
     """Assert that two groups have the same episodes, whoever played them."""
     for one, other in zip(found.trajectories, wanted.trajectories, strict=True):
@@ -50,22 +61,23 @@ def assert_same_episodes(found: Group, wanted: Group) -> None:
         assert (one.finish, one.messages, one.info) == (other.finish, other.messages, other.info)
 
 
-@pytest.mark.parametrize("num", [1, 40, 110, 170])
 async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_drawn(
-    broker: Broker, recorded: JobScope, folder: Path, num: int
+    broker: Broker, recorded: JobScope, folder: Path
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
-        whole = await play.run(TASK, delivery=9)
-        await play.recorder(TASK, 9).end()
-        num_there = await die_amid(play, num)
-        before = play.engine.stats().generated_tokens
-        group = await play.run(TASK, delivery=2)
-        generated = play.engine.stats().generated_tokens - before
-        assert_same_episodes(group, whole)
-        assert group.tokens_continued == num_there >= num
-        assert generated == sum(one.num_generated for one in group.trajectories) - num_there
-        assert {one.num_tries for one in group.trajectories} == {1}
-        assert group.tokens_wasted == 0
+        whole = await play.run(TASK)
+        await play.recorder(TASK, 1).end()
+        for num in (1, 150):
+            num_there = await die_amid(play, num)
+            before = play.engine.stats().generated_tokens
+            group = await play.run(TASK, delivery=2)
+            generated = play.engine.stats().generated_tokens - before
+            assert_same_episodes(group, whole)
+            assert group.tokens_continued == num_there >= num
+            assert generated == sum(one.num_generated for one in group.trajectories) - num_there
+            assert {one.num_tries for one in group.trajectories} == {1}
+            assert group.tokens_wasted == 0
+            await play.recorder(TASK, 2).end()
 
 
 async def test_versions_and_logprobs_of_the_first_holder_stay(
@@ -88,25 +100,20 @@ async def test_versions_and_logprobs_of_the_first_holder_stay(
     assert group.min_version == 0
 
 
-@pytest.mark.parametrize("gone", ["the episodes", "the host"])
 async def test_a_game_that_is_gone_is_played_again_with_the_recorded_turns(
-    broker: Broker, recorded: JobScope, folder: Path, gone: str
+    broker: Broker, recorded: JobScope, folder: Path
 ) -> None:
     async with playing(broker, recorded, folder, "EchoGame") as play:
-        whole = await play.run(TASK, delivery=9)
-        await play.recorder(TASK, 9).end()
-        num_there = await die_amid(play, 130)
-        (host,) = play.hosting
-        if gone == "the host":
-            await play.stop_host(host)
-            await play.start_host()
-        else:
-            for episode in list(host._held):
-                host._free(episode)
-        group = await play.run(TASK, delivery=2)
-        assert_same_episodes(group, whole)
-        assert group.tokens_continued == num_there
-        assert {one.num_tries for one in group.trajectories} == {1}
+        whole = await play.run(TASK)
+        await play.recorder(TASK, 1).end()
+        for gone in ("the episodes", "the host"):
+            num_there = await die_amid(play, 130)
+            await lose(play, gone)
+            group = await play.run(TASK, delivery=2)
+            assert_same_episodes(group, whole)
+            assert group.tokens_continued == num_there
+            assert {one.num_tries for one in group.trajectories} == {1}
+            await play.recorder(TASK, 2).end()
 
 
 async def test_a_game_that_answers_otherwise_the_second_time_starts_again_and_says_so(
@@ -114,9 +121,7 @@ async def test_a_game_that_answers_otherwise_the_second_time_starts_again_and_sa
 ) -> None:
     async with playing(broker, recorded, folder, "MoodyGame") as play:
         num_there = await die_amid(play, 130)
-        (host,) = play.hosting
-        for episode in list(host._held):
-            host._free(episode)
+        await lose(play, "the episodes")
         group = await play.run(TASK, delivery=2)
     again = [one for one in group.trajectories if one.num_tries == 2]
     assert again
