@@ -340,6 +340,10 @@ class JobConfig(Section):
                 raise ValueError(f"{key} has no effect in an SFT job: remove it")
             if self.policies or self.self_play.past_share:
                 raise ValueError(f"{key} is not built for games with roles: remove it")
+        if "segment_bytes" in self.limits.model_fields_set and not self.generator.segment_tokens:
+            raise ValueError(
+                "limits.segment_bytes has no effect while generator.segment_tokens is 0: remove it"
+            )
         if self.rollout.oversample and self.algorithm.advantage == "remax":
             raise ValueError(
                 "rollout.oversample cuts long episodes, and the greedy baseline of "

@@ -131,7 +131,7 @@ class GroupRunner:
             raise self._given_up(
                 task, _first(failed, EpisodeFailed).blame, cost, started
             ) from raised
-        trajectories = [item for number in kept for item in running[number].result()]
+        trajectories = [item for number in sorted(kept) for item in running[number].result()]
         cut = [one for number, one in enumerate(episodes) if number not in kept]
         if not trajectories:
             raise self._given_up(task, _NO_TURN, cost, started)
@@ -285,17 +285,23 @@ def _wrong_key(message: str, hint: str) -> Blame:
     return Blame(boundary="task", code="config", message=message, hint=hint)
 
 
-async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: int) -> list[int]:
+async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: int) -> set[int]:
     """Wait until `num` have ended, cut the others, and return the places of those `num`."""
     ended: list[int] = []
+    enough = asyncio.Event()
+
+    def note(number: int) -> None:
+        ended.append(number)
+        if len(ended) == num:
+            enough.set()
+
     for number, task in enumerate(running):
-        task.add_done_callback(lambda _, number=number: ended.append(number))
-    while len(ended) < num:
-        waiting = [task for number, task in enumerate(running) if number not in ended]
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    kept = sorted(ended[:num])
-    for number in set(range(len(running))).difference(kept):
-        running[number].cancel()
+        task.add_done_callback(lambda _, number=number: note(number))
+    await enough.wait()
+    kept = set(ended[:num])
+    for number, task in enumerate(running):
+        if number not in kept:
+            task.cancel()
     return kept
 
 

@@ -81,6 +81,7 @@ async def test_the_games_of_episodes_that_were_cut_are_closed(
     [
         ({"algorithm": {"advantage": "remax"}}, "the greedy baseline of algorithm.advantage=remax"),
         ({"self_play": {"past_share": 0.5}}, "oversample is not built for games with roles"),
+        ({"limits": {"segment_bytes": 1 << 20}}, "segment_bytes has no effect while generator"),
         ({"policies": {"low": "m"}}, "oversample is not built for games with roles"),
         ({"rollout": {"oversample": 4090}}, "group_size \\+ oversample is 4098"),
         ({"env": {"game": ""}, "sft": {"data": ["x"]}}, "oversample has no effect in an SFT job"),
