@@ -4,7 +4,8 @@ Each episode has a subject of its own. Who holds the task appends there with the
 it has seen on the subject as the expected one, so the server itself refuses whoever was overtaken.
 The next holder of the task first appends a segment without tokens, the takeover: from then on what
 its predecessor has in hand is refused, however late it wakes. The number of the task's delivery
-keeps a predecessor from taking the episode back.
+keeps a predecessor from taking the episode back. (A queue that was made anew counts from 1: its
+first holders drop the task until the count has caught up.)
 
 What is refused here is what goes on being written; that a group is trained once is the rollout
 log's promise, with or without segments.

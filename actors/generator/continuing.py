@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...envs.game import StepResult
 from ...envs.remote import Environments, HostGone, Start, Started
-from ...schemas.errors import NotFoundError, StateError
+from ...schemas.errors import NotFoundError, StateError, TinkermqError
 from .chat import ChatTokenizer
 from .recording import Recorded
 from .transcript import Transcript
@@ -45,7 +45,11 @@ async def find_game(
     except (HostGone, NotFoundError, StateError):
         environments.close(recorded.host, recorded.episode)
         started = await environments.reset(episode, start)
-        await _check(environments, chat, recorded, started, episode, last_only=False)
+        try:
+            await _check(environments, chat, recorded, started, episode, last_only=False)
+        except TinkermqError:
+            environments.close(started.host, episode)
+            raise
         return GameAt(started, episode)
 
 
