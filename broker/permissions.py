@@ -37,7 +37,7 @@ _TOOLS_INBOX = "_INBOX.>"
 """Where the ordinary NATS tools wait for replies: only operators can listen there."""
 _INFO = "$JS.API.INFO"
 _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
-_STREAMS = ("task", "rollout", "batch", "dead", "feed", "trace", "log")
+_STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log")
 _JOB_KINDS = frozenset({*_STREAMS, "weights"})
 _SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
 _NUMBER = re.compile(r"^\d{1,18}$")
@@ -181,10 +181,12 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
         *_common(scope, actor),
         scope.rollout("*"),
         scope.weights_join,
+        scope.segment("*"),
         scope.dead,
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",
         f"$JS.ACK.{scope.stream_task}.{TASK_CONSUMER}.>",
-        *_readable(scope.stream_task, scope.stream_rollout),
+        f"$JS.API.STREAM.PURGE.{scope.stream_segment}",
+        *_readable(scope.stream_task, scope.stream_rollout, scope.stream_segment),
         _env(scope),
     )
 

@@ -39,6 +39,7 @@ BATCH_BYTES = 1 << 30
 DEAD_BYTES = 64 << 20
 MANIFEST_BYTES = 256 << 20
 WEIGHTS_BYTES = 64 << 30
+SEGMENT_TTL_S = 24 * 3600
 BUCKET_BYTES = 256 << 20
 AUDIT_BYTES = 256 << 20
 MAX_LEASES = 8192
@@ -59,14 +60,18 @@ async def create_job_streams(
     *,
     weights_bytes: int = WEIGHTS_BYTES,
     ack_wait_s: float | None = None,
+    segments: bool = False,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
 
-    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make.
+    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; with
+    `segments` also the stream of running episodes.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
     configs = job_streams(scope, limits, weights_bytes)
+    if not segments:
+        configs = [config for config in configs if config["name"] != scope.stream_segment]
     await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
@@ -190,6 +195,14 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             # who reads it hears that there is more, and not the group itself a second time
             republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
             **once,
+        ),
+        _stream(
+            scope.stream_segment,
+            f"Episodes of {job} that are being played",
+            [scope.segment("*")],
+            limits.segment_bytes,
+            discard="new",
+            max_age=SEGMENT_TTL_S * _NS,
         ),
         _stream(
             scope.stream_batch,

@@ -141,10 +141,14 @@ class Environments:
             return await self._sit(episode, start, start.seat)
         key = pack([start.split, start.sample, start.seed, start.kwargs])
         answer = await self._patiently(lambda: self._resets.ask(key, (episode, start)))
-        deadline = time.monotonic() + self._config.reset_timeout_s + _MARGIN_S
-        while isinstance(answer, str):
-            answer = await self._ask_after_reset(answer, episode, start, deadline)
-        return answer
+        return await self._opened(answer, episode, start)
+
+    async def rejoin(self, host: str, episode: str, start: Start) -> Started:
+        """Ask a host for an episode that another caller has started there.
+
+        A host that does not hold it starts it anew. Raises HostGone when there is no such host.
+        """
+        return await self._opened(host, episode, start)
 
     @property
     def rewards_ends(self) -> bool:
@@ -199,6 +203,13 @@ class Environments:
         task = asyncio.create_task(self._close(host, episode), name="close episode")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+    async def _opened(self, answer: Started | str, episode: str, start: Start) -> Started:
+        """Ask a host after an episode until it is ready."""
+        deadline = time.monotonic() + self._config.reset_timeout_s + _MARGIN_S
+        while isinstance(answer, str):
+            answer = await self._ask_after_reset(answer, episode, start, deadline)
+        return answer
 
     async def _sit(self, episode: str, start: Start, seat: SeatAt) -> Started:
         """Take a seat and wait for its first turn; the other roles have leases at the host."""

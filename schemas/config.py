@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from .algorithm import AlgorithmConfig, CriticConfig
+from .episode import RolloutConfig
 from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
@@ -70,34 +71,6 @@ class EnvConfig(Section):
     """An episode that is neither stepped nor closed for this long is freed."""
 
 
-class RolloutConfig(Section):
-    """How episodes are generated."""
-
-    group_size: int = Field(default=8, ge=1, le=4096)
-    """Episodes per task."""
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the learner computes log-probs at the same."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; log-probs are recorded before it."""
-    top_k: int = Field(default=0, ge=0)
-    """Keep the k likeliest tokens; 0: all."""
-    max_turns: int = Field(default=1, ge=1)
-    """Answers of the policy per episode; each one reaches the game."""
-    max_prompt_tokens: int = Field(default=1024, ge=1)
-    """A first prompt longer than this fails its task."""
-    max_turn_tokens: int = Field(default=512, ge=1)
-    """Tokens the policy may generate in one turn; binds at generation."""
-    max_response_tokens: int = Field(default=2048, ge=1)
-    """Tokens after the first prompt, observations included; binds at generation."""
-    max_tries: int = Field(default=3, ge=1)
-    """Tries of one episode before its task is given up."""
-
-    @property
-    def max_tokens(self) -> int:
-        """Longest whole sequence: prompt and response."""
-        return self.max_prompt_tokens + self.max_response_tokens
-
-
 class GeneratorConfig(Section):
     """The rollout generators."""
 
@@ -125,6 +98,9 @@ class GeneratorConfig(Section):
     """What becomes of the cache of running requests at a weight swap."""
     ack_wait_s: float = Field(default=30.0, ge=1)
     """A task is given to another generator this long after its holder was last heard of."""
+    segment_tokens: int = Field(default=0, ge=0)
+    """Write running episodes down after so many tokens, and after each turn, so that another
+    generator goes on with them when this one dies; 0: they start again."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
 
@@ -233,6 +209,8 @@ class LimitsConfig(Section):
     """Task queue."""
     rollout_bytes: int = Field(default=4 << 30, ge=1 << 20)
     """Rollout log; a full log makes generators wait."""
+    segment_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    """Running episodes, with `generator.segment_tokens`; what does not fit is not written down."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0)
@@ -350,7 +328,29 @@ class JobConfig(Section):
                 "training.tasks=external has none: set a number"
             )
         self._check_curriculum()
+        self._check_episodes()
         return self
+
+    def _check_episodes(self) -> None:
+        """Refuse what cannot be cut short or written down."""
+        asked = {
+            "rollout.oversample": self.rollout.oversample,
+            "generator.segment_tokens": self.generator.segment_tokens,
+        }
+        for key in [key for key, value in asked.items() if value]:
+            if self.sft.data:
+                raise ValueError(f"{key} has no effect in an SFT job: remove it")
+            if self.policies or self.self_play.past_share:
+                raise ValueError(f"{key} is not built for games with roles: remove it")
+        if "segment_bytes" in self.limits.model_fields_set and not self.generator.segment_tokens:
+            raise ValueError(
+                "limits.segment_bytes has no effect while generator.segment_tokens is 0: remove it"
+            )
+        if self.rollout.oversample and self.algorithm.advantage == "remax":
+            raise ValueError(
+                "rollout.oversample cuts long episodes, and the greedy baseline of "
+                "algorithm.advantage=remax would stand for all: choose one of them"
+            )
 
     def _check_curriculum(self) -> None:
         training = self.training

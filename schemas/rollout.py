@@ -122,6 +122,12 @@ class Group(Message):
     """Seconds since the epoch at which the last episode ended."""
     tokens_wasted: int = Field(default=0, ge=0)
     """Generated tokens of tries that failed and are not in `trajectories`."""
+    tokens_continued: int = Field(default=0, ge=0)
+    """Generated tokens of `trajectories` that a generator before this one had written down, and
+    that were not generated again."""
+    tokens_cut: list[int] = Field(default_factory=list[int])
+    """Generated tokens of each episode beyond `group_size`, which was cut when enough had ended:
+    lower bounds of their lengths."""
     weights_s: float = Field(default=0.0, ge=0)
     """Seconds for which its generator held the task and waited for weights as new as it asks."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])

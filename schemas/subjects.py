@@ -142,6 +142,10 @@ class JobScope:
         """Subject of the group of task `number` (`*` for all)."""
         return self._subject(f"rollout.{number}")
 
+    def segment(self, number: int | str, episode: int | str = "*") -> str:
+        """Subject of the segments of one episode of task `number` (`*` for all)."""
+        return self._subject(f"segment.{number}.{episode}")
+
     @property
     def batch(self) -> str:
         """Subject of the learner's batch records."""
@@ -224,6 +228,11 @@ class JobScope:
     def stream_rollout(self) -> str:
         """Log stream of finished groups."""
         return self._stream("rollout")
+
+    @property
+    def stream_segment(self) -> str:
+        """Stream of the segments of episodes that are being played."""
+        return self._stream("segment")
 
     @property
     def stream_batch(self) -> str:

@@ -51,6 +51,7 @@ from .metric import EvalRecord, Event, LogLines, Metric, Presence
 from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
 from .rollout import Group
 from .secret import OpenedSecrets, OpenRequest, SealedSecrets, SealingKey, SecretsRequest
+from .segment import Segment
 from .task import DeadLetter, Task
 from .trace import StepTrace
 from .user import (
@@ -173,6 +174,7 @@ TOPICS: tuple[Topic, ...] = (
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
+    _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → the next holder of its task"),
     Topic(
         _shown(_SCOPE.appended),
         "announcement",
@@ -258,6 +260,13 @@ STORES: tuple[Store, ...] = (
         "`rollout.<n>`, one message each",
         Group,
         "until the next checkpoint, or for good with `training.keep_rollouts`",
+    ),
+    Store(
+        _shown(_SCOPE.stream_segment),
+        "stream",
+        "`segment.<n>.<e>`; only with `generator.segment_tokens`",
+        Segment,
+        "until the task's group is in the log, up to `limits.segment_bytes`, a day at most",
     ),
     Store(_shown(_SCOPE.stream_batch), "stream", "`batch`", BatchRecord, "for good"),
     Store(

@@ -1,5 +1,6 @@
 """Games for tests of the whole stack: importable, so that environment hosts find them."""
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
@@ -146,3 +147,59 @@ class AloneGame(DuetGame):
 def no_reward(**_: Any) -> float:
     """Fail, as a reward function with a mistake does."""
     raise LookupError("no rubric for this")
+
+
+class EchoGame(AbstractGame):
+    """Takes four turns; says how long each was, beside a number that its seed decides."""
+
+    def reset(self, **_: Any) -> str:
+        """Begin."""
+        self.turns = 0
+        return ""
+
+    def step(self, action: str) -> StepResult:
+        """Earn by the letter."""
+        self.turns += 1
+        said = f"{len(action)} {self.rng.randrange(100)}"
+        return StepResult(said, 0.1 * len(action), self.turns == 4, {"turns": self.turns})
+
+    def get_system_prompt(self) -> str:
+        """Say nothing much."""
+        return "echo"
+
+    def get_initial_user_message(self) -> str:
+        """Ask."""
+        return f"say {self.rng.randrange(10)}"
+
+
+class SlowEcho(EchoGame):
+    """Takes its time over each turn."""
+
+    def __init__(self, delay_s: float = 0.3) -> None:
+        self._delay_s = delay_s
+
+    def step(self, action: str) -> StepResult:
+        """Wait, then answer."""
+        time.sleep(self._delay_s)
+        return super().step(action)
+
+
+class CoinGame(EchoGame):
+    """Goes on for as long as what is said begins with an upper half of the letters."""
+
+    def step(self, action: str) -> StepResult:
+        """End for half of the first letters; 1 for each turn."""
+        result = super().step(action)
+        return StepResult(result.observation, 1.0, ord(action[:1] or " ") < 128)
+
+
+class MoodyGame(EchoGame):
+    """Says each time something else."""
+
+    moods = itertools.count()
+
+    def step(self, action: str) -> StepResult:
+        """Tell the mood beside what was heard."""
+        result = super().step(action)
+        result.observation += f" {next(self.moods)}"
+        return result

@@ -3,18 +3,20 @@
 The state machine is PENDING (reset) → GENERATING ⇄ INTERACTING → TERMINATED. Token ids go in and
 come out of the engine; what was generated is never re-tokenised. Every generated turn reaches the
 game, and limits bind at generation: no token is generated that is cut off afterwards.
+
+With a recorder the episode is written down as it goes, and one that another generator has begun is
+gone on with: it enters the machine where it was left.
 """
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NoReturn
 
-import numpy as np
-
+from ...broker.segments import Fenced
 from ...broker.time_use import TimeUse
 from ...envs.game import StepResult
-from ...envs.remote import Environments, HostGone, Start
+from ...envs.remote import Environments, HostGone, Start, Started
 from ...schemas.config import RolloutConfig
 from ...schemas.errors import (
     ConfigError,
@@ -24,11 +26,13 @@ from ...schemas.errors import (
     SandboxError,
     TinkermqError,
 )
-from ...schemas.images import images_of
 from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
 from .chat import ChatTokenizer
-from .engine import Engine, Generation, Sampling
+from .continuing import GameAt, find_game, retell
+from .engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
+from .recording import EpisodeRecorder, Recorded
+from .transcript import Transcript
 
 Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
 
@@ -71,79 +75,6 @@ class EpisodeSampling:
         return cls(config.temperature, config.top_p, config.top_k)
 
 
-@dataclass
-class _Transcript:
-    """The token-level record as it grows."""
-
-    token_ids: list[int]
-    mask: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    messages: list[dict[str, Any]]
-    num_prompt: int
-    data_source: str = ""
-    images: tuple[bytes, ...] = ()
-    turn_ends: list[int] = field(default_factory=list[int])
-    rewards: list[float] = field(default_factory=list[float])
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
-    generate_s: float = 0.0
-    environment_s: float = 0.0
-
-    @classmethod
-    def start(cls, prompt: Sequence[int], messages: list[dict[str, Any]]) -> "_Transcript":
-        length = len(prompt)
-        return cls(list(prompt), [0] * length, [0.0] * length, [-1] * length, messages, length)
-
-    @property
-    def num_response(self) -> int:
-        return len(self.token_ids) - self.num_prompt
-
-    @property
-    def num_generated(self) -> int:
-        return sum(self.mask)
-
-    def add_generated(self, generation: Generation, text: str) -> None:
-        self.token_ids += generation.token_ids.tolist()
-        self.mask += [1] * len(generation.token_ids)
-        self.logprobs += generation.logprobs.tolist()
-        self.versions += generation.versions.tolist()
-        self.turn_ends.append(len(self.token_ids) - 1)
-        self.messages.append({"role": "assistant", "content": text})
-
-    def add_observation(self, ids: Sequence[int], message: dict[str, Any]) -> None:
-        self.token_ids += ids
-        self.mask += [0] * len(ids)
-        self.logprobs += [0.0] * len(ids)
-        self.versions += [-1] * len(ids)
-        self.messages.append(message)
-
-    def add_reply(self, reply: StepResult) -> None:
-        self.rewards.append(reply.reward)
-        self.info = reply.info
-
-    def trajectory(
-        self, plan: EpisodePlan, finish: Literal["done", "turns", "length"], host: str
-    ) -> Trajectory:
-        return Trajectory(
-            token_ids=np.array(self.token_ids, np.int32),
-            mask=np.array(self.mask, np.uint8),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
-            turn_ends=np.array(self.turn_ends, np.int32),
-            rewards=np.array(self.rewards, np.float32),
-            finish=finish,
-            greedy=plan.greedy,
-            role=plan.start.seat.role if plan.start.seat else "",
-            seed=plan.start.seed,
-            messages=self.messages,
-            info=self.info,
-            host=host,
-            data_source=self.data_source,
-            generate_s=self.generate_s,
-            environment_s=self.environment_s,
-        )
-
-
 class AgentLoop:
     """Runs episodes of one job with an engine and the job's environment hosts."""
 
@@ -169,104 +100,186 @@ class AgentLoop:
         if self._engine.failure is not None:
             raise self._engine.failure
 
-    async def run(self, plan: EpisodePlan) -> Trajectory:
+    async def run(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript | None = None,
+        record: EpisodeRecorder | None = None,
+    ) -> Trajectory:
         """Run one episode to its end.
 
+        With a fresh `transcript` the caller can see token by token how far it is; with `record` it
+        is written down, and what that has found is gone on with. Who gives a recorder closes the
+        episode at its host.
+
         Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
-        a role whose turn never came.
+        a role whose turn never came; Fenced when somebody else has taken the episode over.
         """
-        transcript = _Transcript.start([], [])
-        host: str | None = None
+        told = transcript is not None or record is not None
+        transcript = Transcript() if transcript is None else transcript
+        open_at: GameAt | None = None
         boundary: Boundary = "environment"
         try:
-            started = time.perf_counter()
-            with self._time_use.doing("environment"):
-                reset = await self._environments.reset(plan.episode, plan.start)
-            host = reset.host
-            if not reset.messages:
-                _refuse_table(plan)
+            found = None if record is None else record.take_found()
+            game = open_at = await self._start(plan, transcript, found)
             boundary = "task"
-            prompt = self._chat.first_prompt(reset.messages, reset.tools).tolist()
-            self._check_prompt(prompt)
-            transcript = _Transcript.start(prompt, list(reset.messages))
-            transcript.images = images_of(reset.messages)
-            transcript.data_source = reset.data_source
-            transcript.environment_s = time.perf_counter() - started
+            self._open(plan, game.started, transcript, found)
+            if record is not None:
+                boundary = "broker"
+                await record.begin(transcript, game.host, game.episode, found)
             while True:
-                boundary = "engine"
-                text = await self._generate(plan, transcript)
+                if not transcript.awaits_answer:
+                    boundary = "engine"
+                    await self._generate(plan, transcript, record, told=told)
+                if record is not None:
+                    boundary = "broker"
+                    await record.turn_ended(transcript)
                 boundary = "environment"
-                reply = await self._interact(plan, host, transcript, text)
+                reply = await self._interact(plan, game, transcript)
                 finish = self._finish(transcript, reply)
                 if finish is None and not self._observe(transcript, reply):
                     finish = "length"
                 if finish is not None:
                     if finish != "done" and self._environments.rewards_ends:
-                        await self._reward_end(plan, host, transcript)
-                    trajectory = transcript.trajectory(plan, finish, host)
+                        await self._reward_end(game, transcript)
+                    trajectory = _trajectory(plan, transcript, finish, game.host)
                     if finish == "done":
-                        host = None  # the game has ended: its host frees it by itself
+                        open_at = None  # the game has ended: its host frees it by itself
                     return trajectory
+        except Fenced:
+            raise
         except TinkermqError as error:
             raise failure_of(boundary, error, transcript.num_generated) from error
         finally:
             self._engine.release(plan.episode)
-            if host is not None:
-                self._environments.close(host, plan.episode)
+            if record is not None:
+                record.stop()
+            elif open_at is not None:
+                self._environments.close(open_at.host, open_at.episode)
 
-    async def _generate(self, plan: EpisodePlan, transcript: _Transcript) -> str:
-        """GENERATING: one turn of the policy, within the turn's and the episode's limits."""
-        config = self._config
-        room = config.max_response_tokens - transcript.num_response
+    async def _start(
+        self, plan: EpisodePlan, transcript: Transcript, found: Recorded | None
+    ) -> GameAt:
+        """PENDING: start the game, or find the one that another generator has begun."""
+        begun = time.perf_counter()
+        with self._time_use.doing("environment"):
+            if found is None:
+                started = await self._environments.reset(plan.episode, plan.start)
+                game = GameAt(started, plan.episode)
+            else:
+                transcript.continue_from(found.transcript)
+                game = await find_game(
+                    self._environments, self._chat, found, plan.episode, plan.start
+                )
+        transcript.environment_s += time.perf_counter() - begun
+        return game
+
+    def _open(
+        self, plan: EpisodePlan, started: Started, transcript: Transcript, found: Recorded | None
+    ) -> None:
+        """Give the transcript its first prompt, or its messages where it has its tokens already."""
+        if not started.messages:
+            _refuse_table(plan)
+        if found is not None:
+            retell(transcript, self._chat, started)
+            return
+        prompt = self._chat.first_prompt(started.messages, started.tools).tolist()
+        self._check_prompt(prompt)
+        transcript.begin(prompt, started.messages, started.data_source)
+
+    async def _generate(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript,
+        record: EpisodeRecorder | None,
+        *,
+        told: bool,
+    ) -> None:
+        """GENERATING: one turn of the policy, within the turn's and the episode's limits.
+
+        A turn that another generator has begun is generated to its end; it may have one already.
+        """
+        config, begun = self._config, list(transcript.open)
         turn = len(transcript.turn_ends)
-        sampling = Sampling(
-            max_new_tokens=min(config.max_turn_tokens, room),
-            temperature=0.0 if plan.greedy else self._sampling.temperature,
-            top_p=1.0 if plan.greedy else self._sampling.top_p,
-            top_k=0 if plan.greedy else self._sampling.top_k,
-            stop_token_ids=self._chat.stop_token_ids,
-        )
+        room = min(config.max_turn_tokens, config.max_response_tokens - transcript.num_response)
+        has_end = bool(begun) and begun[-1].token_id in self._chat.stop_token_ids
+        rest = nothing()
+        if not has_end and len(begun) < room:
+            sampling = Sampling(
+                max_new_tokens=room - len(begun),
+                temperature=0.0 if plan.greedy else self._sampling.temperature,
+                top_p=1.0 if plan.greedy else self._sampling.top_p,
+                top_k=0 if plan.greedy else self._sampling.top_k,
+                stop_token_ids=self._chat.stop_token_ids,
+                seed=None if record is None else record.seed + turn,
+                num_drawn=len(begun),
+            )
+            request = f"{plan.episode}.{turn}"
+            on_token = partial(self._take, request, transcript, record) if told else None
+            rest = await self._ask_engine(plan, transcript, sampling, request, on_token)
+            if rest.finish_reason == "cancelled" or not len(rest.token_ids):
+                if record is not None:
+                    await record.settle()  # tells why, if somebody has taken the episode over
+                raise EngineError(f"the engine ended request {request} without a turn")
+        transcript.end_turn(begun, rest)
+        transcript.say(self._chat.decode(transcript.turn_ids(turn)))
+
+    async def _ask_engine(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript,
+        sampling: Sampling,
+        request: str,
+        on_token: OnToken | None,
+    ) -> Generation:
         started = time.perf_counter()
         with self._time_use.doing("generate"):
             generation = await self._engine.generate(
-                transcript.token_ids,
+                [*transcript.token_ids, *(one.token_id for one in transcript.open)],
                 sampling,
-                request_id=f"{plan.episode}.{turn}",
-                conversation=plan.episode if config.max_turns > 1 else None,
+                request_id=request,
+                conversation=plan.episode if self._config.max_turns > 1 else None,
+                on_token=on_token,
                 images=transcript.images,
             )
         transcript.generate_s += time.perf_counter() - started
-        if generation.finish_reason == "cancelled" or not len(generation.token_ids):
-            raise EngineError(f"the engine ended request {plan.episode}.{turn} without a turn")
-        text = self._chat.decode(generation.token_ids)
-        transcript.add_generated(generation, text)
-        return text
+        return generation
+
+    def _take(
+        self, request: str, transcript: Transcript, record: EpisodeRecorder | None, drawn: Drawn
+    ) -> None:
+        """Take notice of one token of the turn that is being generated."""
+        transcript.open.append(drawn)
+        if record is not None and not record.take(transcript):
+            self._engine.cancel(request)
 
     async def _interact(
-        self, plan: EpisodePlan, host: str, transcript: _Transcript, text: str
+        self, plan: EpisodePlan, game: GameAt, transcript: Transcript
     ) -> StepResult:
-        """INTERACTING: the game's answer to the turn."""
+        """INTERACTING: the game's answer to the last turn."""
         started = time.perf_counter()
-        turn = len(transcript.rewards)
+        turn, text = len(transcript.rewards), transcript.last_text
         seated = plan.start.seat is not None
         with self._time_use.doing("environment"):
-            reply = await self._environments.step(host, plan.episode, turn, text, seated=seated)
+            reply = await self._environments.step(
+                game.host, game.episode, turn, text, seated=seated
+            )
         transcript.environment_s += time.perf_counter() - started
         transcript.add_reply(reply)
         return reply
 
-    async def _reward_end(self, plan: EpisodePlan, host: str, transcript: _Transcript) -> None:
+    async def _reward_end(self, game: GameAt, transcript: Transcript) -> None:
         """Add what an episode earns at its end though its game has not ended."""
         started = time.perf_counter()
         turn = len(transcript.rewards)
         with self._time_use.doing("environment"):
-            reply = await self._environments.finish(host, plan.episode, turn)
+            reply = await self._environments.finish(game.host, game.episode, turn)
         transcript.environment_s += time.perf_counter() - started
         transcript.rewards[-1] += reply.reward
         transcript.info = reply.info
 
     def _finish(
-        self, transcript: _Transcript, reply: StepResult
+        self, transcript: Transcript, reply: StepResult
     ) -> Literal["done", "turns", "length"] | None:
         """Say why the episode is over, or None."""
         if reply.done:
@@ -275,7 +288,7 @@ class AgentLoop:
             return "turns"
         return None
 
-    def _observe(self, transcript: _Transcript, reply: StepResult) -> bool:
+    def _observe(self, transcript: Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
         last_turn = transcript.token_ids[-1:]
         message = {"role": reply.role, "content": reply.observation}
@@ -292,6 +305,16 @@ class AgentLoop:
                 f"the first prompt has {len(prompt)} tokens, rollout.max_prompt_tokens is {limit}",
                 hint=f"raise rollout.max_prompt_tokens to {len(prompt)}, or shorten the data",
             )
+
+
+def _trajectory(
+    plan: EpisodePlan,
+    transcript: Transcript,
+    finish: Literal["done", "turns", "length"],
+    host: str,
+) -> Trajectory:
+    role = plan.start.seat.role if plan.start.seat else ""
+    return transcript.trajectory(finish, host, seed=plan.start.seed, role=role, greedy=plan.greedy)
 
 
 class PromptTooLong(TinkermqError, ValueError):

@@ -40,6 +40,9 @@ class Sampling:
     """Generation ends after one of these; the stop token is part of the result."""
     seed: int | None = None
     """The same seed draws the same tokens, whatever else runs in the batch; None: a fresh one."""
+    num_drawn: int = 0
+    """Tokens at the end of the prompt that were drawn with this seed before: it goes on behind
+    them."""
 
 
 @dataclass(frozen=True, slots=True)

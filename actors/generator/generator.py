@@ -18,12 +18,14 @@ from typing import Any
 import structlog
 
 from ...broker.rollouts import RolloutLog
+from ...broker.segments import Fenced
 from ...broker.tasks import Lease, TaskQueue
 from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.job import JobRecord
 from ...schemas.lora import LoraConfig
+from ...schemas.rollout import Group
 from ...schemas.trace import GENERATOR_KINDS
 from ..job_weights import open_weights
 from ..lora import config_of, is_adapter
@@ -36,6 +38,7 @@ from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner, append_given_up
 from .past import PastFollower
 from .players import Players
+from .recording import TaskRecorder
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
@@ -97,7 +100,7 @@ async def run_generator(context: JobContext) -> None:
         background.append(drawing.run())
     runner = GroupRunner(players, environments, config, context.name, past)
     engine = players.engines[MAIN]
-    generator = Generator(context, engine, follower, runner, background, time_use)
+    generator = Generator(context, engine, follower, runner, environments, background, time_use)
     await context.serve_control()
     try:
         await generator.run()
@@ -116,6 +119,7 @@ class Generator:
         engine: Engine,
         follower: WeightFollower,
         runner: GroupRunner,
+        environments: Environments,
         background: Sequence[Coroutine[Any, Any, None]],
         time_use: TimeUse,
     ) -> None:
@@ -127,13 +131,17 @@ class Generator:
         self._engine = engine
         self._follower = follower
         self._runner = runner
+        self._environments = environments
         config = context.config
         self._queue = TaskQueue(
             context.broker, context.scope, ack_wait_s=config.generator.ack_wait_s
         )
         self._log = RolloutLog(context.broker, context.scope)
-        self._group_size = config.rollout.group_size + int(config.algorithm.advantage == "remax")
-        self._max_groups = max(1, config.generator.max_episodes // self._group_size)
+        rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
+        self._max_groups = max(
+            1,
+            config.generator.max_episodes // (rollout.group_size + rollout.oversample + baseline),
+        )
         self._keep_s = config.generator.ack_wait_s / 3
         self._process = secrets.token_hex(4)
         self._held: dict[int, Lease] = {}
@@ -178,11 +186,16 @@ class Generator:
         """Roll one task out and append its group, renewing the lease meanwhile."""
         number = lease.task.task
         keeper = asyncio.create_task(self._keep(lease), name=f"lease {number}")
+        recorder = self._recorder(lease)
         try:
             with self._time_use.doing("other"):
                 if not await self._log.contains(number):
-                    await self._roll_out(lease, await self._wait_for_weights(lease))
+                    await self._roll_out(lease, await self._wait_for_weights(lease), recorder)
+                if recorder is not None:
+                    await recorder.end()
                 await lease.done()
+        except Fenced as fenced:  # the lease is somebody else's: neither done nor given back
+            await self._context.event("task_fenced", fenced.message, task=number)
         except asyncio.CancelledError:
             await lease.give_back()
             raise
@@ -203,19 +216,48 @@ class Generator:
             await self._follower.wait_for(version)
         return time.perf_counter() - started
 
-    async def _roll_out(self, lease: Lease, weights_s: float) -> None:
-        task = lease.task
-        attempt = f"{self._context.name}-{self._process}-{lease.num_delivered}"
+    def _attempt(self, lease: Lease) -> str:
+        return f"{self._context.name}-{self._process}-{lease.num_delivered}"
+
+    def _recorder(self, lease: Lease) -> TaskRecorder | None:
+        """Return what writes the task's episodes down, where that is asked for."""
+        context, every = self._context, self._context.config.generator.segment_tokens
+        if not every:
+            return None
+        return TaskRecorder(
+            context.broker,
+            context.scope,
+            self._environments,
+            lease.task,
+            lease.num_delivered,
+            self._attempt(lease),
+            every,
+        )
+
+    async def _roll_out(
+        self, lease: Lease, weights_s: float, recorder: TaskRecorder | None
+    ) -> None:
+        task, attempt = lease.task, self._attempt(lease)
         try:
-            group = await self._runner.run(task, attempt, lease.traceparent)
+            group = await self._runner.run(task, attempt, lease.traceparent, recorder)
             times = {"weights_s": weights_s, "time_use": self._take_time_use()}
             timed = group.with_shared_images().model_copy(update=times)
             won = await self._log.append(timed, traceparent=lease.traceparent)
+            if won and group.tokens_continued:
+                await self._tell_continued(group)
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
         if not won:
             _log.info("group_was_there", task=task.task)
+
+    async def _tell_continued(self, group: Group) -> None:
+        await self._context.event(
+            "task_continued",
+            f"task {group.task.task}: {group.tokens_continued} tokens were there already",
+            task=group.task.task,
+            tokens=group.tokens_continued,
+        )
 
     def _take_time_use(self) -> dict[str, float]:
         """Say where the time since the last group went; the swaps' pauses are told apart."""

@@ -55,6 +55,7 @@ class RowTable:
         self.shift_R = np.zeros(max_rows, np.int64)
         self.cache_version_R = np.zeros(max_rows, np.int64)
         self._prompt_R = np.zeros(max_rows, np.int64)
+        self._drawn_R = np.zeros(max_rows, np.int64)
         self._limit_R = np.zeros(max_rows, np.int64)
         self._temperature_R = np.zeros(max_rows, np.float32)
         self._top_p_R = np.zeros(max_rows, np.float32)
@@ -68,6 +69,7 @@ class RowTable:
             sampling, length = request.sampling, len(request.prompt)
             self.tokens_RT[row, :length] = request.prompt
             self.length_R[row] = self._prompt_R[row] = length
+            self._drawn_R[row] = sampling.num_drawn
             self._limit_R[row] = length + sampling.max_new_tokens
             self._temperature_R[row] = sampling.temperature
             self._top_p_R[row] = sampling.top_p
@@ -87,7 +89,9 @@ class RowTable:
             self._top_p_R[rows_B],
             self._top_k_R[rows_B],
             self._seed_R[rows_B],
-            (self.length_R[rows_B] - self._prompt_R[rows_B]).astype(np.uint64),
+            (self.length_R[rows_B] - self._prompt_R[rows_B] + self._drawn_R[rows_B]).astype(
+                np.uint64
+            ),
         )
 
     def append(
@@ -148,6 +152,7 @@ class RowTable:
             self.shift_R,
             self.cache_version_R,
             self._prompt_R,
+            self._drawn_R,
             self._limit_R,
             self._temperature_R,
             self._top_p_R,

@@ -32,7 +32,7 @@ class RowParameters:
     top_k_B: NDArray[np.int64]
     seed_B: NDArray[np.uint64]
     counter_B: NDArray[np.uint64]
-    """Index of the token that is drawn, counted from the request's first."""
+    """Index of the token that is drawn, counted from the first that the seed has drawn."""
 
     def pick(self, index: NDArray[np.int64]) -> "RowParameters":
         """Return the parameters of some rows."""

@@ -76,7 +76,9 @@ class VllmEngine:
         self._check(prompt, sampling, request_id, images)
         self._pending.add(request_id)
         try:
-            seed = None if sampling.seed is None else sampling.seed % (1 << 63)
+            seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
+            if sampling.seed is not None:
+                seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
             result = await self._unless_ended(
                 self._model.generate(self._adapter, prompt, sampling, seed, request_id, on_token)
             )

@@ -40,6 +40,8 @@ def group_numbers(
         "rollout/generated_tokens": float(generated.sum()),
         "rollout/episodes": float(len(episodes)),
         "rollout/equal_reward_share": float(np.mean(equal)),
+        "rollout/continued_tokens": float(sum(group.tokens_continued for group in groups)),
+        **_oversample_numbers(generated, [n for group in groups for n in group.tokens_cut]),
         "rollout/tries_mean": float(np.mean([item.num_tries for item in episodes])),
         "timing_s/generate_mean": float(np.mean([item.generate_s for item in episodes])),
         "timing_s/environment_mean": float(np.mean([item.environment_s for item in episodes])),
@@ -53,6 +55,24 @@ def group_numbers(
             np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
         ),
         **_role_numbers(episodes),
+    }
+
+
+def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:
+    """Compare the lengths, in generated tokens, of the episodes kept and of those that were cut.
+
+    The latter are lower bounds. `estimated_length` is the mean of all if none were cut and the
+    chance to end were the same at every token: the maximum-likelihood mean of exponential lengths
+    under censoring, total time on test by the number that ended (Epstein & Sobel 1953).
+    """
+    if not cut:
+        return {}
+    tokens = float(kept.sum() + sum(cut))
+    return {
+        "rollout/oversample/kept_length": float(kept.mean()),
+        "rollout/oversample/cut_length": float(np.mean(cut)),
+        "rollout/oversample/estimated_length": tokens / len(kept),
+        "rollout/oversample/cut_token_share": sum(cut) / tokens,
     }
 
 
@@ -142,7 +162,7 @@ class Waste(BaseModel):
     def add(self, group: Group, *, trained: bool) -> None:
         """Count one group whose fate is decided."""
         tokens = sum(item.num_generated for item in group.trajectories)
-        self.add_failed(tokens + group.tokens_wasted)
+        self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
         self.episodes_finished += len(group.trajectories)
         if trained:

@@ -199,6 +199,7 @@ class Reconciler:
                 record.scope,
                 config.limits,
                 ack_wait_s=config.generator.ack_wait_s,
+                segments=config.generator.segment_tokens > 0,
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))

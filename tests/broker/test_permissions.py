@@ -72,6 +72,9 @@ def test_only_the_learner_publishes_weights_tasks_and_batches(role: str) -> None
     can_append = role in ("learner", "generator")
     assert may_publish(permissions, f"{JOB}.rollout.1") == can_append
     assert not may_publish(permissions, "tmq.v1.job.ada.j2.rollout.1")
+    purge = "$JS.API.STREAM.PURGE.tmq-ada-j1-segment"
+    for subject in (f"{JOB}.segment.1.0", purge):
+        assert may_publish(permissions, subject) == (role == "generator")
 
 
 def test_nobody_but_scheduler_and_auth_service_makes_consumers_or_streams() -> None:

@@ -53,6 +53,7 @@ def test_a_step_is_described_under_the_names_that_users_know() -> None:
         "rollout/episodes": 4.0,
         "rollout/equal_reward_share": 0.5,
         "rollout/tries_mean": 1.5,
+        "rollout/continued_tokens": 0.0,
         "timing_s/generate_mean": 0.75,
         "timing_s/environment_mean": 0.25,
         "staleness/lag_mean": (3 + 3 + 1 + 0 + 6 * 4 + 0) / 9,
@@ -73,6 +74,24 @@ def test_a_step_is_described_under_the_names_that_users_know() -> None:
     assert {key: numbers[key] for key in wanted} == pytest.approx(wanted)
     assert "game/note" not in numbers
     assert all(type(value) is float and math.isfinite(value) for value in numbers.values())
+
+
+def test_the_lengths_of_kept_and_cut_episodes_are_compared() -> None:
+    first, second = _groups()  # 3, 1, 4 and 1 tokens
+    cut = first.model_copy(update={"tokens_cut": [7, 5], "tokens_continued": 2})
+    groups = [cut, second.model_copy(update={"tokens_cut": [9, 6]})]
+    numbers = group_numbers(groups, version=7, max_response_tokens=5, success_reward=1.5)
+    assert numbers["rollout/continued_tokens"] == 2.0
+    told = {key: value for key, value in numbers.items() if "/oversample/" in key}
+    assert told == {
+        "rollout/oversample/kept_length": 2.25,
+        "rollout/oversample/cut_length": 6.75,
+        "rollout/oversample/estimated_length": 9.0,
+        "rollout/oversample/cut_token_share": 0.75,
+    }
+    waste = Waste()
+    waste.add(cut, trained=True)  # 4 tokens, and 12 that were cut
+    assert waste.numbers()["rollout/wasted_share"] == 0.75
 
 
 def test_waste_is_what_was_generated_and_not_trained() -> None:

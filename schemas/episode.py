@@ -1,0 +1,51 @@
+"""The configuration of episodes: how many, how they are sampled, and how long they may get."""
+
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from .section import Section
+
+MAX_EPISODES = 4096
+"""Episodes of one task."""
+
+
+class RolloutConfig(Section):
+    """How episodes are generated."""
+
+    group_size: int = Field(default=8, ge=1, le=MAX_EPISODES)
+    """Episodes per task."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the learner computes log-probs at the same."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; log-probs are recorded before it."""
+    top_k: int = Field(default=0, ge=0)
+    """Keep the k likeliest tokens; 0: all."""
+    max_turns: int = Field(default=1, ge=1)
+    """Answers of the policy per episode; each one reaches the game."""
+    max_prompt_tokens: int = Field(default=1024, ge=1)
+    """A first prompt longer than this fails its task."""
+    max_turn_tokens: int = Field(default=512, ge=1)
+    """Tokens the policy may generate in one turn; binds at generation."""
+    max_response_tokens: int = Field(default=2048, ge=1)
+    """Tokens after the first prompt, observations included; binds at generation."""
+    max_tries: int = Field(default=3, ge=1)
+    """Tries of one episode before its task is given up."""
+    oversample: int = Field(default=0, ge=0)
+    """Episodes of a task that are started beyond `group_size`: the first `group_size` to end are
+    its group, the others are cut. This favours short episodes; `rollout/oversample/*` tells by how
+    much."""
+
+    @model_validator(mode="after")
+    def _group_fits_a_message(self) -> Self:
+        if self.group_size + self.oversample > MAX_EPISODES:
+            raise ValueError(
+                f"group_size + oversample is {self.group_size + self.oversample}, a task has at "
+                f"most {MAX_EPISODES} episodes"
+            )
+        return self
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest whole sequence: prompt and response."""
+        return self.max_prompt_tokens + self.max_response_tokens
