@@ -41,6 +41,7 @@ from .engine import (
     Sampling,
     nothing,
 )
+from .vllm_images import ShownImages, prompt_with_images
 from .vllm_start import Recorder, engine_arguments, settle_environment
 
 _FINISH: Mapping[str | None, FinishReason] = {
@@ -48,6 +49,8 @@ _FINISH: Mapping[str | None, FinishReason] = {
     "length": "length",
     "abort": "cancelled",
 }
+_SHUTDOWN_S = 1.0
+"""How long its processes may take to end by themselves; none of them holds what is needed later."""
 T = TypeVar("T")
 
 
@@ -73,6 +76,7 @@ class VllmModel:
         self.versions: dict[str, int] = {"": 0}
         self.meter = recorder.meter
         self._llm = llm
+        self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
         self._gate = Gate(Concurrency(fits, max_requests))
@@ -100,14 +104,16 @@ class VllmModel:
         max_context: int,
         trust_remote_code: bool = False,
         ranks: Sequence[int] = (),
+        sees: bool = False,
     ) -> "VllmModel":
         """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
 
-        `ranks` are those of the adapters that may lie beside it.
+        `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
+        images.
         """
         settle_environment(config)
         recorder = Recorder()
-        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks)
+        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks, sees)
         try:
             llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args,
@@ -162,8 +168,9 @@ class VllmModel:
         seed: int | None,
         request_id: str,
         on_token: OnToken | None,
+        shown: ShownImages | None = None,
     ) -> Generation:
-        """Generate from a prompt with an adapter, or without one."""
+        """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
         request = self._requests[key] = _Request(adapter, key, self._gate.ask())
         tokens = prompt.tolist()
@@ -176,7 +183,7 @@ class VllmModel:
                 if request.cancelled:
                     break
                 request.again = False
-                result = await self._run(request, tokens, parameters, on_token)
+                result = await self._run(request, tokens, parameters, on_token, shown)
                 if not request.again:
                     return result
         finally:
@@ -203,9 +210,13 @@ class VllmModel:
         tokens: list[int],
         parameters: SamplingParams,
         on_token: OnToken | None,
+        shown: ShownImages | None,
     ) -> Generation:
-        version = self.versions[request.adapter]
-        prompt = tokens_input(tokens, cache_salt=f"{request.adapter}:{version}")
+        salt = f"{request.adapter}:{self.versions[request.adapter]}"
+        if shown is None:
+            prompt = tokens_input(tokens, cache_salt=salt)
+        else:
+            prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
         adapter = self._adapters.get(request.adapter)
         outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
         parts: list[RequestOutput] = []
@@ -221,6 +232,11 @@ class VllmModel:
                 f"vLLM failed at request {request.key}: {error.__cause__}",
                 hint="see the generator's log",
             ) from error
+        if parts[-1].outputs[0].finish_reason not in _FINISH:
+            raise EngineError(
+                f"vLLM gave up request {request.key}: {parts[-1].outputs[0].finish_reason}",
+                hint="see the generator's log; it works when asked again",
+            )
         self._count(len(tokens), parts[-1])
         return _generation(request.adapter, parts)
 
@@ -285,6 +301,8 @@ class VllmModel:
             if not clear:
                 await self._take_back(adapter)
             await self._call(take())
+            if self._sees:
+                await self._call(self._llm.reset_encoder_cache())
             if poisoned:
                 await self._call(self._llm.collective_rpc("zero_caches"))
             await self.name_version(adapter, version)
@@ -336,7 +354,7 @@ class VllmModel:
         if self._owners <= 0:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # or it tells of the end as of an error
-            await asyncio.to_thread(self._llm.shutdown)
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
 
 
 def _parameters(sampling: Sampling, seed: int | None, kind: RequestOutputKind) -> SamplingParams:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import TensorSpec, serialize_file
@@ -14,7 +14,7 @@ from safetensors import TensorSpec, serialize_file
 from ...schemas.errors import EngineError
 from ...schemas.lora import ADAPTER_CONFIG, LoraConfig
 from ..lora import add_adapter, policy_tensors
-from ..model_folder import load_model_config
+from ..model_folder import auto_class, load_model_config
 from .engine import TensorSource
 from .weight_names import WeightNames, bytes_of, dtype_of, shape_of
 
@@ -91,13 +91,10 @@ class WeightFiles:
 
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
     """Return what new weights of a model, or of its adapter, must be; takes no memory for them."""
-    from transformers import AutoModelForCausalLM
-
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = cast(
-            "PreTrainedModel",
-            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, trust_remote_code=trust_remote_code
         )
         if lora.rank:
             add_adapter(model, lora, seed=0)
