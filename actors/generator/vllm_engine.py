@@ -151,10 +151,10 @@ class VllmEngine:
         if not self._adapter:
             await self._model.name_version("", version)
             return
+        names = await asyncio.to_thread(self._reference)
         if is_adapter(self._path):
             await self._model.load_adapter(self._adapter, version, self._path, "keep")
             return
-        names = await asyncio.to_thread(self._reference)
         zeros: dict[str, TensorSource] = {
             of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
             for of_one, tensor in zip(names.names, names.tensors, strict=True)

@@ -1,10 +1,10 @@
 """Prompts with images, as vLLM takes them.
 
-vLLM would read images and make room for their tokens itself, by a processor of its own. It is given
-what the learner's reader makes of them instead, at the places where the prompt has their tokens: the
-pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the digest of its
-file. It keeps those that it has lately been sent, so that a group's image is sent once, and never
-shares the cache of a prompt with that of another image.
+vLLM would read images and make room for their tokens itself, by a processor of its own. It is
+given what the learner's reader makes of them instead, at the places where the prompt has their
+tokens: the pixels are the same to the bit, and no prompt is changed. vLLM knows an image by the
+digest of its file. It keeps those that it was lately sent, so that a group's image is sent once,
+and never shares the cache of a prompt with that of another image.
 
 Shape letters: see `actors/vision.py`.
 """

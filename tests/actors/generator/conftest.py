@@ -16,8 +16,9 @@ from tinkermq.actors.generator.engine import Engine
 from tinkermq.actors.generator.meter import Meter
 from tinkermq.actors.generator.players import load_base
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.actors.model_folder import load_causal_lm, load_model_config, sees_images
 from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.lora import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.images import KINDS, make_vision_model
@@ -31,6 +32,7 @@ torch.set_num_threads(1)
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 BLOCK_TOKENS = 32
 """vLLM caches prompts in whole blocks of so many tokens."""
+ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
 EngineKind = Literal["transformers", "vllm"]
 StartEngine = Callable[..., Awaitable[Engine]]
 InVllm = Callable[[Path], Awaitable["VllmModel"]]
@@ -80,12 +82,16 @@ def configured(folder: Path, **generator: Any) -> JobConfig:
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
 async def in_vllm() -> AsyncIterator[InVllm]:
-    """Return what gives a model in vLLM, which starts with the first who asks."""
-    started: dict[Path, "VllmModel"] = {}
+    """Return what gives a model in vLLM, which starts with the first who asks.
+
+    Those that see images have room for an adapter.
+    """
+    started: dict[Path, VllmModel] = {}
 
     async def get(folder: Path) -> "VllmModel":
         if folder not in started:
-            started[folder] = await load_base(configured(folder), [])
+            sees = sees_images(load_model_config(str(folder)))
+            started[folder] = await load_base(configured(folder), [ADAPTER] if sees else [])
             started[folder].own()
         return started[folder]
 

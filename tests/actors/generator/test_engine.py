@@ -15,7 +15,7 @@ from tests.models import make_tiny_model, plain_logprobs, random_prompt, until
 
 Capsys = pytest.CaptureFixture[str]
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.xdist_group("text")]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 
 

@@ -7,15 +7,23 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.generator.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.generator.players import start_engine
+from tinkermq.actors.lora import policy_tensors
 from tinkermq.actors.vision import ImageReader, load_image_reader
 from tinkermq.schemas.errors import DataError
 from transformers import PreTrainedModel
 
-from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind, InVllm
+from tests.actors.generator.conftest import (
+    ADAPTER,
+    BLOCK_TOKENS,
+    EngineKind,
+    InVllm,
+    configured,
+)
 from tests.images import IMAGE_ID, load, png, seeing_logprobs, seeing_pass
-from tests.models import until
+from tests.models import adapted, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.xdist_group("seeing")]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 SMALL, TALL, WIDE = png(16, 16), png(24, 40, 1), png(32, 8, 2)
 TWO = np.array([3, 70, *[IMAGE_ID] * 4, 80, *[IMAGE_ID] * 15, 81, 82], np.int32)
 ONE = np.array([3, *[IMAGE_ID] * 4, 90, 91, 92], np.int32)
@@ -130,16 +138,16 @@ async def test_new_eyes_see_the_images_of_running_and_later_requests(
     other = load(seeing)
     other.load_state_dict(weights)
     running = asyncio.ensure_future(
-        eyes.generate(ONE, Sampling(140, seed=3), request_id="a", images=[SMALL])
+        eyes.generate(ONE, Sampling(60, seed=3), request_id="a", images=[SMALL])
     )
-    await until(lambda: eyes.stats().generated_tokens >= 20)
+    await until(lambda: eyes.stats().generated_tokens >= 10)
     await eyes.load_weights(1, weights, kv)
     later = await eyes.generate(ONE, Sampling(12, seed=4), request_id="b", images=[SMALL])
     expected = seeing_logprobs(other, reader, ONE, later.token_ids, (SMALL,))
     np.testing.assert_allclose(later.logprobs, expected, atol=1e-4)
     drawn = await running
     old = drawn.versions == 0
-    assert 0 < old.sum() < 140
+    assert 0 < old.sum() < 60
     expected = seeing_logprobs(sighted, reader, ONE, drawn.token_ids, (SMALL,))
     np.testing.assert_allclose(drawn.logprobs[old], expected[old], atol=1e-4)
     if kv == "recompute":
@@ -161,3 +169,25 @@ async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(eyes: E
             await eyes.generate(prompt, Sampling(4), request_id="bad", images=images)
     fine = await eyes.generate(ONE, Sampling(4), request_id="bad", images=[SMALL])
     assert len(fine.token_ids) == 4
+
+
+@pytest.mark.vllm
+async def test_an_adapter_sees_the_images_beside_its_base(
+    seeing: Path, reader: ImageReader, sighted: PreTrainedModel, in_vllm: InVllm
+) -> None:
+    base = await in_vllm(seeing)
+    model = adapted(seeing, ADAPTER, 3)
+    plain = await start_engine(configured(seeing), 0, base)
+    await plain.load_weights(0, sighted.state_dict(), "recompute")
+    lora = configured(seeing).model_copy(update={"lora": ADAPTER})
+    engine = await start_engine(lora, 0, base)
+    await engine.load_weights(1, policy_tensors(model))
+    both = [plain, engine]
+    drawn = await asyncio.gather(
+        *(one.generate(TWO, Sampling(12), request_id="a", images=[SMALL, TALL]) for one in both)
+    )
+    for one, each in zip(drawn, (sighted, model), strict=True):
+        expected = seeing_logprobs(each, reader, TWO, one.token_ids, (SMALL, TALL))
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-3)
+    for one in both:
+        await one.close()

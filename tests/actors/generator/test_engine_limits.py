@@ -13,7 +13,7 @@ from tests.actors.generator.conftest import StartEngine
 from tests.images import png
 from tests.models import random_prompt, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.xdist_group("text")]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS = 8
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tests.actors.generator.conftest import EngineKind
 from tests.models import changed, loaded, plain_logprobs, random_prompt, until
 
-pytestmark = [pytest.mark.asyncio(loop_scope="package"), pytest.mark.xdist_group("text")]
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS = 8
 
 

@@ -61,7 +61,6 @@ async def seen(nats_server: NatsServer) -> AsyncIterator[tuple[Broker, JobScope]
 
 
 @pytest.mark.asyncio(loop_scope="package")
-@pytest.mark.xdist_group("seeing")
 @pytest.mark.parametrize("seeing", ["qwen2_vl"], indirect=True)
 async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
     seen: tuple[Broker, JobScope],

@@ -16,20 +16,15 @@ from tinkermq.actors.generator.engine import Engine, Sampling
 from tinkermq.actors.generator.generator import config_of_folder
 from tinkermq.actors.generator.players import Base, load_base, start_engine
 from tinkermq.actors.lora import policy_tensors
-from tinkermq.actors.model_folder import load_policy
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError
 from tinkermq.schemas.lora import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm, configured
-from tests.models import changed, loaded, make_tiny_model, plain_logprobs, until
+from tests.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.asyncio(loop_scope="package"),
-    pytest.mark.xdist_group("text"),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 LORAS = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
 PROMPT = np.arange(40, 110, dtype=np.int32)
 
@@ -45,16 +40,6 @@ class Pair:
     """The same model, to compare with."""
     processes: set[int]
     """All that vLLM has started."""
-
-
-def adapted(folder: Path, lora: LoraConfig, seed: int) -> PreTrainedModel:
-    """Return the model with an adapter that changes what it says."""
-    model = load_policy(str(folder), lora, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in policy_tensors(model).values():
-            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
-    return model
 
 
 def processes() -> set[int]:
