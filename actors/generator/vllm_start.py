@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -57,6 +58,9 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # its own; `Recorder` is given beside
     }
+    if on_cpu and config.tensor_parallel == 1:
+        # Or vLLM would compute in one more process, which takes as long to start as the first.
+        arguments["distributed_executor_backend"] = UniProcExecutor
     if sees:
         arguments |= {
             "limit_mm_per_prompt": {"video": 0},
