@@ -105,9 +105,10 @@ class VllmEngine:
         return result
 
     async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
+        """Read images; all who ask for the same ones at a time go on together."""
         reader = eyes_of(self._reader)
-        await self._reads.share(digest_of(images), partial(reader.read, images))
-        return show(reader, prompt, images)
+        read = await self._reads.share(digest_of(images), partial(reader.read, images))
+        return show(read, reader.places(prompt, read), images)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"

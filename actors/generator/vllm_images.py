@@ -22,8 +22,7 @@ from vllm.inputs import MultiModalInput, mm_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.v1.engine.input_processor import InputProcessor
 
-from ..vision import ImageReader, Images
-from .engine import IntVector
+from ..vision import Images
 
 _KIND = "image"
 
@@ -39,13 +38,8 @@ class ShownImages:
     """Digests of the files."""
 
 
-def show(reader: ImageReader, prompt: IntVector, encoded: Sequence[bytes]) -> ShownImages:
-    """Read images and find their tokens in a prompt.
-
-    Raises DataError for what is no image, and for a prompt that does not hold the images.
-    """
-    images = reader.read(encoded)
-    places_Q = reader.places(prompt, images)
+def show(images: Images, places_Q: NDArray[np.int64], encoded: Sequence[bytes]) -> ShownImages:
+    """Return images that were read, at the places of their tokens in a prompt."""
     lengths_I = np.array(images.tokens)
     names = [hashlib.sha256(one).hexdigest() for one in encoded]
     return ShownImages(images, places_Q[np.cumsum(lengths_I) - lengths_I], names)
