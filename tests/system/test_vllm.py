@@ -20,7 +20,9 @@ pytestmark = [
 STEPS = 40
 
 
-async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(stack: Stack) -> None:
+async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = (
         f"model.path={warm_model('guess')}",
         "env={game: guess, num_val: 32}",
@@ -33,11 +35,16 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(sta
     metrics = [metric.values for metric in await job.metrics()]
     rewards = [values["training_step_reward"] for values in metrics]
     assert len(rewards) == STEPS
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
+    before, after = mean(rewards[:5]), mean(rewards[-5:])
+    assert after > before + 0.1
     fresh = [values for values in metrics if "staleness/abs_log_ratio/lag_0" in values]
     assert fresh
     mismatch = max(values["staleness/abs_log_ratio/lag_0"] for values in fresh)
-    print(f"log-probs of engine and learner differ by {mismatch:.1e} in the mean of a step at most")
+    with capsys.disabled():
+        print(
+            f"\nreward {before:.2f} to {after:.2f}; log-probs of engine and learner differ by "
+            f"{mismatch:.1e} in the mean of a step at most"
+        )
     assert mismatch < 1e-3
     await assert_every_task_once(job)
     assert STEPS in await job.validations()
