@@ -74,6 +74,14 @@ def sees_images(config: "PreTrainedConfig") -> bool:
     return config.model_type in VISION_TYPES
 
 
+def auto_class(config: "PreTrainedConfig") -> Any:
+    """Return transformers' class that makes models of a configuration."""
+    library: Any = import_module("transformers")
+    if sees_images(config):
+        return library.AutoModelForImageTextToText
+    return library.AutoModelForCausalLM
+
+
 def load_causal_lm(
     path: str,
     *,
@@ -102,12 +110,11 @@ def load_causal_lm(
             hollow=hollow,
         )
         return base if hollow else merge(base, path).eval()
-    library: Any = import_module("transformers")
     config = load_model_config(path, trust_remote_code=trust_remote_code)
-    auto = "AutoModelForImageTextToText" if sees_images(config) else "AutoModelForCausalLM"
+    auto = auto_class(config)
     if hollow:
         return _build_hollow(
-            getattr(library, auto),
+            auto,
             config,
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -116,7 +123,7 @@ def load_causal_lm(
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            getattr(library, auto).from_pretrained(
+            auto.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=attn_implementation,
@@ -127,7 +134,7 @@ def load_causal_lm(
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
             f"model {path} cannot be loaded: {error}",
-            hint=f"`{auto}.from_pretrained` must be able to open it",
+            hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
         ) from error
     model, info = loaded
     missing = sorted(info["missing_keys"])

@@ -34,9 +34,14 @@ CHAT_TEMPLATE = (
 
 
 def make_vision_model(
-    *, kind: TinyVisionKind = "qwen2_vl", width: int = 64, layers: int = 2, seed: int = 0
+    *,
+    kind: TinyVisionKind = "qwen2_vl",
+    width: int = 64,
+    layers: int = 2,
+    head: int = _HEAD,
+    seed: int = 0,
 ) -> "PreTrainedModel":
-    """Return a random model; the same seed gives the same weights."""
+    """Return a random model with heads of so many values; the same seed gives the same weights."""
     import torch
 
     library: Any = import_module("transformers")
@@ -46,13 +51,14 @@ def make_vision_model(
         "hidden_size": width,
         "intermediate_size": width * 5 // 2,
         "num_hidden_layers": layers,
-        "num_attention_heads": width // _HEAD,
-        "num_key_value_heads": width // _HEAD,
+        "num_attention_heads": width // head,
+        "num_key_value_heads": width // head,
         "max_position_embeddings": 4096,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 1e4,
-            "mrope_section": [2, 3, 3],  # of the half of a head, for time, height and width
+            # Of the half of a head, for time, height and width.
+            "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
         },
         "pad_token_id": SPECIAL_TOKENS.index(PAD),
         "eos_token_id": SPECIAL_TOKENS.index(END),
@@ -90,6 +96,7 @@ def save_tiny_vision_model(
     kind: TinyVisionKind = "qwen2_vl",
     width: int = 64,
     layers: int = 2,
+    head: int = _HEAD,
     seed: int = 0,
 ) -> Path:
     """Write a tiny model with its tokenizer and image processor; return the folder."""
@@ -107,7 +114,7 @@ def save_tiny_vision_model(
         temporal_patch_size=1,
         size={"shortest_edge": least, "longest_edge": most},
     )
-    model: Any = make_vision_model(kind=kind, width=width, layers=layers, seed=seed)
+    model: Any = make_vision_model(kind=kind, width=width, layers=layers, head=head, seed=seed)
     try:
         for part in (model, tokenizer, processor):
             part.save_pretrained(path)

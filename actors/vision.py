@@ -109,7 +109,7 @@ class ImageReader:
             known = self._known.get(digest_of(encoded))
         if known is None:
             return None
-        return known.seen.get(_prefix(token_ids, self._find(token_ids, known.images)))
+        return known.seen.get(_prefix(token_ids, self.places(token_ids, known.images)))
 
     def see(
         self, model: nn.Module, token_ids: NDArray[Any], encoded: Sequence[bytes]
@@ -122,7 +122,7 @@ class ImageReader:
             return remembered
         known = self._read(encoded)
         images = known.images
-        places_Q = self._find(token_ids, images)
+        places_Q = self.places(token_ids, images)
         kinds_M = np.zeros(int(places_Q[-1]) + 2, np.int64)  # and one text token behind them
         kinds_M[places_Q] = 1
         base: Any = cast("Any", model).base_model
@@ -151,7 +151,7 @@ class ImageReader:
         self._remember(found)
         return found
 
-    def _find(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
+    def places(self, token_ids: NDArray[Any], images: Images) -> NDArray[np.int64]:
         """Return the places of the images' tokens: int64[Q].
 
         Raises DataError for ids that do not hold each image's tokens in one piece.

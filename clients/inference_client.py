@@ -199,7 +199,8 @@ def _refuse_ineffective(tensor_parallel_size: int, gpu_memory_utilization: float
     if tensor_parallel_size != 1:
         raise ConfigError(
             f"tensor_parallel_size={tensor_parallel_size} has no effect here",
-            hint="num_gpus starts so many servers, which share the requests",
+            hint="num_gpus starts so many servers, which share the requests; in vLLM one model "
+            "spans several GPUs with generator.slots and generator.tensor_parallel in config",
         )
     if gpu_memory_utilization is not None:
         raise ConfigError(

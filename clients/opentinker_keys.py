@@ -130,7 +130,7 @@ TABLE: dict[str, Translation] = {
     "wandb_key": _no(
         "set WANDB_API_KEY in your environment: it is handed over sealed, no record holds it"
     ),
-    "tensor_parallel_size": _no("use generator.count"),
+    "tensor_parallel_size": _no("use generator.count, or generator.tensor_parallel with vllm"),
     "gpu_memory_utilization": _no("the transformers engine takes what it needs"),
 }
 

@@ -23,9 +23,9 @@ def png(width: int, height: int, seed: int = 0) -> bytes:
     return file.getvalue()
 
 
-def make_vision_model(folder: Path, kind: TinyVisionKind = "qwen2_vl") -> Path:
+def make_vision_model(folder: Path, kind: TinyVisionKind = "qwen2_vl", head: int = 16) -> Path:
     """Write a tiny model whose eyes and rotary positions matter; return its folder."""
-    save_tiny_vision_model(folder, kind=kind, seed=1)
+    save_tiny_vision_model(folder, kind=kind, head=head, seed=1)
     model = load(folder)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -47,7 +47,19 @@ def seeing_logprobs(
     tokens: np.ndarray,
     images: tuple[bytes, ...] = (),
 ) -> np.ndarray:
-    """Return the log-prob of each token after the prompt, by the model's own forward pass.
+    """Return the log-prob of each token after the prompt, by the model's own forward pass."""
+    picked = torch.from_numpy(tokens.astype(np.int64))[:, None]
+    return seeing_pass(model, reader, prompt, tokens, images).gather(1, picked)[:, 0].numpy()
+
+
+def seeing_pass(
+    model: PreTrainedModel,
+    reader: ImageReader,
+    prompt: np.ndarray,
+    tokens: np.ndarray,
+    images: tuple[bytes, ...] = (),
+) -> torch.Tensor:
+    """Return [tokens, vocabulary]: log-probs at each place after the prompt, by the model's pass.
 
     That takes every image token for an image: those of the prompt get an id of their own here, so
     that one which the policy has generated is a text for it, too.
@@ -61,7 +73,16 @@ def seeing_logprobs(
         shown[0, torch.from_numpy(seen.places_Q)] = model.config.image_token_id
     with torch.no_grad():
         logprobs = model(input_ids=shown, **more).logits[0].log_softmax(-1)
-    return logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return logprobs[len(prompt) - 1 : -1]
 
 
-__all__ = ["IMAGE", "IMAGE_ID", "KINDS", "load", "make_vision_model", "png", "seeing_logprobs"]
+__all__ = [
+    "IMAGE",
+    "IMAGE_ID",
+    "KINDS",
+    "load",
+    "make_vision_model",
+    "png",
+    "seeing_logprobs",
+    "seeing_pass",
+]

@@ -7,7 +7,10 @@ from typing import Literal
 
 import numpy as np
 import torch
+from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.model_folder import load_policy
 from tinkermq.actors.tiny_model import TinyKind, save_tiny_model
+from tinkermq.schemas.lora import LoraConfig
 from transformers import PreTrainedModel
 
 
@@ -39,6 +42,16 @@ def plain_logprobs(
         logprobs = (model(ids).logits[0] / temperature).log_softmax(-1)
     picked = logprobs[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])
     return picked[:, 0].numpy()
+
+
+def adapted(folder: Path, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Return the model with an adapter that changes what it says."""
+    model = load_policy(str(folder), lora, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in policy_tensors(model).values():
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return model
 
 
 def changed(model: PreTrainedModel, seed: int, scale: float = 0.05) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from ...schemas.errors import EngineError, ModelError
+from ...schemas.errors import EngineError
 from ...schemas.lora import LoraConfig
 from ..lora import policy_tensors
 from ..vision import SeenImages, digest_of
@@ -31,6 +31,7 @@ from .engine import (
     Sampling,
     TensorSource,
 )
+from .image_reads import ImageReads, eyes_of
 from .refusals import again, check_prompt, check_queue, check_sampling
 from .rows import Request
 from .shadow import ShadowWeights
@@ -67,7 +68,7 @@ class TransformersEngine:
         self._ended: EngineError | None = None
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
-        self._reading: dict[tuple[bytes, bytes], asyncio.Future[SeenImages]] = {}
+        self._reads = ImageReads[SeenImages]()
         self._weights = ShadowWeights(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
@@ -158,27 +159,12 @@ class TransformersEngine:
 
     async def _see(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
         """Read images; all who ask for the same ones at a time go on together."""
-        reader = self._decoder.reader
-        if reader is None:
-            raise ModelError(
-                "the model reads text alone, and a prompt holds images",
-                hint="train a vision-language model of the Qwen2-VL or Qwen2.5-VL class",
-            )
+        reader = eyes_of(self._decoder.reader)
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
             return remembered
-        key = digest_of(images), prompt.tobytes()
-        reading = self._reading.get(key)
-        if reading is None:
-            look = asyncio.to_thread(reader.see, self._decoder.model, prompt, images)
-            reading = self._reading[key] = asyncio.ensure_future(look)
-            reading.add_done_callback(partial(self._read, key))
-        return await asyncio.shield(reading)
-
-    def _read(self, key: tuple[bytes, bytes], reading: "asyncio.Future[SeenImages]") -> None:
-        del self._reading[key]
-        if not reading.cancelled():
-            reading.exception()  # whoever asked may be gone
+        look = partial(reader.see, self._decoder.model, prompt, images)
+        return await self._reads.share((digest_of(images), prompt.tobytes()), look)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"

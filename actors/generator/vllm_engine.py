@@ -6,6 +6,7 @@ Several engines may share one model in vLLM, each with an adapter of its own. Wh
 
 import asyncio
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,8 +16,12 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError, EngineError, ModelError
 from ...schemas.lora import LoraConfig
 from ..lora import base_of, is_adapter
+from ..model_folder import load_model_config, sees_images
+from ..vision import ImageReader, Images, digest_of, load_image_reader
 from .engine import EngineStats, Generation, IntVector, KvOnSwap, OnToken, Sampling, TensorSource
+from .image_reads import ImageReads, eyes_of
 from .refusals import again, check_prompt, check_queue, check_sampling, not_finite
+from .vllm_images import ShownImages, show
 from .vllm_model import VllmModel
 from .weight_files import WeightFiles, reference_names
 from .weight_names import WeightNames
@@ -30,11 +35,19 @@ class VllmEngine:
     """One policy of a model in vLLM: its weights, or an adapter; see `engine.Engine`."""
 
     def __init__(
-        self, model: VllmModel, adapter: str, config: JobConfig, *, max_waiting: int = 4096
+        self,
+        model: VllmModel,
+        adapter: str,
+        config: JobConfig,
+        reader: ImageReader | None = None,
+        *,
+        max_waiting: int = 4096,
     ) -> None:
         """`start_vllm` makes one; `adapter` names it, "" is the model itself."""
         self._model = model
         self._adapter = adapter
+        self._reader = reader
+        self._reads = ImageReads[Images]()
         self._path = config.model.path
         self._lora = config.lora
         self._trust_remote_code = config.model.trust_remote_code
@@ -73,14 +86,17 @@ class VllmEngine:
         A conversation needs no name: what its turns have in common is found in the cache.
         """
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
-        self._check(prompt, sampling, request_id, images)
+        self._check(prompt, sampling, request_id)
         self._pending.add(request_id)
         try:
+            shown = await self._show(prompt, images) if images else None
             seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
             if sampling.seed is not None:
                 seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
             result = await self._unless_ended(
-                self._model.generate(self._adapter, prompt, sampling, seed, request_id, on_token)
+                self._model.generate(
+                    self._adapter, prompt, sampling, seed, request_id, on_token, shown
+                )
             )
         finally:
             self._pending.discard(request_id)
@@ -89,6 +105,12 @@ class VllmEngine:
             await self._to_the_end(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
+
+    async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
+        """Read images; all who ask for the same ones at a time go on together."""
+        reader = eyes_of(self._reader)
+        read = await self._reads.share(digest_of(images), partial(reader.read, images))
+        return show(read, reader.places(prompt, read), images)
 
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
@@ -132,10 +154,10 @@ class VllmEngine:
         if not self._adapter:
             await self._model.name_version("", version)
             return
+        names = await asyncio.to_thread(self._reference)
         if is_adapter(self._path):
             await self._model.load_adapter(self._adapter, version, self._path, "keep")
             return
-        names = await asyncio.to_thread(self._reference)
         zeros: dict[str, TensorSource] = {
             of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
             for of_one, tensor in zip(names.names, names.tensors, strict=True)
@@ -168,20 +190,13 @@ class VllmEngine:
 
     # What is refused, and the end -------------------------------------------------------------
 
-    def _check(
-        self, prompt: IntVector, sampling: Sampling, request_id: str, images: Sequence[bytes]
-    ) -> None:
+    def _check(self, prompt: IntVector, sampling: Sampling, request_id: str) -> None:
         self._check_alive()
         check_sampling(sampling)
         if 0 < sampling.temperature < _LEAST_TEMPERATURE:
             raise ConfigError(
                 f"vLLM does not sample at temperature {sampling.temperature}",
                 hint=f"set 0, or at least {_LEAST_TEMPERATURE}",
-            )
-        if images:
-            raise ModelError(
-                "the vllm engine is not given images",
-                hint="set generator.engine=transformers for games with images",
             )
         running = request_id in self._pending
         check_queue(request_id, len(self._pending), self._max_pending, running=running)
@@ -226,6 +241,7 @@ def max_context_of(config: JobConfig) -> int:
 async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
     """Start vLLM with the model of a configuration, and room for adapters beside it."""
     path = config.model.path
+    trusted = config.model.trust_remote_code
     if is_adapter(path) and not adapters:
         raise ModelError(
             f"vLLM cannot add the adapter {path} to all weights of its model",
@@ -235,8 +251,9 @@ async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> V
         base_of(path) if is_adapter(path) else path,
         config.generator,
         max_context=max_context_of(config),
-        trust_remote_code=config.model.trust_remote_code,
+        trust_remote_code=trusted,
         ranks=[lora.rank for lora in adapters],
+        sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
     )
 
 
@@ -251,6 +268,9 @@ async def start_vllm(
     lora = config.lora
     model = base or await open_vllm(config, [lora] if lora.rank else [])
     adapter = model.new_adapter() if lora.rank else ""
-    engine = VllmEngine(model, adapter, config, max_waiting=max_waiting)
+    reader = await asyncio.to_thread(
+        load_image_reader, config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    engine = VllmEngine(model, adapter, config, reader, max_waiting=max_waiting)
     await engine.begin(version)
     return engine

@@ -14,12 +14,11 @@ This module imports vllm: `players` imports it when it is asked for. Written for
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
@@ -33,7 +32,6 @@ from ...schemas.errors import EngineError, ModelError
 from .concurrency import Concurrency, Gate
 from .engine import (
     Drawn,
-    FinishReason,
     Generation,
     IntVector,
     KvOnSwap,
@@ -41,28 +39,13 @@ from .engine import (
     Sampling,
     nothing,
 )
+from .vllm_images import ShownImages, prompt_with_images
+from .vllm_request import Request, generation_of, parameters_of
 from .vllm_start import Recorder, engine_arguments, settle_environment
 
-_FINISH: Mapping[str | None, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "abort": "cancelled",
-}
+_SHUTDOWN_S = 1.0
+"""How long its processes may take to end by themselves; none of them holds what is needed later."""
 T = TypeVar("T")
-
-
-class _Request:
-    """A request on its way."""
-
-    def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]") -> None:
-        self.adapter = adapter
-        self.key = key
-        """vLLM's name of it."""
-        self.place = place
-        """Done when it is let in."""
-        self.cancelled = False
-        self.again = False
-        """It was taken back before its first token, to be computed by newer weights alone."""
 
 
 class VllmModel:
@@ -73,11 +56,12 @@ class VllmModel:
         self.versions: dict[str, int] = {"": 0}
         self.meter = recorder.meter
         self._llm = llm
+        self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
         self._gate = Gate(Concurrency(fits, max_requests))
         recorder.gate = self._gate
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, Request] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
         self._poisoned = ""
@@ -100,14 +84,16 @@ class VllmModel:
         max_context: int,
         trust_remote_code: bool = False,
         ranks: Sequence[int] = (),
+        sees: bool = False,
     ) -> "VllmModel":
         """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
 
-        `ranks` are those of the adapters that may lie beside it.
+        `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
+        images.
         """
         settle_environment(config)
         recorder = Recorder()
-        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks)
+        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks, sees)
         try:
             llm = await asyncio.to_thread(
                 AsyncLLM.from_engine_args,
@@ -162,13 +148,14 @@ class VllmModel:
         seed: int | None,
         request_id: str,
         on_token: OnToken | None,
+        shown: ShownImages | None = None,
     ) -> Generation:
-        """Generate from a prompt with an adapter, or without one."""
+        """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
-        request = self._requests[key] = _Request(adapter, key, self._gate.ask())
+        request = self._requests[key] = Request(adapter, key, self._gate.ask())
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
-        parameters = _parameters(sampling, seed, kind)
+        parameters = parameters_of(sampling, seed, kind)
         try:
             await asyncio.wait({request.place})
             while not request.place.cancelled():
@@ -176,7 +163,7 @@ class VllmModel:
                 if request.cancelled:
                     break
                 request.again = False
-                result = await self._run(request, tokens, parameters, on_token)
+                result = await self._run(request, tokens, parameters, on_token, shown)
                 if not request.again:
                     return result
         finally:
@@ -199,13 +186,17 @@ class VllmModel:
 
     async def _run(
         self,
-        request: _Request,
+        request: Request,
         tokens: list[int],
         parameters: SamplingParams,
         on_token: OnToken | None,
+        shown: ShownImages | None,
     ) -> Generation:
-        version = self.versions[request.adapter]
-        prompt = tokens_input(tokens, cache_salt=f"{request.adapter}:{version}")
+        salt = f"{request.adapter}:{self.versions[request.adapter]}"
+        if shown is None:
+            prompt = tokens_input(tokens, cache_salt=salt)
+        else:
+            prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
         adapter = self._adapters.get(request.adapter)
         outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
         parts: list[RequestOutput] = []
@@ -222,7 +213,7 @@ class VllmModel:
                 hint="see the generator's log",
             ) from error
         self._count(len(tokens), parts[-1])
-        return _generation(request.adapter, parts)
+        return generation_of(request, parts)
 
     def _tell(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
         completion = output.outputs[0]
@@ -285,6 +276,8 @@ class VllmModel:
             if not clear:
                 await self._take_back(adapter)
             await self._call(take())
+            if self._sees:
+                await self._call(self._llm.reset_encoder_cache())
             if poisoned:
                 await self._call(self._llm.collective_rpc("zero_caches"))
             await self.name_version(adapter, version)
@@ -336,41 +329,7 @@ class VllmModel:
         if self._owners <= 0:
             if self._llm.output_handler is not None:
                 self._llm.output_handler.cancel()  # or it tells of the end as of an error
-            await asyncio.to_thread(self._llm.shutdown)
-
-
-def _parameters(sampling: Sampling, seed: int | None, kind: RequestOutputKind) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=seed,
-        logprobs=0,  # of the token that was drawn
-        flat_logprobs=True,
-        detokenize=False,
-        ignore_eos=True,  # only the tokens above end a request
-        output_kind=kind,
-    )
-
-
-def _generation(adapter: str, parts: list[RequestOutput]) -> Generation:
-    """Put the outputs of a request together; the last one has the versions of all tokens."""
-    completions = [part.outputs[0] for part in parts]
-    tokens = [token for each in completions for token in each.token_ids]
-    logprobs = [value for each in completions if each.logprobs for value in each.logprobs.logprobs]
-    versions: list[int] = []
-    for span in completions[-1].weight_versions or []:
-        label: dict[str, int] = json.loads(span.version)
-        versions += [label[adapter]] * (span.end - span.start)
-    assert len(tokens) == len(logprobs) == len(versions)
-    return Generation(
-        np.array(tokens, np.int32),
-        np.array(logprobs, np.float32),
-        np.array(versions, np.int32),
-        _FINISH[completions[-1].finish_reason],
-    )
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
 
 
 def _dead() -> EngineError:

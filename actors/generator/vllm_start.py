@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
@@ -19,6 +20,8 @@ from .meter import Meter
 
 _CPU_CACHE_MB = 1024
 _CPU_BLOCK_TOKENS = 32
+_IMAGES_GB = 1.0
+"""Memory for images that were sent to vLLM's processes and may be asked about again."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM makes room for; an adapter takes the next larger one."""
 
@@ -29,13 +32,17 @@ def engine_arguments(
     max_context: int,
     trust_remote_code: bool,
     ranks: Sequence[int],
+    sees: bool,
 ) -> dict[str, Any]:
-    """Return vLLM's arguments for a model, and for adapters of these ranks beside it."""
+    """Return vLLM's arguments for a model, and for adapters of these ranks beside it.
+
+    `sees` tells a model that is shown images.
+    """
     on_cpu = current_platform.is_cpu()
     cache_mb = config.kv_cache_mb or (_CPU_CACHE_MB if on_cpu else None)
     arguments: dict[str, Any] = {
         "model": path,
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not sees,  # by it, vLLM finds out how large images can get
         "generation_config": "vllm",
         "trust_remote_code": trust_remote_code,
         "dtype": config.dtype,
@@ -51,6 +58,16 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "disable_log_stats": True,  # its own; `Recorder` is given beside
     }
+    if on_cpu and config.tensor_parallel == 1:
+        # Or vLLM would compute in one more process, which takes as long to start as the first.
+        arguments["distributed_executor_backend"] = UniProcExecutor
+    if sees:
+        arguments |= {
+            "limit_mm_per_prompt": {"video": 0},
+            "mm_device_do_normalize": False,  # the learner's reader has done so
+            "skip_mm_profiling": on_cpu,
+            "mm_processor_cache_gb": _IMAGES_GB,
+        }
     if ranks:
         arguments |= {
             "enable_lora": True,

@@ -6,15 +6,15 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import TensorSpec, serialize_file
 
-from ...schemas.errors import EngineError
+from ...schemas.errors import EngineError, ModelError
 from ...schemas.lora import ADAPTER_CONFIG, LoraConfig
 from ..lora import add_adapter, policy_tensors
-from ..model_folder import load_model_config
+from ..model_folder import auto_class, load_model_config
 from .engine import TensorSource
 from .weight_names import WeightNames, bytes_of, dtype_of, shape_of
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
 _PREFIX = "tinkermq-weights-"
 _INFIX = ".lora_A."
+_EYES = ".visual."
 
 
 class WeightFiles:
@@ -90,18 +91,24 @@ class WeightFiles:
 
 
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
-    """Return what new weights of a model, or of its adapter, must be; takes no memory for them."""
-    from transformers import AutoModelForCausalLM
+    """Return what new weights of a model, or of its adapter, must be; takes no memory for them.
 
+    Raises ModelError for an adapter that vLLM would not use whole.
+    """
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        model = cast(
-            "PreTrainedModel",
-            AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        model: PreTrainedModel = auto_class(config).from_config(
+            config, trust_remote_code=trust_remote_code
         )
         if lora.rank:
             add_adapter(model, lora, seed=0)
-    return WeightNames(policy_tensors(model))
+    tensors = policy_tensors(model)
+    if lora.rank and any(_EYES in name for name in tensors):
+        raise ModelError(
+            "an adapter changes how the model sees images, which vLLM would leave out",
+            hint="set lora.targets=[q_proj,k_proj,v_proj,o_proj], or generator.engine=transformers",
+        )
+    return WeightNames(tensors)
 
 
 def _sweep(root: Path) -> None:

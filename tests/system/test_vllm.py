@@ -1,10 +1,13 @@
-"""A job whose generator runs vLLM, through the whole stack; all of it in vLLM's environment."""
+"""A job whose actors run vLLM, through the whole stack; all of it in vLLM's environment."""
 
 from statistics import mean
 
 import pytest
+from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
+from tinkermq.envs.games.guess import GuessGame
 
 from tests.configs import example
+from tests.jobs import Job
 from tests.proofs import assert_every_task_once
 from tests.stack import Stack
 from tests.stack_fixtures import warm_model
@@ -14,25 +17,49 @@ pytestmark = [
     pytest.mark.timeout(560),
     pytest.mark.asyncio(loop_scope="session"),
 ]
+STEPS = 40
 
 
-async def test_a_job_learns_from_what_vllm_generates(stack: Stack) -> None:
+async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
+    stack: Stack, capsys: pytest.CaptureFixture[str]
+) -> None:
     overrides = (
         f"model.path={warm_model('guess')}",
-        "env={game: guess, num_val: 0}",
+        "env={game: guess, num_val: 32}",
         "generator={engine: vllm, compile: false, kv_cache_mb: 64, kv_on_swap: recompute}",
-        "training.num_steps=60",
-        "training.test_freq=0",
+        f"training.num_steps={STEPS}",
+        f"training.test_freq={STEPS}",
     )
     job = await stack.submit(example("guess", *overrides))
-    await job.until("COMPLETED", deadline_s=500)
+    await job.until("COMPLETED", deadline_s=400)
     metrics = [metric.values for metric in await job.metrics()]
     rewards = [values["training_step_reward"] for values in metrics]
-    assert len(rewards) == 60
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
+    assert len(rewards) == STEPS
+    before, after = mean(rewards[:5]), mean(rewards[-5:])
+    assert after > before + 0.1
     fresh = [values for values in metrics if "staleness/abs_log_ratio/lag_0" in values]
     assert fresh
     mismatch = max(values["staleness/abs_log_ratio/lag_0"] for values in fresh)
-    print(f"log-probs of engine and learner differ by {mismatch:.1e} in the mean of a step at most")
+    with capsys.disabled():
+        print(
+            f"\nreward {before:.2f} to {after:.2f}; log-probs of engine and learner differ by "
+            f"{mismatch:.1e} in the mean of a step at most"
+        )
     assert mismatch < 1e-3
     await assert_every_task_once(job)
+    assert STEPS in await job.validations()
+    await _serve(stack, job)
+
+
+async def _serve(stack: Stack, job: Job) -> None:
+    """Play games with what vLLM serves of a run."""
+    checkpoint = f"{job.record.name}@{STEPS}"
+    async with AsyncInferenceSchedulerClient(stack.server.url, timeout=200) as client:
+        served = await client.submit_inference_job(checkpoint)
+        report = await run_inference_async(
+            served["vllm_server_url"], game_class=GuessGame, max_samples=32, temperature=1.0
+        )
+        assert {result.model for result in report.results} == {checkpoint}
+        assert report.summary["failed_episodes"] == 0
+        assert report.summary["mean_reward"] > 0.5
+        await client.cancel_job(served["job_id"])

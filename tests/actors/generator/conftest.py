@@ -1,7 +1,8 @@
-"""One tiny model for the tests of the engine, and the engines that run it.
+"""Tiny models for the tests of the engine, and the engines that run them.
 
 A test that asks for `engine` or `start` runs once with each engine; what runs vLLM is marked `vllm`
-(`make test-vllm`). It takes long to start, so all tests share one vLLM, in one event loop.
+(`make test-vllm`). It takes long to start, so all tests share one vLLM for each model, in one event
+loop.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,9 +16,12 @@ from tinkermq.actors.generator.engine import Engine
 from tinkermq.actors.generator.meter import Meter
 from tinkermq.actors.generator.players import load_base
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.model_folder import load_causal_lm, load_model_config, sees_images
 from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.lora import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.images import KINDS, make_vision_model
 from tests.models import make_tiny_model
 
 if TYPE_CHECKING:
@@ -28,9 +32,10 @@ torch.set_num_threads(1)
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 BLOCK_TOKENS = 32
 """vLLM caches prompts in whole blocks of so many tokens."""
+ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
 EngineKind = Literal["transformers", "vllm"]
 StartEngine = Callable[..., Awaitable[Engine]]
-InVllm = Callable[[], Awaitable["VllmModel"]]
+InVllm = Callable[[Path], Awaitable["VllmModel"]]
 
 
 @pytest.fixture(scope="package")
@@ -43,6 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path) -> PreTrainedModel:
     """The same model, to compare with."""
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny vision-language model of each class."""
+    path = tmp_path_factory.getbasetemp() / request.param
+    return path if path.is_dir() else make_vision_model(path, request.param, head=32)
 
 
 @pytest.fixture(params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
@@ -69,33 +81,31 @@ def configured(folder: Path, **generator: Any) -> JobConfig:
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
-async def in_vllm(folder: Path) -> AsyncIterator[InVllm]:
-    """Return what gives the model in vLLM, which starts with the first who asks."""
-    started: list[VllmModel] = []
+async def in_vllm() -> AsyncIterator[InVllm]:
+    """Return what gives a model in vLLM, which starts with the first who asks.
 
-    async def get() -> "VllmModel":
-        if not started:
-            base = await load_base(configured(folder), [])
-            base.own()
-            started.append(base)
-        return started[0]
+    Those that see images have room for an adapter.
+    """
+    started: dict[Path, VllmModel] = {}
+
+    async def get(folder: Path) -> "VllmModel":
+        if folder not in started:
+            sees = sees_images(load_model_config(str(folder)))
+            started[folder] = await load_base(configured(folder), [ADAPTER] if sees else [])
+            started[folder].own()
+        return started[folder]
 
     yield get
-    for base in started:
+    for base in started.values():
         await base.close()
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def start(
-    engine_kind: EngineKind,
-    folder: Path,
-    model: PreTrainedModel,
-    in_vllm: InVllm,
-) -> AsyncIterator[StartEngine]:
-    """Return what starts an engine of 8 rows and 160 tokens, with the model's own weights."""
+async def start(engine_kind: EngineKind, in_vllm: InVllm) -> AsyncIterator[StartEngine]:
+    """Return what starts an engine of 8 rows and 160 tokens, with the weights of a model."""
     engines: list[Engine] = []
 
-    async def begin(max_waiting: int = 4096) -> Engine:
+    async def begin(folder: Path, max_waiting: int = 4096) -> Engine:
         if engine_kind == "transformers":
             engine: Engine = await TransformersEngine.start(
                 str(folder), max_slots=MAX_SLOTS, max_context=MAX_CONTEXT, max_waiting=max_waiting
@@ -103,9 +113,10 @@ async def start(
         else:
             from tinkermq.actors.generator.vllm_engine import start_vllm
 
-            base = await in_vllm()
+            base = await in_vllm(folder)
             engine = await start_vllm(configured(folder), base=base, max_waiting=max_waiting)
-            await engine.load_weights(0, model.state_dict(), "recompute")
+            weights = load_causal_lm(str(folder), dtype=torch.float32).state_dict()
+            await engine.load_weights(0, weights, "recompute")
             vars(base.meter).update(vars(Meter()))
         engines.append(engine)
         return engine
@@ -116,6 +127,12 @@ async def start(
 
 
 @pytest_asyncio.fixture(loop_scope="package")
-async def engine(start: StartEngine) -> Engine:
+async def engine(start: StartEngine, folder: Path) -> Engine:
     """An engine of 8 rows and 160 tokens."""
-    return await start()
+    return await start(folder)
+
+
+@pytest_asyncio.fixture(loop_scope="package")
+async def eyes(start: StartEngine, seeing: Path) -> Engine:
+    """An engine that runs a model of each class that sees images."""
+    return await start(seeing)

@@ -1,52 +1,53 @@
 """The engine shows a model its images: what it generates, shares, keeps and refuses."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine import Sampling
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.actors.vision import load_image_reader
-from tinkermq.schemas.errors import DataError, ModelError
+from tinkermq.actors.generator.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.generator.players import start_engine
+from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.vision import ImageReader, load_image_reader
+from tinkermq.schemas.errors import DataError
+from transformers import PreTrainedModel
 
-from tests.images import IMAGE_ID, KINDS, load, make_vision_model, png, seeing_logprobs
+from tests.actors.generator.conftest import (
+    ADAPTER,
+    BLOCK_TOKENS,
+    EngineKind,
+    InVllm,
+    configured,
+)
+from tests.images import IMAGE_ID, load, png, seeing_logprobs, seeing_pass
+from tests.models import adapted, until
 
-torch.set_num_threads(1)
+pytestmark = pytest.mark.asyncio(loop_scope="package")
 SMALL, TALL, WIDE = png(16, 16), png(24, 40, 1), png(32, 8, 2)
 TWO = np.array([3, 70, *[IMAGE_ID] * 4, 80, *[IMAGE_ID] * 15, 81, 82], np.int32)
 ONE = np.array([3, *[IMAGE_ID] * 4, 90, 91, 92], np.int32)
 TEXT = np.array([3, 70, 80, 90, 100], np.int32)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny vision-language model of each class."""
-    return make_vision_model(tmp_path_factory.mktemp("seeing"), request.param)
+@pytest.fixture(scope="module")
+def sighted(seeing: Path) -> PreTrainedModel:
+    """The same model, to compare with."""
+    return load(seeing)
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One of them, for what does not depend on the class."""
-    return make_vision_model(tmp_path_factory.mktemp("one"), "qwen2_5_vl")
-
-
-@pytest.fixture
-async def eyes(seeing: Path) -> AsyncIterator[TransformersEngine]:
-    """An engine that runs it."""
-    engine = await TransformersEngine.start(str(seeing), max_slots=8, max_context=160)
-    yield engine
-    await engine.close()
+def reader(seeing: Path) -> ImageReader:
+    """What reads its images."""
+    found = load_image_reader(str(seeing))
+    assert found is not None
+    return found
 
 
 async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
-    eyes: TransformersEngine, seeing: Path
+    eyes: Engine, engine_kind: EngineKind, sighted: PreTrainedModel, reader: ImageReader
 ) -> None:
     """Prompts of one, two and no images together; shared, parked, resumed and swapped under."""
-    model, reader = load(seeing), load_image_reader(str(seeing))
-    assert reader is not None
     asked = [(TWO, (SMALL, TALL)), (ONE, (SMALL,)), (TEXT, ()), (ONE, (WIDE,)), (ONE, (SMALL,))]
     prompts = [prompt for prompt, _ in asked]
     for turn in range(3):
@@ -63,16 +64,17 @@ async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
             )
         )
         for prompt, (_, images), one in zip(prompts, asked, drawn, strict=True):
-            expected = seeing_logprobs(model, reader, prompt, one.token_ids, images)
+            expected = seeing_logprobs(sighted, reader, prompt, one.token_ids, images)
             np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
-        if turn == 0:
+        if turn == 0 and engine_kind == "transformers":
             first = eyes.stats()
             assert first.reused_tokens == len(ONE)  # equal prompts with equal images, only
             assert first.parked == len(asked)
         if turn == 1:
-            kept = sum(len(prompt) - 5 for prompt in prompts)  # all but the last token, and 4 new
-            assert eyes.stats().reused_tokens == first.reused_tokens + kept
-            await eyes.load_weights(1, dict(model.state_dict()))  # the same: caches are given up
+            if engine_kind == "transformers":
+                kept = sum(len(prompt) - 5 for prompt in prompts)  # all but the last, and 4 new
+                assert eyes.stats().reused_tokens == first.reused_tokens + kept
+            await eyes.load_weights(1, dict(sighted.state_dict()))  # the same: caches are given up
         more = [np.array([1, 60 + turn, IMAGE_ID, 5], np.int32)] * len(asked)  # a stray image token
         prompts = [
             np.concatenate([prompt, one.token_ids, tail])
@@ -80,24 +82,80 @@ async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
         ]
 
 
-async def test_a_swap_that_computes_the_cache_anew_shows_the_images_again(one: Path) -> None:
-    eyes = await TransformersEngine.start(str(one), max_slots=8, max_context=160)
-    model, reader = load(one), load_image_reader(str(one))
-    assert reader is not None
-    running = asyncio.ensure_future(
-        eyes.generate(ONE, Sampling(100, seed=3), request_id="a", images=[SMALL])
+async def test_greedy_tokens_are_those_of_the_models_own_pass(
+    eyes: Engine, sighted: PreTrainedModel, reader: ImageReader
+) -> None:
+    images = (SMALL, TALL)
+    drawn = await eyes.generate(TWO, Sampling(16, 0.0), request_id="a", images=images)
+    plain = seeing_pass(sighted, reader, TWO, drawn.token_ids, images)
+    assert drawn.token_ids.tolist() == plain.argmax(-1).tolist()
+
+
+async def test_the_prompts_of_equal_images_are_shared_and_of_others_they_are_not(
+    eyes: Engine,
+    engine_kind: EngineKind,
+    sighted: PreTrainedModel,
+    reader: ImageReader,
+    seeing: Path,
+    in_vllm: InVllm,
+) -> None:
+    """Prompts that are equal token by token: two with one image, two with another."""
+    prompt = np.concatenate([ONE, np.arange(10, 110, dtype=np.int32)])
+    images = [(SMALL,), (png(16, 16, 7),)] * 2
+    drawn = await asyncio.gather(
+        *(
+            eyes.generate(prompt, Sampling(8), request_id=str(number), images=image)
+            for number, image in enumerate(images)
+        )
     )
-    await asyncio.sleep(0.05)
-    await eyes.load_weights(1, dict(model.state_dict()), "recompute")
+    for one, image in zip(drawn, images, strict=True):
+        expected = seeing_logprobs(sighted, reader, prompt, one.token_ids, image)
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-4)
+    whole = len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
+    shared = len(prompt) if engine_kind == "transformers" else whole
+    assert eyes.stats().reused_tokens == 2 * shared
+    if engine_kind == "vllm":
+        sent = (await in_vllm(seeing))._llm.renderer.mm_processor_cache.make_stats()
+        again = await asyncio.gather(
+            *(
+                eyes.generate(prompt, Sampling(1), request_id=str(number), images=image)
+                for number, image in enumerate(images)
+            )
+        )
+        more = (await in_vllm(seeing))._llm.renderer.mm_processor_cache.make_stats()
+        assert len(again) == more.total - sent.total == more.hits - sent.hits  # none is sent again
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+async def test_new_eyes_see_the_images_of_running_and_later_requests(
+    eyes: Engine, sighted: PreTrainedModel, reader: ImageReader, seeing: Path, kv: KvOnSwap
+) -> None:
+    """The vision tower alone changes, so a picture that was remembered would show."""
+    weights = {
+        name: value + 0.3 * torch.randn(value.shape) if "visual" in name else value
+        for name, value in sighted.state_dict().items()
+    }
+    other = load(seeing)
+    other.load_state_dict(weights)
+    running = asyncio.ensure_future(
+        eyes.generate(ONE, Sampling(60, seed=3), request_id="a", images=[SMALL])
+    )
+    await until(lambda: eyes.stats().generated_tokens >= 10)
+    await eyes.load_weights(1, weights, kv)
+    later = await eyes.generate(ONE, Sampling(12, seed=4), request_id="b", images=[SMALL])
+    expected = seeing_logprobs(other, reader, ONE, later.token_ids, (SMALL,))
+    np.testing.assert_allclose(later.logprobs, expected, atol=1e-4)
     drawn = await running
-    expected = seeing_logprobs(model, reader, ONE, drawn.token_ids, (SMALL,))
-    np.testing.assert_allclose(drawn.logprobs, expected, atol=1e-4)
-    assert set(drawn.versions.tolist()) <= {0, 1}
-    await eyes.close()
+    old = drawn.versions == 0
+    assert 0 < old.sum() < 60
+    expected = seeing_logprobs(sighted, reader, ONE, drawn.token_ids, (SMALL,))
+    np.testing.assert_allclose(drawn.logprobs[old], expected[old], atol=1e-4)
+    if kv == "recompute":
+        expected = seeing_logprobs(other, reader, ONE, drawn.token_ids, (SMALL,))
+        np.testing.assert_allclose(drawn.logprobs[~old], expected[~old], atol=1e-4)
 
 
-async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(one: Path) -> None:
-    eyes = await TransformersEngine.start(str(one), max_slots=8, max_context=160)
+async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(eyes: Engine) -> None:
     apart = np.array([3, IMAGE_ID, IMAGE_ID, 5, IMAGE_ID, IMAGE_ID, 6])
     for prompt, images, words in (
         (TEXT, [SMALL], "take 4 tokens"),
@@ -111,9 +169,25 @@ async def test_images_that_do_not_fit_are_refused_and_the_engine_goes_on(one: Pa
             await eyes.generate(prompt, Sampling(4), request_id="bad", images=images)
     fine = await eyes.generate(ONE, Sampling(4), request_id="bad", images=[SMALL])
     assert len(fine.token_ids) == 4
-    await eyes.close()
 
 
-async def test_a_model_that_reads_text_alone_says_so(engine: TransformersEngine) -> None:
-    with pytest.raises(ModelError, match="reads text alone"):
-        await engine.generate(TEXT, Sampling(4), request_id="a", images=[SMALL])
+@pytest.mark.vllm
+async def test_an_adapter_sees_the_images_beside_its_base(
+    seeing: Path, reader: ImageReader, sighted: PreTrainedModel, in_vllm: InVllm
+) -> None:
+    base = await in_vllm(seeing)
+    model = adapted(seeing, ADAPTER, 3)
+    plain = await start_engine(configured(seeing), 0, base)
+    await plain.load_weights(0, sighted.state_dict(), "recompute")
+    lora = configured(seeing).model_copy(update={"lora": ADAPTER})
+    engine = await start_engine(lora, 0, base)
+    await engine.load_weights(1, policy_tensors(model))
+    both = [plain, engine]
+    drawn = await asyncio.gather(
+        *(one.generate(TWO, Sampling(12), request_id="a", images=[SMALL, TALL]) for one in both)
+    )
+    for one, each in zip(drawn, (sighted, model), strict=True):
+        expected = seeing_logprobs(each, reader, TWO, one.token_ids, (SMALL, TALL))
+        np.testing.assert_allclose(one.logprobs, expected, atol=1e-3)
+    for one in both:
+        await one.close()

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from tinkermq.actors.generator.engine import Engine, Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.schemas.errors import ConfigError, EngineError
+from tinkermq.schemas.errors import ConfigError, EngineError, ModelError
 
 from tests.actors.generator.conftest import StartEngine
+from tests.images import png
 from tests.models import random_prompt, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -72,8 +73,13 @@ async def test_prompts_that_cannot_run_are_refused(engine: Engine) -> None:
     assert "max_new_tokens=0" in await refused([1], Sampling(0))
 
 
-async def test_a_full_queue_and_a_repeated_id_are_refused(start: StartEngine) -> None:
-    engine = await start(max_waiting=3)
+async def test_a_model_that_reads_text_alone_says_so(engine: Engine) -> None:
+    with pytest.raises(ModelError, match="reads text alone"):
+        await engine.generate([9, 10], Sampling(4), request_id="a", images=[png(16, 16)])
+
+
+async def test_a_full_queue_and_a_repeated_id_are_refused(start: StartEngine, folder: Path) -> None:
+    engine = await start(folder, max_waiting=3)
     running = [
         asyncio.ensure_future(engine.generate([9, 10], Sampling(40), request_id=str(i)))
         for i in range(MAX_SLOTS + 3)

@@ -1,11 +1,11 @@
-"""What vLLM alone is asked for: adapters at once beside their base, and processes that die."""
+"""What vLLM alone is asked for: two workers, adapters beside their base, and processes that die."""
 
 import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import psutil
@@ -14,29 +14,32 @@ import pytest_asyncio
 import torch
 from tinkermq.actors.generator.engine import Engine, Sampling
 from tinkermq.actors.generator.generator import config_of_folder
-from tinkermq.actors.generator.players import load_base, start_engine
+from tinkermq.actors.generator.players import Base, load_base, start_engine
 from tinkermq.actors.lora import policy_tensors
-from tinkermq.actors.model_folder import load_policy
-from tinkermq.schemas.errors import ConfigError, EngineError, ModelError
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.errors import ConfigError, EngineError
 from tinkermq.schemas.lora import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm, configured
-from tests.models import changed, loaded, make_tiny_model, plain_logprobs, until
+from tests.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
-Pair: TypeAlias = tuple[Engine, PreTrainedModel]
+LORAS = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
 PROMPT = np.arange(40, 110, dtype=np.int32)
 
 
-def adapted(folder: Path, lora: LoraConfig, seed: int) -> PreTrainedModel:
-    """Return the model with an adapter that changes what it says."""
-    model = load_policy(str(folder), lora, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in policy_tensors(model).values():
-            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
-    return model
+@dataclass(frozen=True)
+class Pair:
+    """Two workers that hold one model."""
+
+    config: JobConfig
+    base: Base
+    engine: Engine
+    model: PreTrainedModel
+    """The same model, to compare with."""
+    processes: set[int]
+    """All that vLLM has started."""
 
 
 def processes() -> set[int]:
@@ -44,78 +47,33 @@ def processes() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
-async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate(
-    folder: Path, model: PreTrainedModel, tmp_path: Path
-) -> None:
-    loras = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
-    config = configured(folder)
-    others = processes()
-    base = await load_base(config, loras)
-    first, third = adapted(folder, loras[0], 1), adapted(folder, loras[0], 3)
-    second = adapted(folder, loras[1], 2)
-    second.save_pretrained(tmp_path)
-    engines = [
-        await start_engine(config, 7, base),
-        await start_engine(config.model_copy(update={"lora": loras[0]}), 0, base),
-        await start_engine(config_of_folder(config, str(tmp_path)), 5, base),
-    ]
-    assert [engine.version for engine in engines] == [7, 0, 5]
-    running = [
-        asyncio.ensure_future(engine.generate(PROMPT, Sampling(80), request_id="same name"))
-        for engine in engines
-    ]
-    await until(lambda: engines[0].stats().generated_tokens >= 30)
-    await engines[1].load_weights(1, policy_tensors(first), "recompute")
-    await until(lambda: engines[0].stats().generated_tokens >= 120)
-    await engines[1].load_weights(2, policy_tensors(third), "recompute")
-    results = await asyncio.gather(*running)
-    made_by = [{7: model}, {0: model, 1: first, 2: third}, {5: second}]
-    for result, models in zip(results, made_by, strict=True):
-        assert set(result.versions.tolist()) == set(models)
-        for version, each in models.items():
-            own = result.versions == version
-            expected = plain_logprobs(each, PROMPT, result.token_ids)
-            np.testing.assert_allclose(result.logprobs[own], expected[own], atol=1e-3)
-    with pytest.raises(EngineError, match=r"missing: base_model\.model\."):
-        await engines[1].load_weights(3, policy_tensors(second))
-    for engine in engines[:2]:
-        await engine.close()
-    again = await engines[2].generate(PROMPT, Sampling(5), request_id="after the others")
-    assert set(again.versions.tolist()) == {5}
-    for pid in processes() - others:
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineError):
-        await engines[2].generate(PROMPT, Sampling(50), request_id="lost")
-    await until(lambda: engines[2].failure is not None)
-    with pytest.raises(EngineError, match="vLLM"):
-        await engines[2].generate(PROMPT, Sampling(50), request_id="refused")
-    await engines[2].close()
-
-
 async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, in_vllm: InVllm) -> None:
     from tinkermq.actors.generator.vllm_engine import start_vllm
 
-    engine = await start_vllm(configured(folder), base=await in_vllm())
+    engine = await start_vllm(configured(folder), base=await in_vllm(folder))
     with pytest.raises(ConfigError, match=r"does not sample at temperature 0\.005"):
         await engine.generate([9], Sampling(1, temperature=0.005), request_id="cold")
-    with pytest.raises(ModelError, match="not given images"):
-        await engine.generate([9], Sampling(1), request_id="seeing", images=[b"png"])
     await engine.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
-    """Two workers that hold one model, with a cache of 2,048 tokens for 32 requests of 160."""
+    """Two workers that hold one model, with room for adapters.
+
+    Their cache has 2,048 tokens for 32 requests of 160.
+    """
     folder = make_tiny_model(tmp_path_factory.mktemp("model"), heads=2, kv_heads=2)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config = configured(folder, slots=2, tensor_parallel=2, max_requests=32, kv_cache_mb=1)
-    engine = await start_engine(config)
-    yield engine, model
+    others = processes()
+    base = await load_base(config, LORAS)
+    engine = await start_engine(config, 7, base)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    yield Pair(config, base, engine, model, processes() - others)
     await engine.close()
 
 
 async def test_two_workers_take_new_weights_together(pair: Pair) -> None:
-    engine, model = pair
+    engine, model = pair.engine, pair.model
     weights = changed(model, 1)
     for version, each in ((1, loaded(model, weights)), (2, model)):
         await engine.load_weights(version, each.state_dict())
@@ -128,7 +86,7 @@ async def test_two_workers_take_new_weights_together(pair: Pair) -> None:
 async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_preemption(
     pair: Pair,
 ) -> None:
-    engine, model = pair
+    engine, model = pair.engine, pair.model
     rng = np.random.default_rng(9)
     prompts = [rng.integers(8, 264, 10).astype(np.int32) for _ in range(40)]
     running = asyncio.gather(
@@ -149,3 +107,56 @@ async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_pree
         assert len(result.token_ids) == 140
         expected = plain_logprobs(model, prompt, result.token_ids)
         np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
+
+
+async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate(
+    pair: Pair, tmp_path: Path
+) -> None:
+    config, folder = pair.config, Path(pair.config.model.path)
+    first, third = adapted(folder, LORAS[0], 1), adapted(folder, LORAS[0], 3)
+    second = adapted(folder, LORAS[1], 2)
+    second.save_pretrained(tmp_path)
+    await pair.engine.load_weights(7, pair.model.state_dict())
+    engines = [
+        pair.engine,
+        await start_engine(config.model_copy(update={"lora": LORAS[0]}), 0, pair.base),
+        await start_engine(config_of_folder(config, str(tmp_path)), 5, pair.base),
+    ]
+    assert [engine.version for engine in engines] == [7, 0, 5]
+    before = engines[0].stats().generated_tokens
+    running = [
+        asyncio.ensure_future(engine.generate(PROMPT, Sampling(80), request_id="same name"))
+        for engine in engines
+    ]
+    await until(lambda: engines[0].stats().generated_tokens >= before + 30)
+    await engines[1].load_weights(1, policy_tensors(first), "recompute")
+    await until(lambda: engines[0].stats().generated_tokens >= before + 120)
+    await engines[1].load_weights(2, policy_tensors(third), "recompute")
+    results = await asyncio.gather(*running)
+    made_by = [{7: pair.model}, {0: pair.model, 1: first, 2: third}, {5: second}]
+    for result, models in zip(results, made_by, strict=True):
+        assert set(result.versions.tolist()) == set(models)
+        for version, each in models.items():
+            own = result.versions == version
+            expected = plain_logprobs(each, PROMPT, result.token_ids)
+            np.testing.assert_allclose(result.logprobs[own], expected[own], atol=1e-3)
+    with pytest.raises(EngineError, match=r"missing: base_model\.model\."):
+        await engines[1].load_weights(3, policy_tensors(second))
+    await engines[1].close()
+    again = await engines[2].generate(PROMPT, Sampling(5), request_id="after the other")
+    assert set(again.versions.tolist()) == {5}
+    await engines[2].close()
+
+
+async def test_the_death_of_vllms_processes_fails_its_requests(pair: Pair) -> None:
+    running = asyncio.ensure_future(
+        pair.engine.generate(PROMPT, Sampling(50), request_id="running")
+    )
+    await asyncio.sleep(0)
+    for pid in pair.processes:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(EngineError):
+        await running
+    await until(lambda: pair.engine.failure is not None)
+    with pytest.raises(EngineError, match="vLLM"):
+        await pair.engine.generate(PROMPT, Sampling(50), request_id="refused")

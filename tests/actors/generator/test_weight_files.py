@@ -11,7 +11,8 @@ from tinkermq.actors.generator.engine import TensorSource
 from tinkermq.actors.generator.weight_files import WeightFiles, reference_names
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.actors.model_folder import load_policy
-from tinkermq.schemas.errors import EngineError
+from tinkermq.actors.tiny_vision_model import save_tiny_vision_model
+from tinkermq.schemas.errors import EngineError, ModelError
 from tinkermq.schemas.lora import LoraConfig
 
 LORAS = [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=2, targets=["q_proj", "v_proj"])]
@@ -28,6 +29,15 @@ def test_the_tensors_of_a_model_are_known_without_loading_it(
     names.check({name: tensor.detach() for name, tensor in tensors.items()})
     with pytest.raises(EngineError, match="wrong shape"):
         names.check({**tensors, next(iter(tensors)): torch.zeros(3)})
+
+
+def test_an_adapter_of_the_eyes_is_refused_and_one_of_the_words_is_not(tmp_path: Path) -> None:
+    folder = str(save_tiny_vision_model(tmp_path, kind="qwen2_5_vl"))
+    with pytest.raises(ModelError, match="how the model sees images"):
+        reference_names(folder, LoraConfig(rank=2), trust_remote_code=False)
+    words = LoraConfig(rank=2, targets=["q_proj", "k_proj", "v_proj", "o_proj"])
+    names = reference_names(folder, words, trust_remote_code=False)
+    assert len(names.names) == 2 * 4 * 2  # layers, targets, A and B
 
 
 def test_weights_are_written_once_and_freed() -> None:

@@ -3,9 +3,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Literal
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.inputs import TokensInput
+from vllm.inputs import MultiModalInput, TokensInput
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 class CacheConfig:
@@ -17,6 +18,7 @@ class VllmConfig:
 
 class ModelConfig:
     max_model_len: int
+    is_multimodal_model: bool
     def get_vocab_size(self) -> int: ...
 
 class RequestState:
@@ -29,6 +31,7 @@ class OutputProcessor:
 class AsyncLLM:
     vllm_config: VllmConfig
     model_config: ModelConfig
+    input_processor: InputProcessor
     output_processor: OutputProcessor
     output_handler: asyncio.Task[None] | None
     @classmethod
@@ -42,12 +45,13 @@ class AsyncLLM:
     def errored(self) -> bool: ...
     def generate(
         self,
-        prompt: TokensInput,
+        prompt: TokensInput | MultiModalInput,
         sampling_params: SamplingParams,
         request_id: str,
         *,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput]: ...
+    async def reset_encoder_cache(self) -> None: ...
     async def abort(self, request_id: str) -> None: ...
     async def get_supported_tasks(self) -> tuple[str, ...]: ...
     async def pause_generation(
