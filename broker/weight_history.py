@@ -34,12 +34,13 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """How a version is made: by one difference, of a base that is held or must be fetched."""
+    """How a version is made by one difference."""
 
     difference: Difference
     base: Whole | None
+    """What it changes; None: the anchor, which must be fetched."""
     anchor: Whole | None
-    """The anchor, if it is held."""
+    """The anchor of the version that is made, if it is held and another."""
 
 
 class WeightHistory:
@@ -71,22 +72,27 @@ class WeightHistory:
     ) -> list[tuple[Whole, bytes]]:
         """Return the differences that make a new version, each with its base.
 
-        None if it is to be a whole one: it has another layout, is the next anchor, or the
-        differences would be no smaller. Runs in a thread.
+        Of the next anchor only that from the version before; none for a version of another layout,
+        or where they would be no smaller. Runs in a thread.
         """
-        newest, anchor = (self.held[0], self.held[-1]) if self.held else (None, None)
-        if newest is None or anchor is None or newest.tensors != tensors:
+        if not self.held or self.held[0].tensors != tensors or self.held[0].version >= version:
             return []
-        if not newest.version < version < anchor.version + self._whole_every:
-            return []
-        made = [(base, encode(base.payload, payload)) for base in self.held]
+        bases = self.held[:1] if self.is_anchor(version) else self.held
+        made = [(base, encode(base.payload, payload)) for base in bases]
         return made if sum(len(text) for _, text in made) < len(payload) else []
 
-    def step_to(self, manifest: Manifest) -> Step:
-        """Return how to make a delta's version of what is held."""
+    def is_anchor(self, version: int) -> bool:
+        """Whether a new version is to be a whole one for those who come to later ones."""
+        return not self.held or version >= self.held[-1].version + self._whole_every
+
+    def step_to(self, manifest: Manifest) -> Step | None:
+        """Return how to make a version by a difference; None if it is to be fetched whole."""
         held = {(one.version, one.digest): one for one in self.held}
         steps = [(one, held.get((one.base, one.base_digest))) for one in manifest.differences]
-        difference, base = next((found for found in steps if found[1]), steps[-1])
+        found = next((step for step in steps if step[1]), None)
+        if manifest.kind != "delta":
+            return Step(*found, anchor=None) if found else None
+        difference, base = found or steps[-1]
         return Step(difference, base, steps[-1][1])
 
 

@@ -115,15 +115,18 @@ class WeightStore:
     async def _publish_words(
         self, version: int, entries: list[TensorEntry], views: list[memoryview]
     ) -> Manifest:
-        """Store a version of 16-bit weights as differences, or whole where that is not more."""
+        """Store a version of 16-bit weights as differences, or whole where that is not more.
+
+        An anchor is stored whole, and as a difference for those who hold the version before.
+        """
         payload = await asyncio.to_thread(joined, views)
         made = await asyncio.to_thread(self._history.encode, version, entries, payload)
-        if not made:
-            manifest = await self._put_whole(version, "full", entries, [payload])
+        stored = [await self._put_difference(version, base, text) for base, text in made]
+        if not made or self._history.is_anchor(version):
+            manifest = await self._put_whole(version, "full", entries, [payload], stored)
             self._history.restart(Whole(version, entries, manifest.digest, payload))
             return manifest
         digest = await asyncio.to_thread(digest_of, payload)
-        stored = [await self._put_difference(version, base, text) for base, text in made]
         self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
         return self._manifest(version, "delta", entries, digest, differences=stored)
 
@@ -144,12 +147,15 @@ class WeightStore:
         kind: Literal["full", "lora"],
         entries: list[TensorEntry],
         views: list[memoryview],
+        differences: Sequence[Difference] = (),
     ) -> Manifest:
         if self._holder is not None:
             location, digest = await self._holder.put(version, entries, views)
         else:
             location, digest = await self._payloads.put(f"v{version}", views, entries)
-        return self._manifest(version, kind, entries, digest, location=location)
+        return self._manifest(
+            version, kind, entries, digest, location=location, differences=differences
+        )
 
     def _manifest(
         self,
@@ -251,7 +257,9 @@ class WeightStore:
                 "damaged, too, check the disk of nats-server or the shared folder",
             ) from error
 
-    async def _payload(self, manifest: Manifest, step_to: Callable[[Manifest], Step]) -> Payload:
+    async def _payload(
+        self, manifest: Manifest, step_to: Callable[[Manifest], Step | None]
+    ) -> Payload:
         """Return the bytes of a version, and hold what later ones may be made from."""
         if manifest.transport == "nccl":
             if self._receiver is None:
@@ -260,11 +268,11 @@ class WeightStore:
                     hint="fetch it where torch is installed, or set weights.transport=object",
                 )
             return await self._receiver.get(manifest)
-        if manifest.kind != "delta":
+        step = step_to(manifest)
+        if step is None:
             whole = await self._whole(manifest)
             self._history.hold(whole)
             return whole.payload
-        step = step_to(manifest)
         base = step.base or await self._anchor(manifest, step.difference)
         difference = await self._payloads.get(
             manifest.transport,
@@ -273,7 +281,8 @@ class WeightStore:
             step.difference.digest,
         )
         whole = await asyncio.to_thread(make, base, difference, manifest)
-        self._history.hold(whole, step.anchor if step.base else base)
+        anchor = step.anchor if step.base else base
+        self._history.hold(whole, None if manifest.kind == "full" else anchor)
         return whole.payload
 
     async def _anchor(self, manifest: Manifest, step: Difference) -> Whole:
@@ -308,7 +317,7 @@ class WeightStore:
         anchors = {
             manifests[version].differences[-1].base
             for version in kept & set(manifests)
-            if manifests[version].differences
+            if manifests[version].kind == "delta"
         }
         for version in set(manifests) - kept - anchors:
             await self.remove(version)

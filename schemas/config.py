@@ -199,7 +199,7 @@ class WeightsConfig(Section):
     """Send 16-bit weights (`learner.publish_dtype: bfloat16`) as differences from earlier versions
     where that is less; learner, generators and evaluators then keep two versions in memory."""
     whole_every: int = Field(default=16, ge=2, json_schema_extra=when("differences", True))
-    """Of so many versions one is sent whole, for those who join or were away."""
+    """Of so many versions one is stored whole, too, for those who join or were away."""
 
 
 class LimitsConfig(Section):

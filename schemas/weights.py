@@ -54,17 +54,19 @@ class Manifest(Message):
     transport: Literal["object", "file", "nccl"]
     """How it is fetched."""
     location: str = ""
-    """Object name, path of the file, or what the learner calls it; empty for a delta."""
+    """Of the whole payload: object name, path of the file, or what the learner calls it; empty for
+    a delta."""
     differences: list[Difference] = Field(default_factory=list[Difference])
     """Of a delta: from the version before, then, unless that is the same, from the newest whole
-    one, its anchor."""
+    one, its anchor. Of an anchor, which is full: from the version before, if that is smaller."""
     published: float
     """Seconds since the epoch."""
 
     @property
     def stored_bytes(self) -> int:
         """Bytes that were stored for it."""
-        return sum(one.num_bytes for one in self.differences) or self.num_bytes
+        whole = self.num_bytes if self.location else 0
+        return whole + sum(one.num_bytes for one in self.differences)
 
 
 class WeightsAnnouncement(Message):

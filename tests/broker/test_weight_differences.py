@@ -60,7 +60,7 @@ async def test_small_changes_travel_as_differences_from_the_last_and_from_the_an
         ("delta", [0]),
         ("delta", [1, 0]),
         ("delta", [2, 0]),
-        ("full", []),
+        ("full", [3]),
         ("delta", [4]),
     ]
     assert manifests[1].stored_bytes < manifests[0].stored_bytes / 15
@@ -88,6 +88,21 @@ async def test_who_keeps_up_or_holds_the_anchor_fetches_one_difference(
         await fetched(learner.open(), manifests[3])
 
 
+async def test_who_keeps_up_never_fetches_a_whole_version_again(
+    broker: Broker, scope: JobScope
+) -> None:
+    learner, objects = Learner(broker, scope), ObjectStore(broker, scope.object_weights)
+    steady = learner.open()
+    for _ in range(10):
+        manifest = await learner.publish()
+        if manifest.version and manifest.location:
+            await objects.delete(manifest.location)
+        assert await fetched(steady, manifest) == learner.published[manifest.version]
+    assert manifest.differences[-1].base == 8
+    with pytest.raises(NotFoundError):
+        await fetched(learner.open(), manifest)
+
+
 async def test_versions_are_kept_with_the_anchor_that_they_are_made_of(
     broker: Broker, scope: JobScope
 ) -> None:
@@ -104,7 +119,7 @@ async def test_versions_are_kept_with_the_anchor_that_they_are_made_of(
     await learner.publish()
     await learner.store.keep({4})
     assert await learner.store.versions() == [4]
-    assert len(await ObjectStore(broker, scope.object_weights).names()) == 1
+    assert len(await ObjectStore(broker, scope.object_weights).names()) == 2
 
 
 async def test_changes_everywhere_and_weights_of_32_bits_travel_whole(
