@@ -1,9 +1,9 @@
 """The learner's side: holds the versions that are published, and hands them out in rounds.
 
-The newest two versions lie in memory, a third while it is published. Older ones that somebody needs, and all that must outlive
-this process, are files in the run folder; the rest a restarted learner publishes anew, as it trains
-from its checkpoint on. Between the rounds nothing runs; within one a thread sends, and whoever asks
-meanwhile has the next.
+The newest two versions lie in memory, a third while it is published. Older ones that somebody
+needs, and all that must outlive this process, are files in the run folder; the rest a restarted
+learner publishes anew, as it trains from its checkpoint on. Between the rounds nothing runs; within
+one a thread sends, and whoever asks meanwhile has the next.
 """
 
 import asyncio
