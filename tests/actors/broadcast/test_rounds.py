@@ -39,7 +39,8 @@ class Learner:
         self.sender = Sender(broker, scope, self.folder, window_s=0.05, meet_s=MEET_S)
         self.store = WeightStore(broker, scope, "nccl", holder=self.sender)
         self.service = await Service.start(broker, name="learner", description="a learner")
-        self._serving = asyncio.create_task(self.sender.serve(self.service))
+        await self.sender.open(self.service)
+        self._serving = asyncio.create_task(self.sender.serve())
 
     async def die(self) -> None:
         """End as a process does that is killed: what was in memory is gone."""
