@@ -1,9 +1,9 @@
 """The learner's side: holds the versions that are published, and hands them out in rounds.
 
-The newest two versions lie in memory, a third while it is published. Older ones that somebody needs, and all that must outlive
-this process, are files in the run folder; the rest a restarted learner publishes anew, as it trains
-from its checkpoint on. Between the rounds nothing runs; within one a thread sends, and whoever asks
-meanwhile has the next.
+The newest two versions lie in memory, a third while it is published. Older ones that somebody
+needs, and all that must outlive this process, are files in the run folder; the rest a restarted
+learner publishes anew, as it trains from its checkpoint on. Between the rounds nothing runs; within
+one a thread sends, and whoever asks meanwhile has the next.
 """
 
 import asyncio
@@ -34,6 +34,7 @@ from .threads import off_loop
 _IN_MEMORY = 2
 _WINDOW_S = 0.2
 """How long a round waits for others to ask; not at all once all of the last one have."""
+_CONNECTED_S = 60.0
 _GROUPS_PER_STORE = 1000
 """A place to meet remembers all groups that met there, so it is given up after so many."""
 _log = structlog.get_logger()
@@ -143,11 +144,17 @@ class Sender:
 
     # Rounds -----------------------------------------------------------------------------------
 
-    async def serve(self, service: Service) -> None:
-        """Answer receivers and send to them, one round after the other, for ever."""
+    async def open(self, service: Service) -> None:
+        """Answer receivers from now on; `serve` sends to them. Raises DeadlineError."""
+        deadline = asyncio.get_running_loop().time() + _CONNECTED_S
+        await self._broker.wait_connected(deadline, waiting_for="the broker")
         self._address = await asyncio.to_thread(own_address, *_server_of(self._broker))
         self._store = await asyncio.to_thread(open_store, self._address)
         await service.endpoint("weights", self._scope.weights_join, JoinRound, self._join)
+
+    async def serve(self) -> None:
+        """Send to those who ask, one round after the other, for ever."""
+        assert self._store is not None  # it was opened
         try:
             while True:
                 await self._until_asked()
