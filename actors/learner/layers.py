@@ -31,7 +31,7 @@ def compile_layers(model: nn.Module) -> None:
     Raises ConfigError where torch cannot compile anything.
     """
     _require_compiler()
-    torch._dynamo.config.recompile_limit = _MAX_VARIANTS
+    torch.compiler.config.recompile_limit = _MAX_VARIANTS
     decoder: nn.Module = cast(Any, model).get_decoder()
     inside = {id(module) for module in decoder.modules()}
     for layer in repeated_layers(model):

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
-from transformers.utils.generic import is_flash_attention_requested
 
 from ...schemas.config import ModelConfig
 from ...schemas.errors import ModelError
@@ -155,7 +154,8 @@ class Scorer:
         self._decoder = cast(Any, model).get_decoder()
         self._head: nn.Module = cast(Any, model).get_output_embeddings()
         config = cast(Any, model).config.get_text_config()
-        self.flat_rows = is_flash_attention_requested(config)
+        kernel: str | None = config._attn_implementation
+        self.flat_rows = kernel is not None and "flash" in kernel
         """Whether the attention reads all rows of a micro-batch as one, without padding."""
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
