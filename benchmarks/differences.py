@@ -134,7 +134,8 @@ async def spread_from_memory(
     service = await Service.start(broker, name="learner", description="a learner")
     with tempfile.TemporaryDirectory() as folder:
         sender = Sender(broker, scope, Path(folder))
-        serving = asyncio.create_task(sender.serve(service))
+        await sender.open(service)
+        serving = asyncio.create_task(sender.serve())
         manifests = await publish_all(WeightStore(broker, scope, "nccl", holder=sender), found)
         took = await fetch_all(url, scope, manifests)
         serving.cancel()

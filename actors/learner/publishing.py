@@ -55,7 +55,8 @@ class Publisher:
     async def serve(self) -> None:
         """Hand out versions, by the transport that takes them from here; to be run beside all."""
         if self._sender is not None:
-            await self._sender.serve(self._service)
+            await self._sender.open(self._service)
+            await self._sender.serve()
 
     def pin(self, version: int) -> None:
         """Keep a version until its evaluation is reported."""
