@@ -67,8 +67,8 @@ class Receiver:
         async with self._one:
             failure: BrokerError | None = None
             for _ in range(_TRIES):
-                place = await self._place(manifest)
                 try:
+                    place = await self._place(manifest)
                     payload = await self._receive(place, manifest.num_bytes)
                 except GroupFailed as error:
                     _log.info("weights_round_failed", version=manifest.version, error=str(error))
@@ -79,9 +79,9 @@ class Receiver:
                     raise DigestMismatch(f"it has digest {found}, told was {manifest.digest}")
                 return _as_payload(payload)
         raise BrokerError(
-            f"version {manifest.version} did not come in {_TRIES} rounds: {failure}",
-            hint="see the learner's log for `weights_round_failed`, or set "
-            "weights.transport=object",
+            f"version {manifest.version} did not come in {_TRIES} rounds: "
+            f"{failure.message if failure else ''}",
+            hint=failure.hint if failure else "",
         ) from failure
 
     async def _place(self, manifest: Manifest) -> Round:

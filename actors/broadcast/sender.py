@@ -161,12 +161,19 @@ class Sender:
                 wanted = next(iter(self._waiting))
                 await self._window(wanted)
                 await self._round(wanted, self._waiting.pop(wanted), self._store)
-                if self._num_groups >= _GROUPS_PER_STORE:  # receivers find it as a new learner's
-                    self._store = await asyncio.to_thread(open_store, self._address)
-                    self._num_groups = 0
+                if self._num_groups >= _GROUPS_PER_STORE:
+                    await self._move_on()
         finally:
             for device in list(self._last):
                 self._leave(device)
+
+    async def _move_on(self) -> None:
+        """Open another place to meet; receivers connect to it as to that of a new learner."""
+        self._store = await asyncio.to_thread(open_store, self._address)
+        self._num_groups = 0
+        waiting, self._waiting = self._waiting, {}
+        for asker in [one for askers in waiting.values() for one in askers.values()]:
+            asker.place.set_result(self._answer("connect", self._store))
 
     async def _join(self, request: JoinRound) -> Round:
         """Give a receiver a place in the next round of what it asks for."""
@@ -222,43 +229,45 @@ class Sender:
             for asker in askers.values():
                 asker.place.set_result(self._answer("removed", store))
             return
-        last = self._last.get(wanted.device)
-        if last is None or not _are_all_of(last, askers):
+        try:
+            group = await self._group(askers, wanted.device, store)
+            await off_loop(lambda: group.send(payload), f"weights {wanted.location}")
+        except (GroupFailed, TimeoutError) as error:
+            _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(wanted.device)
-            last = None
-        name = last.group.name if last else uuid.uuid4().hex
-        members = last.members if last else list(askers)
+
+    async def _group(
+        self, askers: Mapping[str, _Asker], device: Literal["cpu", "cuda"], store: Store
+    ) -> Group:
+        """Tell the askers their places and return their group: the last one, or another."""
+        last = self._last.get(device)
+        again = last is not None and _are_all_of(last, askers)
+        members = last.members if last and again else list(askers)
+        name = last.group.name if last and again else uuid.uuid4().hex
+        size = 1 + len(members)
         for rank, member in enumerate(members, 1):
             place = Round(
                 answer="place",
                 address=self._address,
                 port=store.port,
                 group=name,
-                device=wanted.device,
+                device=device,
                 rank=rank,
-                size=1 + len(members),
+                size=size,
             )
             askers[member].place.set_result(place)
-        try:
-            if last is None:
-                self._num_groups += 1
-                group = await self._meet(name, 1 + len(members), wanted.device, store)
-                last = self._last[wanted.device] = _Last(group, members)
-            group = last.group
-            await off_loop(lambda: group.send(payload), f"weights {wanted.location}")
-        except (GroupFailed, TimeoutError) as error:
-            _log.warning("weights_round_failed", members=len(members), error=str(error))
-            self._leave(wanted.device)
-
-    async def _meet(
-        self, name: str, size: int, device: Literal["cpu", "cuda"], store: Store
-    ) -> Group:
-        place = self._device if device == "cuda" else torch.device("cpu")
-        return await off_loop(
-            lambda: Group.meet(store, name, 0, size, place, self._address, self._meet_s),
+        if last and again:
+            return last.group
+        self._leave(device)
+        self._num_groups += 1
+        own = self._device if device == "cuda" else torch.device("cpu")
+        group = await off_loop(
+            lambda: Group.meet(store, name, 0, size, own, self._address, self._meet_s),
             f"group {name}",
             FORM_S,
         )
+        self._last[device] = _Last(group, members)
+        return group
 
     def _leave(self, device: str) -> None:
         last = self._last.pop(device, None)

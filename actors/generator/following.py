@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import structlog
 
 from ...broker.weights import TensorBytes, WeightStore
-from ...schemas.errors import NotFoundError
+from ...schemas.errors import DeadlineError, NotFoundError
 from ..job_weights import as_sources
 from .engine import Engine, KvOnSwap
 
@@ -45,6 +45,9 @@ class WeightFollower:
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
                 continue  # removed under us: a newer one is out
+            except DeadlineError as error:  # whatever serves goes on with what it has
+                _log.warning("weights_late", version=manifest.version, error=error.message)
+                continue
             await load_policies(self._engines, manifest.version, tensors, self._kv)
             async with self._changed:
                 self.version = manifest.version
