@@ -13,6 +13,7 @@ This module imports vllm: `players` imports it when it is asked for. Written for
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -107,6 +108,7 @@ class VllmModel:
             ) from error
         model = cls(llm, recorder, config.max_requests)
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
+        await model._call(llm.collective_rpc("end_with", args=(os.getpid(),)))
         await model._call(llm.collective_rpc("record_logprobs_before_filters"))
         await model.name_version("", 0)
         return model

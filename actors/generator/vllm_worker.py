@@ -1,4 +1,4 @@
-"""What vLLM's worker processes are given beside their own: log-probs and new weights.
+"""What vLLM's worker processes are given beside their own: log-probs, new weights, an end.
 
 vLLM records log-probs either before the temperature or after top-p and top-k. A learner needs those
 between the two. Its sampler draws in a module of its own, which is wrapped here; the module gets
@@ -8,6 +8,9 @@ logits that the temperature has divided, and may change them in place.
 # Not installed for development; typings/vllm has what is used of it.
 # pyright: reportMissingModuleSource=false
 
+import os
+import select
+import threading
 from typing import Any
 
 import torch
@@ -42,6 +45,18 @@ class WorkerExtension:
     model_runner: Any
     """The worker's own: it inherits from this class."""
     reload_weights: Any
+
+    def end_with(self, pid: int) -> None:
+        """End this process, and vLLM's others by it, when another has ended however it did."""
+        process = os.pidfd_open(pid)
+
+        def watch() -> None:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll()
+            os._exit(1)
+
+        threading.Thread(target=watch, name="end_with", daemon=True).start()
 
     def take_weights(self, folder: str) -> None:
         """Make the file in a folder the weights; the caller sees to it that no step runs."""

@@ -1,8 +1,6 @@
 """What vLLM alone is asked for: two workers, adapters beside their base, and processes that die."""
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm, configured
 from tests.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
+from tests.processes import alive
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 LORAS = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]
@@ -43,8 +42,9 @@ class Pair:
 
 
 def processes() -> set[int]:
-    """Return the ids of all processes that this one has started, and theirs."""
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    """Return the ids of all processes of vLLM's that this one has started, and theirs."""
+    children = psutil.Process().children(recursive=True)
+    return {child.pid for child in children if "VLLM" in "".join(child.cmdline())}
 
 
 async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, in_vllm: InVllm) -> None:
@@ -68,7 +68,9 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
     base = await load_base(config, LORAS)
     engine = await start_engine(config, 7, base)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    yield Pair(config, base, engine, model, processes() - others)
+    started = processes() - others
+    assert len(started) == 3  # one that schedules
+    yield Pair(config, base, engine, model, started)
     await engine.close()
 
 
@@ -148,15 +150,18 @@ async def test_adapters_beside_their_base_are_swapped_while_all_of_them_generate
     await engines[2].close()
 
 
-async def test_the_death_of_vllms_processes_fails_its_requests(pair: Pair) -> None:
+async def test_vllm_ends_with_whom_it_works_for_and_its_death_fails_requests(pair: Pair) -> None:
+    other = await asyncio.create_subprocess_exec("sleep", "1000")
+    await pair.engine._model._llm.collective_rpc("end_with", args=(other.pid,))
     running = asyncio.ensure_future(
-        pair.engine.generate(PROMPT, Sampling(50), request_id="running")
+        pair.engine.generate(PROMPT, Sampling(90), request_id="running")
     )
     await asyncio.sleep(0)
-    for pid in pair.processes:
-        os.kill(pid, signal.SIGKILL)
+    other.kill()
     with pytest.raises(EngineError):
         await running
     await until(lambda: pair.engine.failure is not None)
     with pytest.raises(EngineError, match="vLLM"):
         await pair.engine.generate(PROMPT, Sampling(50), request_id="refused")
+    await other.wait()
+    await until(lambda: not any(alive(pid) for pid in pair.processes))
