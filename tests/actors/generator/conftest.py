@@ -17,8 +17,11 @@ from tinkermq.actors.generator.meter import Meter
 from tinkermq.actors.generator.players import load_base
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.model_folder import load_causal_lm, load_model_config, sees_images
-from tinkermq.schemas.config import JobConfig
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.schemas.config import JobConfig, LimitsConfig
 from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.subjects import JobScope
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.images import KINDS, make_vision_model
@@ -61,6 +64,15 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def engine_kind(request: pytest.FixtureRequest) -> EngineKind:
     """Which engine a test runs."""
     return request.param
+
+
+@pytest.fixture
+async def recorded(broker: Broker) -> AsyncIterator[JobScope]:
+    """A job whose running episodes are written down: what they draw follows from the task."""
+    scope = JobScope("local", "recorded")
+    await create_job_streams(broker, scope, LimitsConfig(), segments=True)
+    yield scope
+    await delete_job_streams(broker, scope)
 
 
 def configured(folder: Path, **generator: Any) -> JobConfig:

@@ -3,15 +3,12 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.segments import Fenced
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
-from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
@@ -20,15 +17,6 @@ from tests.actors.generator.playing import Playing, playing
 from tests.models import until
 
 TASK = Task(task=5, seed=3, group_size=3)
-
-
-@pytest.fixture
-async def recorded(broker: Broker) -> AsyncIterator[JobScope]:
-    """A job whose running episodes are written down."""
-    scope = JobScope("local", "continued")
-    await create_job_streams(broker, scope, LimitsConfig(), segments=True)
-    yield scope
-    await delete_job_streams(broker, scope)
 
 
 async def die_amid(play: Playing, num: int) -> int:

@@ -1,6 +1,5 @@
 """More episodes than a group has: the first to end are the group, and the bias is told."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +8,7 @@ from pydantic import ValidationError
 from tinkermq.actors.generator.groups import GroupFailed
 from tinkermq.actors.learner.report import group_numbers
 from tinkermq.broker.connection import Broker
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
-from tinkermq.schemas.config import JobConfig, LimitsConfig
+from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
 
@@ -18,15 +16,6 @@ from tests.actors.generator.playing import playing
 from tests.models import until
 
 LONG = {"max_turns": 12, "max_turn_tokens": 4, "max_response_tokens": 280}
-
-
-@pytest.fixture
-async def recorded(broker: Broker) -> AsyncIterator[JobScope]:
-    """A job whose running episodes are written down: what they draw follows from the task."""
-    scope = JobScope("local", "oversampled")
-    await create_job_streams(broker, scope, LimitsConfig(), segments=True)
-    yield scope
-    await delete_job_streams(broker, scope)
 
 
 async def test_short_episodes_are_kept_and_the_numbers_say_so(
