@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.timeout(560),
     pytest.mark.asyncio(loop_scope="session"),
 ]
-STEPS = 40
+STEPS = 60
 
 
 async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
@@ -36,7 +36,6 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
     rewards = [values["training_step_reward"] for values in metrics]
     assert len(rewards) == STEPS
     before, after = mean(rewards[:5]), mean(rewards[-5:])
-    assert after > before + 0.1
     fresh = [values for values in metrics if "staleness/abs_log_ratio/lag_0" in values]
     assert fresh
     mismatch = max(values["staleness/abs_log_ratio/lag_0"] for values in fresh)
@@ -46,6 +45,7 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
             f"{mismatch:.1e} in the mean of a step at most"
         )
     assert mismatch < 1e-3
+    assert after > before + 0.1
     await assert_every_task_once(job)
     assert STEPS in await job.validations()
     await _serve(stack, job)
