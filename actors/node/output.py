@@ -72,7 +72,7 @@ class ErrorMemory:
     def note(self, line: str) -> None:
         """Take one line of output."""
         self._tail.append(line)
-        if '"actor_failed"' in line:
+        if '"actor_failed"' in line or '"actor_crashed"' in line:
             self._told = _told_error(line) or self._told
 
     def forget(self) -> None:
@@ -96,6 +96,9 @@ def _told_error(line: str) -> str:
     if not isinstance(value, dict):
         return ""
     fields = cast("dict[str, Any]", value)
+    if fields.get("event") == "actor_crashed":
+        traceback = str(fields.get("exception", "")).splitlines()
+        return "\n".join(["crashed:", *traceback[-TAIL_LINES:]])
     if fields.get("event") != "actor_failed":
         return ""
     text = f"{fields.get('code', 'internal')}: {fields.get('message', '')}"

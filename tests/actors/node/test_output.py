@@ -49,6 +49,9 @@ def test_the_last_error_that_an_actor_told_is_its_reason() -> None:
     memory.note('{"event": "actor_failed", "code": "model", "message": "second"}')
     memory.note('not "actor_failed" json')
     assert memory.reason(2) == "model: second"
+    memory.note('{"event": "actor_crashed", "exception": "Traceback\\n  ...\\nKeyError: 3\\n"}')
+    memory.note("what libraries say at exit")
+    assert memory.reason(1) == "crashed:\nTraceback\n  ...\nKeyError: 3"
 
 
 def test_without_a_told_error_the_reason_is_the_end_of_the_output() -> None:
