@@ -1,6 +1,7 @@
 """Fixtures that all tests share: a real nats-server, connections, and the streams of a job."""
 
 import itertools
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ __all__ = ["model", "shared_stack", "stack"]
 
 settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
+
+# A shell's background job ignores it, and so would all that the tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count(1)
 _LONGEST = (
