@@ -51,7 +51,7 @@ class ValueModel(nn.Module):
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in mine)
         cast(Any, model).value_head = self.value_head  # divided over the ranks with the rest of it
-        inside = parallel.place(model, learner)
+        inside = parallel.place(model, learner, in_float32=[self.value_head])
         self._scorer = Scorer(model, temperature=1.0, dtype=learner.dtype, inside=inside)
 
     @property

@@ -11,7 +11,7 @@ usual case, holds everything, and all of this does nothing.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -124,10 +124,13 @@ class Parallel:
         """Whether rank 0 alone reads weights, and this one gets its parts from there."""
         return self.rank > 0
 
-    def place(self, model: nn.Module, config: LearnerConfig) -> Inside:
+    def place(
+        self, model: nn.Module, config: LearnerConfig, in_float32: Sequence[nn.Module] = ()
+    ) -> Inside:
         """Put a model where it computes, in parts where it is sharded; all ranks together.
 
-        Its weights are those that rank 0 has.
+        Its weights are those that rank 0 has. Modules `in_float32` compute with float32 weights,
+        whatever the rest of the model does.
         """
         if self._device is not None and not self.sharded:
             model.to(self._device)
@@ -143,6 +146,9 @@ class Parallel:
         }
         for layer in repeated_layers(model):
             fully_shard(layer, **options)
+        for layer in in_float32:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            fully_shard(layer, **{**options, "mp_policy": policy})
         fully_shard(inside, **options)
         for module in inside.modules():
             if isinstance(module, FSDPModule):
