@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 import structlog
 from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
 from ..schemas.message import Message
@@ -106,6 +107,28 @@ class Bucket(Generic[M]):
         headers = {_OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
         await self._swap(key, b"", revision, headers)
 
+    async def purge(self, key: str) -> None:
+        """Take a key away without a trace; harmless when it is gone.
+
+        A deleted key leaves a marker for an hour, for those who watch it, and whoever lists the
+        bucket reads it. This is for keys that come and go by the thousand and that nobody watches.
+        """
+        verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
+        try:
+            await self._read(lambda: self._broker.api(verb, {"filter": subject}))
+        except NatsNotFound as error:
+            raise self._missing() from error
+
+    async def changes(self, prefix: str, behind: int) -> list[Entry[M]]:
+        """Return the entries below the tokens of `prefix` written after revision `behind`.
+
+        Who remembers the last revision reads every change once, however many keys there are. A
+        value that cannot be read is left out, and logged.
+        """
+        messages = await self._all(prefix, behind + 1)
+        entries = (self._readable(message) for message in messages)
+        return sorted((e for e in entries if e is not None), key=lambda entry: entry.revision)
+
     async def keys(self, prefix: str = "") -> list[str]:
         """Return all keys, or those below the tokens of `prefix`, in order."""
         return sorted(message.subject[len(self._prefix) :] for message in await self._all(prefix))
@@ -119,15 +142,21 @@ class Bucket(Generic[M]):
         for number, message in enumerate(await self._all(prefix)):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)  # a large bucket must not hold up the loop
-            try:
-                entries.append(self._entry(message))
-            except MessageError as error:
-                _log.error("key_malformed", bucket=self.name, key=message.subject, error=str(error))
+            entry = self._readable(message)
+            if entry is not None:
+                entries.append(entry)
         return sorted(entries, key=lambda entry: entry.key)
 
-    async def _all(self, prefix: str) -> list[StoredMessage]:
+    def _readable(self, message: StoredMessage) -> Entry[M] | None:
+        try:
+            return self._entry(message)
+        except MessageError as error:
+            _log.error("key_malformed", bucket=self.name, key=message.subject, error=str(error))
+            return None
+
+    async def _all(self, prefix: str, from_seq: int = 1) -> list[StoredMessage]:
         subject = f"{self._prefix}{prefix.rstrip('.')}.>" if prefix else f"{self._prefix}>"
-        messages = await self._read(lambda: get_all(self._broker, self._stream, subject))
+        messages = await self._read(lambda: get_all(self._broker, self._stream, subject, from_seq))
         newest = {message.subject: message for message in messages}
         return [message for message in newest.values() if not _is_deleted(message)]
 

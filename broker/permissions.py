@@ -170,6 +170,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$KV.{weights}.>",
         f"$O.{weights}.>",
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
+        f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
         *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in _STREAMS)),
         _env(scope),

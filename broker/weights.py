@@ -307,7 +307,7 @@ class WeightStore:
         """Remove a version; harmless if it is gone. `latest` stays as it is."""
         entry = await self._manifests.get(_key(version))
         if entry is not None:
-            await self._manifests.delete(_key(version))
+            await self._manifests.purge(_key(version))
             await self._remove_payload(entry.value)
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:

@@ -52,7 +52,7 @@ class RunProgress:
     @property
     def seconds_left(self) -> float | None:
         """Estimate from the pace of the last steps, or None before two steps."""
-        steps = sorted(self._times)[-_RECENT_STEPS - 1 :]
+        steps = sorted(self._times)
         if self.total_steps is None or len(steps) < 2:
             return None
         pace = (self._times[steps[-1]] - self._times[steps[0]]) / (steps[-1] - steps[0])
@@ -98,6 +98,8 @@ class RunProgress:
             return False
         self.rewards[metric.step] = reward
         self._times[metric.step] = metric.time
+        if len(self._times) > _RECENT_STEPS + 1:
+            del self._times[min(self._times)]
         self.step = max(self.step, metric.step)
         return True
 

@@ -75,6 +75,10 @@ class Evaluator:
         self._environments = environments
         self._store = open_weights(context)
         self._bucket = Bucket(context.broker, BUCKET_EVALS, EvalRecord)
+        self._asked: dict[int, EvalRecord] = {}
+        """What is asked for and has no result, by version."""
+        self._revision = 0
+        """Of the newest write to the job's evaluations that was read."""
         self._there: DescribeReply | None = None
         self._started = 0.0
 
@@ -109,9 +113,14 @@ class Evaluator:
         await context.event("evaluation_done", **told)
 
     async def _next(self) -> EvalRecord | None:
-        entries = await self._bucket.items(f"{self._context.scope.key}.")
-        waiting = [e.value for e in entries if e.value.state in ("requested", "running")]
-        return min(waiting, key=lambda record: record.version, default=None)
+        for entry in await self._bucket.changes(self._context.scope.key, self._revision):
+            self._revision = entry.revision
+            record = entry.value
+            if record.state in ("requested", "running"):
+                self._asked[record.version] = record
+            else:
+                self._asked.pop(record.version, None)
+        return self._asked[min(self._asked)] if self._asked else None
 
     async def _evaluate(self, record: EvalRecord) -> None:
         try:
@@ -125,6 +134,7 @@ class Evaluator:
 
     async def _finish(self, record: EvalRecord) -> None:
         """Write a result, unless another evaluator was first."""
+        self._asked.pop(record.version, None)
         key = f"{self._context.scope.key}.{record.version}"
         entry = await self._bucket.get(key)
         if entry is None or entry.value.state not in ("requested", "running"):

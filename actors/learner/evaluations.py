@@ -37,7 +37,8 @@ class Evaluations:
         self._scope = scope
         self._bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
         self._waiting: set[int] = set()
-        self._known: set[int] = set()
+        self._revision = 0
+        """Of the newest write that was read."""
         self._collecting = asyncio.Lock()
 
     async def load(self) -> None:
@@ -62,7 +63,7 @@ class Evaluations:
 
     async def request(self, version: int, *, always: bool = False) -> bool:
         """Ask for an evaluation; False when it is there already or too many are waiting."""
-        if not self._has_evaluator or version in self._known:
+        if not self._has_evaluator:
             return False
         if len(self._waiting) >= _MAX_OPEN and not always:
             return False
@@ -72,7 +73,6 @@ class Evaluations:
                 await self._bucket.create(self._key(version), record)
             except ConflictError:
                 return False
-            self._known.add(version)
             self._waiting.add(version)
         return True
 
@@ -85,16 +85,15 @@ class Evaluations:
     async def collect(self) -> None:
         """Report the results that have come; clients may have asked for versions, too."""
         async with self._collecting:
-            entries = await self._bucket.items(f"{self._scope.key}.")
-            self._known = {entry.value.version for entry in entries}
-            for entry in entries:
-                if entry.value.state in ("done", "failed"):
+            for entry in await self._bucket.changes(self._scope.key, self._revision):
+                self._revision = entry.revision
+                version, state = entry.value.version, entry.value.state
+                if state in ("requested", "running"):
+                    self._waiting.add(version)
+                    continue
+                if state in ("done", "failed"):
                     await self._report(entry)
-            self._waiting = {
-                entry.value.version
-                for entry in entries
-                if entry.value.state in ("requested", "running")
-            }
+                self._waiting.discard(version)
 
     async def wait_all(self) -> None:
         """Wait until every evaluation that was asked for is reported."""

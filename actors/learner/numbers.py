@@ -1,4 +1,8 @@
-"""Sets of task numbers that stay small: half-open ranges, as numbers come nearly in order."""
+"""Sets of task numbers that stay small: half-open ranges, as numbers come nearly in order.
+
+What a step asks of them takes no longer the more ranges there are: the numbers before each range
+are counted once, and again only behind a place that has changed.
+"""
 
 import bisect
 from collections.abc import Iterable, Iterator
@@ -10,6 +14,8 @@ class NumberSet:
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._before: list[int] = []
+        """How many numbers come before each range, as far as it was counted."""
         for start, end in ranges:
             self._add_range(start, end)
 
@@ -27,7 +33,7 @@ class NumberSet:
         return at >= 0 and number < self._ends[at]
 
     def __len__(self) -> int:
-        return sum(end - start for start, end in self.ranges())
+        return self.count_below(self._ends[-1]) if self._ends else 0
 
     def __iter__(self) -> Iterator[int]:
         for start, end in self.ranges():
@@ -35,7 +41,14 @@ class NumberSet:
 
     def count_below(self, limit: int) -> int:
         """Count the numbers under `limit`."""
-        return sum(min(end, limit) - start for start, end in self.ranges() if start < limit)
+        at = bisect.bisect_left(self._starts, limit) - 1
+        if at < 0:
+            return 0
+        while len(self._before) <= at:
+            last = len(self._before) - 1
+            size = self._ends[last] - self._starts[last] if self._before else 0
+            self._before.append(self._before[-1] + size if self._before else 0)
+        return self._before[at] + min(self._ends[at], limit) - self._starts[at]
 
     def gaps(self, limit: int) -> Iterator[int]:
         """Give the numbers under `limit` that are not in the set, ascending."""
@@ -59,3 +72,4 @@ class NumberSet:
             end = max(end, self._ends[last - 1])
         self._starts[first:last] = [start]
         self._ends[first:last] = [end]
+        del self._before[first + 1 :]

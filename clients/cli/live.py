@@ -49,10 +49,9 @@ def open_display(progress: RunProgress, *, as_json: bool) -> Iterator[Display]:
     if as_json:
         yield JsonDisplay(progress)
     elif is_terminal():
-        with Live(console=stdout(), refresh_per_second=4) as live:
-            display = LiveDisplay(progress, live)
+        display = LiveDisplay(progress)
+        with Live(console=stdout(), refresh_per_second=4, get_renderable=display.draw):
             yield display
-            display.draw()
     else:
         yield LineDisplay(progress)
 
@@ -106,25 +105,26 @@ class LineDisplay:
 
 
 class LiveDisplay:
-    """Progress, reward, validation, lag, tokens/s, time left, episodes, and the bottleneck."""
+    """Progress, reward, validation, lag, tokens/s, time left, episodes, and the bottleneck.
+
+    It is drawn some times a second, however fast the updates of a long run come.
+    """
 
     wants_crew = True
 
-    def __init__(self, progress: RunProgress, live: Live) -> None:
+    def __init__(self, progress: RunProgress) -> None:
         self._progress = progress
-        self._live = live
         self._events: list[Event] = []
 
     def show(self, update: Update) -> None:
-        """Draw again with what is new."""
+        """Take what is new; the next drawing shows it."""
         take(self._progress, update)
         if isinstance(update, Event) and update.kind != "bottleneck":
             self._events = [*self._events, update][-_SHOWN_EVENTS:]
-        self.draw()
 
-    def draw(self) -> None:
-        """Draw the whole display."""
-        self._live.update(render(self._progress, self._events))
+    def draw(self) -> Group:
+        """Return the whole display as of now."""
+        return render(self._progress, self._events)
 
 
 def take(progress: RunProgress, update: Update) -> bool:

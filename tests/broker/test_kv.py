@@ -9,6 +9,7 @@ from tinkermq.broker.door import Door
 from tinkermq.broker.kv import WRITE_ID, Bucket
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import stored_message
+from tinkermq.broker.streams import stream_subjects
 from tinkermq.schemas.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.subjects import BUCKET_LEASES, BUCKET_REQUESTS
@@ -185,3 +186,28 @@ async def test_reads_and_writes_go_on_across_a_kill_of_the_server(
     entry = await bucket.get("kept")
     assert entry is not None
     assert (entry.value.job, entry.revision) == (str(written), revision)
+
+
+async def test_changes_are_read_once_however_many_keys_there_are(
+    bucket: Bucket[RequestRecord],
+) -> None:
+    for number in range(5):
+        await bucket.create(f"changing.{number}", _value("old"))
+    first = await bucket.changes("changing", 0)
+    assert [entry.key for entry in first] == [f"changing.{number}" for number in range(5)]
+    newest = first[-1].revision
+    assert await bucket.changes("changing", newest) == []
+    await bucket.create("elsewhere.1", _value("new"))
+    await bucket.put("changing.3", _value("new"))
+    found = await bucket.changes("changing", newest)
+    assert [(entry.key, entry.value.job) for entry in found] == [("changing.3", "new")]
+
+
+async def test_a_purged_key_leaves_no_trace(bucket: Bucket[RequestRecord], broker: Broker) -> None:
+    await bucket.create("purged.1", _value("x"))
+    await bucket.create("purged.2", _value("x"))
+    await bucket.purge("purged.1")
+    await bucket.purge("purged.1")
+    held = await stream_subjects(broker, f"KV_{bucket.name}", f"$KV.{bucket.name}.purged.>")
+    assert held == [f"$KV.{bucket.name}.purged.2"]
+    await bucket.create("purged.1", _value("y"))

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.objects import ObjectStore, chunks_of
 from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.errors import (
@@ -325,3 +325,15 @@ def test_chunks_cover_all_bytes_and_copy_only_at_seams() -> None:
         assert all(len(chunk) == size for chunk in chunks[:-1])
     assert list(chunks_of([], 4)) == []
     assert next(chunks_of(parts, 5)).obj is parts[0].obj
+
+
+async def test_versions_that_were_removed_leave_nothing_for_later_steps_to_read(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope)
+    for version in range(20):
+        await store.publish(version, _tensors(version, num_values=2))
+        await store.keep(set(), newest=2)
+    state = (await stream_info(broker, f"KV_{scope.bucket_weights}"))["state"]
+    assert state["messages"] == 3  # two versions and which is the latest
+    assert await store.versions() == [18, 19]

@@ -42,3 +42,12 @@ def test_numbers_in_order_make_one_range() -> None:
     for number in [0, 1, 3, 2, 4]:
         ours.add(number)
     assert ours.ranges() == [(0, 5)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 70))))
+def test_it_counts_right_while_it_grows(steps: list[tuple[int, int]]) -> None:
+    ours, plain = NumberSet(), set[int]()
+    for number, limit in steps:
+        ours.add(number)
+        plain.add(number)
+        assert ours.count_below(limit) == sum(one < limit for one in plain)
