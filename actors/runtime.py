@@ -26,7 +26,7 @@ import uvloop
 from ..broker.connection import Broker, connect
 from ..broker.feed import publish_event
 from ..broker.kv import Bucket
-from ..broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from ..broker.login import take_login
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import Service
 from ..broker.streams import create_shared, wait_for_shared
@@ -307,9 +307,8 @@ def _run(
         loop = asyncio.get_running_loop()
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
-        broker = await connect(nats, name=bound["actor"], deadline_s=_CONNECT_DEADLINE_S)
-        for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
-            os.environ.pop(secret, None)  # not for the processes that this one starts
+        login, name = take_login(), bound["actor"]
+        broker = await connect(nats, name=name, login=login, deadline_s=_CONNECT_DEADLINE_S)
         try:
             return await body(broker, stopping)
         finally:

@@ -356,20 +356,21 @@ async def connect(
     user: str = DEFAULT_USER,
     api_key: str | None = None,
     credentials_file: Path | None = None,
+    login: Login | None = None,
     deadline_s: float = 10.0,
     **credentials: Any,
 ) -> Broker:
     """Connect to the broker and check that it has JetStream.
 
-    Who connects is told by `credentials_file` (a service's), by `api_key`, or by what the
-    environment holds (`login.py`); else it is `user`, at a broker without authentication.
+    Who connects is told by `login`, by `credentials_file` (a service's), by `api_key`, or by what
+    the environment holds (`login.py`); else it is `user`, at a broker without authentication.
     `credentials` are further options of nats-py's.
 
     Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
     has JetStream disabled; AuthError for a malformed key.
     """
     faults.check_url(url)
-    broker = Broker(url, name, find_login(user, api_key, credentials_file))
+    broker = Broker(url, name, login or find_login(user, api_key, credentials_file))
     await broker.open(deadline_s, credentials)
     if broker.is_guest:
         return broker

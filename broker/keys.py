@@ -49,7 +49,7 @@ def user_of_key(key: str) -> str:
     kind, _, user = head.partition("_")
     if kind != _KEY or not user or len(secret) != _SECRET_CHARS:
         raise AuthError(
-            "this is not an API key",
+            "this is not an API key" if key else "the API key is empty",
             hint="a key looks like tmq_<user>_<secret>; ask an admin for one (`tinkermq user add`)",
         )
     return token(user, what="user")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import AuthError, BrokerError
-from ..schemas.subjects import SERVICES, inbox, token, user_door
+from ..schemas.subjects import DEFAULT_USER, SERVICES, inbox, token, user_door
 from .keys import id_of_invitation, read_job_key, user_of_key
+from .process import erase_variable
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
@@ -24,6 +25,9 @@ CA_VARIABLE = "TINKERMQ_CA"
 _SEED = "nkeys_seed_str"
 AS_VARIABLE = "TINKERMQ_AS"
 """An admin sets it to the user whose jobs he wants to look at or to stop."""
+INVITATION_VARIABLE = "TINKERMQ_INVITATION"
+OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
+"""What a person's environment may hold, and no process that somebody started with it needs."""
 _GUESTS = frozenset({"environment"})
 
 
@@ -53,13 +57,39 @@ class Login:
 def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
     """Return how to connect, from the arguments and the environment.
 
-    Raises AuthError for a malformed key, BrokerError for a credentials file that cannot be read.
+    A key that was given counts, an empty one too, which is none. Raises AuthError for a malformed
+    key, BrokerError for a credentials file that cannot be read.
     """
+    if api_key is not None:
+        return _of_key(api_key)
     path = credentials_file or os.environ.get(CREDENTIALS_VARIABLE)
-    if api_key is None and path:
+    if path:
         return _of_service(Path(path))
-    key = api_key or os.environ.get(KEY_VARIABLE)
-    return _of_key(key) if key else Login(token(user, what="user"), inbox(user))
+    key = os.environ.get(KEY_VARIABLE)
+    return _of_key(key) if key else nobody(user)
+
+
+def nobody(user: str = DEFAULT_USER) -> Login:
+    """Return how to connect without any secret, whatever the environment holds."""
+    return Login(token(user, what="user"), inbox(user))
+
+
+def take_login() -> Login:
+    """Return how a service connects, and take every secret out of its environment.
+
+    A service calls this before it listens: what it opens later on behalf of somebody, and what it
+    starts, has that one's rights and not its own. Raises what `find_login` raises.
+    """
+    try:
+        return find_login(DEFAULT_USER, None)
+    finally:
+        for name in (CREDENTIALS_VARIABLE, *OF_PERSONS):
+            erase_variable(name)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the secrets of the person who starts something in it."""
+    return {name: value for name, value in environment.items() if name not in OF_PERSONS}
 
 
 def _of_key(key: str) -> Login:

@@ -1,6 +1,7 @@
-"""The tie between a process and its parent: what is started here ends with whoever started it."""
+"""The ties between a process and others: its parent's end is its own, its secrets are nobody's."""
 
 import ctypes
+import itertools
 import os
 import signal
 import sys
@@ -24,3 +25,20 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> Callable[[
                 os._exit(1)
 
     return in_child
+
+
+def erase_variable(name: str) -> str:
+    """Take a variable out of the environment and return its value, empty without one.
+
+    Neither this process's children nor, on Linux, those who read `/proc/<pid>/environ` find it.
+    """
+    value = os.environ.get(name, "")
+    if _LIBC is not None:
+        start = f"{name}=".encode()
+        variables = ctypes.POINTER(ctypes.c_void_p).in_dll(_LIBC, "environ")
+        for address in itertools.takewhile(bool, (variables[n] for n in itertools.count())):
+            text = ctypes.string_at(address)
+            if text.startswith(start):
+                ctypes.memset(address + len(start), 0, len(text) - len(start))
+    os.environ.pop(name, None)
+    return value

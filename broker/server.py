@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from ..schemas.errors import BrokerError
+from .login import without_secrets
 from .process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
@@ -110,7 +111,7 @@ class NatsServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={"GOMEMLIMIT": _MEMORY_LIMIT, **os.environ},
+                env={"GOMEMLIMIT": _MEMORY_LIMIT, **without_secrets(os.environ)},
                 pass_fds=[lock.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()) if self._die_with_parent else None,

@@ -6,7 +6,6 @@ in the pool's own account it keeps the users, answers admins and nodes, and hold
 
 import asyncio
 import contextlib
-import os
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ from ...broker.complaints import RECONNECT_WAIT_S
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore
 from ...broker.login import tls_options
+from ...broker.process import erase_variable
 from ...broker.users import UserStore, create_user_stores
 from ...schemas.errors import AuthError, ConfigError, ConflictError, MessageError, TinkermqError
 from ..runtime import ActorContext
@@ -36,7 +36,7 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 async def run(context: ActorContext) -> None:
     """Serve until `context.stopping` is set."""
-    folder = os.environ.get(SECRETS_VARIABLE)
+    folder = erase_variable(SECRETS_VARIABLE)
     if not folder:
         raise ConfigError(
             f"${SECRETS_VARIABLE} is not set",

@@ -57,6 +57,8 @@ async def log_in_page(request: Request) -> Response:
 async def log_in(request: Request) -> Response:
     """Begin a session and lead to where the visitor wanted to go."""
     gateway = gateway_of(request)
+    if not gateway.sessions.with_keys:
+        return RedirectResponse("/jobs", status_code=303)
     try:
         session = await gateway.sessions.log_in((await form_of(request)).get("key", "").strip())
     except LogInError as error:

@@ -16,13 +16,14 @@ import uvicorn
 
 from ...broker.connection import connect
 from ...broker.faults import check_url
-from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from ...broker.login import Login, take_login
 from ...broker.presence import PresenceBeat
 from ...broker.rpc import Service
 from ...broker.streams import create_shared, wait_for_shared
 from ...broker.systemd import told_to_systemd
 from ...schemas.errors import BrokerError, ConfigError, StorageError
 from ...schemas.metric import Presence
+from ...schemas.subjects import SERVICES
 from .app import make_app
 from .guard import LOOPBACK
 from .sessions import Sessions, asks_for_keys
@@ -57,6 +58,7 @@ async def run(options: Options) -> None:
     Raises ConfigError for an address that must not be listened on and for a certificate that
     cannot be used, StorageError for an address in use, BrokerError when no broker answers.
     """
+    login = take_login()  # what visitors do is done with their own keys, never with this one
     check_url(options.nats)
     _check_certificate(options)
     with_keys = await _until_broker(options.nats, options.patience_s)
@@ -86,7 +88,7 @@ async def run(options: Options) -> None:
             )
         )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
-        async with _announced(options, sessions):
+        async with _announced(options, sessions, login):
             _stop_on_signal(server, gateway)
             scheme = "https" if options.certificate else "http"
             address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
@@ -165,19 +167,17 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.asynccontextmanager
-async def _announced(options: Options, sessions: Sessions) -> AsyncIterator[None]:
+async def _announced(options: Options, sessions: Sessions, login: Login) -> AsyncIterator[None]:
     """Be an actor like others: a micro service with a heartbeat, watched by systemd.
 
     Where the broker asks for keys that needs the gateway's own credentials; they let it do nothing
     else.
     """
-    if sessions.with_keys and not os.environ.get(CREDENTIALS_VARIABLE):
+    if sessions.with_keys and login.user not in SERVICES:
         async with told_to_systemd():
             yield
         return
-    async with await connect(options.nats, name=options.name) as broker:
-        for secret in (KEY_VARIABLE, CREDENTIALS_VARIABLE):
-            os.environ.pop(secret, None)
+    async with await connect(options.nats, name=options.name, login=login) as broker:
         if sessions.with_keys:
             await wait_for_shared(broker, options.patience_s)
         else:

@@ -21,7 +21,8 @@ from ...broker.addresses import server_urls
 from ...broker.connection import Broker, connect
 from ...broker.faults import shown_url
 from ...broker.keys import user_of_key
-from ...schemas.errors import AuthError, BrokerError, MessageError, TinkermqError
+from ...broker.login import nobody
+from ...schemas.errors import AuthError, BrokerError, BusyError, MessageError, TinkermqError
 from ...schemas.job import JobRecord
 
 LOCAL_USER = "local"
@@ -30,6 +31,8 @@ SESSION_S = 12 * 3600.0
 IDLE_S = 600.0
 MAX_VISITORS = 128
 MAX_SESSIONS = 4096
+MAX_SESSIONS_OF_USER = 16
+"""Browsers in which one user is logged in; the next log-in ends the oldest."""
 _CONNECT_DEADLINE_S = 5.0
 _INFO_DEADLINE_S = 5.0
 _CONNECTING_AT_ONCE = 8
@@ -66,6 +69,7 @@ class Visitor:
 
 @dataclass(frozen=True)
 class _Session:
+    user: str
     key: str
     until: float
 
@@ -105,13 +109,17 @@ class Sessions:
 
     async def log_in(self, key: str) -> str:
         """Return the id of a new session of the key's user; raises LogInError."""
-        await self.visitor_of_key(key)
-        now = time.monotonic()
+        if not self.with_keys:
+            raise LogInError("this pool asks for no keys", hint="begin at /jobs")
+        user, now = (await self.visitor_of_key(key)).user, time.monotonic()
         self._sessions = {name: one for name, one in self._sessions.items() if one.until > now}
+        own = [name for name, one in self._sessions.items() if one.user == user]
+        for oldest in own[: max(0, len(own) + 1 - MAX_SESSIONS_OF_USER)]:
+            del self._sessions[oldest]
         if len(self._sessions) >= MAX_SESSIONS:
-            raise LogInError("too many people are logged in", hint="try again later")
+            raise BusyError("too many people are logged in", hint="try again later")
         session = secrets.token_urlsafe(32)
-        self._sessions[session] = _Session(key, now + self._session_s)
+        self._sessions[session] = _Session(user, key, now + self._session_s)
         return session
 
     async def log_out(self, session: str) -> None:
@@ -121,10 +129,13 @@ class Sessions:
             await self._drop(ended.key)
 
     async def visitor(self, *, session: str | None, key: str | None) -> Visitor:
-        """Return who asks, by key or session; raises LogInError."""
+        """Return who asks, by key or session; raises LogInError.
+
+        A key that was given counts, an empty one too.
+        """
         if not self.with_keys:
-            return await self.visitor_of_key("")
-        if key:
+            return await self._connected("")
+        if key is not None:
             return await self.visitor_of_key(key)
         found = self._sessions.get(session or "")
         if found is None or found.until < time.monotonic():
@@ -136,9 +147,14 @@ class Sessions:
             raise
 
     async def visitor_of_key(self, key: str) -> Visitor:
-        """Return the user of a key with their connection, which is opened if need be.
+        """Return the user of a key with their connection; raises LogInError."""
+        user_of(key)
+        return await self._connected(key)
 
-        One that broke is opened anew: the key may have been revoked.
+    async def _connected(self, key: str) -> Visitor:
+        """Return the visitor of a key, who is connected if need be.
+
+        A connection that broke is opened anew: the key may have been revoked.
         """
         found = self._visitors.get(key)
         if found is not None and found.broker.is_connected:
@@ -170,12 +186,14 @@ class Sessions:
         await self._drop(key)
         await self._make_room()
         async with self._free:
-            if key:
+            if self.with_keys:
                 user = user_of(key)
                 broker = await _connect_as(self.url, user, key)
             else:
                 user = LOCAL_USER
-                broker = await connect(self.url, name="gateway", deadline_s=_CONNECT_DEADLINE_S)
+                broker = await connect(
+                    self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
+                )
         self._visitors[key] = Visitor(user, broker)
         return self._visitors[key]
 

@@ -28,6 +28,7 @@ _STATUS = {
     "fenced": 409,
     "deadline": 504,
     "broker": 503,
+    "busy": 429,
     "internal": 500,
 }
 

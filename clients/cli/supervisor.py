@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
-from ...broker.login import CREDENTIALS_VARIABLE, KEY_VARIABLE
+from ...broker.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from ...broker.process import erase_variable
 from ...broker.server import NatsServer
 from ...schemas.errors import DeadlineError, TinkermqError
 from ..home import URL_VARIABLE, Home, StackState
@@ -134,8 +135,8 @@ class Supervisor:
 
     def _environment(self, name: str, url: str) -> dict[str, str]:
         """Return the environment of a child: secrets travel as names of files."""
-        environment = {**os.environ, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
-        environment.pop(KEY_VARIABLE, None)  # of the user who typed `up`
+        given = without_secrets(os.environ)  # of the user who typed `up`
+        environment = {**given, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
         if self.secrets.exist:
             environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
         if name == "auth":
@@ -254,6 +255,8 @@ async def _heard(url: str, credentials: Path | None) -> set[int]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a supervisor that tells its parent by one line whether the stack is up."""
     options = _parse(argv)
+    for name in OF_PERSONS:
+        erase_variable(name)
     try:
         Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
     except TinkermqError as error:

@@ -6,7 +6,7 @@ import time
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
-from ...broker.login import KEY_VARIABLE
+from ...broker.login import INVITATION_VARIABLE, KEY_VARIABLE
 from ...broker.user_calls import ask_users
 from ...schemas.errors import AuthError
 from ...schemas.message import Empty, Message
@@ -30,8 +30,6 @@ from .output import print_json, print_table, say
 from .session import with_pool
 
 R = TypeVar("R", bound=Message)
-
-CODE_VARIABLE = "TINKERMQ_INVITATION"
 
 
 def add(
@@ -155,7 +153,7 @@ def invite(
         print_json({"code": reply.secret, "expires": reply.expires})
     else:
         say(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
-        say(f"  export {CODE_VARIABLE}={reply.secret}")
+        say(f"  export {INVITATION_VARIABLE}={reply.secret}")
         say("  tinkermq register NAME")
     return 0
 
@@ -190,9 +188,11 @@ def register(user: str, /, *, common: Common = COMMON) -> int:
     user
         Wanted name.
     """
-    code = os.environ.get(CODE_VARIABLE) or sys.stdin.readline().strip()
+    code = os.environ.get(INVITATION_VARIABLE) or sys.stdin.readline().strip()
     if not code:
-        raise AuthError("there is no invitation", hint=f"set {CODE_VARIABLE}, or write it to stdin")
+        raise AuthError(
+            "there is no invitation", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
+        )
     reply = _ask(common, "register", Register(code=code, user=user), NewKey, api_key=code)
     return _show_key(reply, as_json=common.json)
 

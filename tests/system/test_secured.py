@@ -66,7 +66,7 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     try:
         words = ("up", "--port", "0", "--slots", "8", "--json")
         # games of the tests are found there, also by environment hosts behind walls
-        up = made.run(*words, WANDB_MODE="offline", PYTHONPATH=str(REPOSITORY))
+        up = made.run(*words, key="root", WANDB_MODE="offline", PYTHONPATH=str(REPOSITORY))
         assert up.code == 0, up.err
         services = {"broker", "auth", "scheduler", "node", "gateway"}
         assert set(json.loads(up.out)["children"]) == services
@@ -84,6 +84,16 @@ def test_init_writes_secrets_for_the_owner_only_and_not_twice(operator: Operator
     again = operator.run("init")
     assert again.code != 0
     assert "holds the secrets of a pool already" in again.err
+
+
+def test_no_service_keeps_a_key_or_the_place_of_one_in_its_environment(operator: Operator) -> None:
+    state = Home(operator.home).running()
+    assert state is not None
+    secret = [operator.keys["root"].encode(), str(operator.home / "secrets").encode()]
+    for name, pid in {"supervisor": state.pid, **state.children}.items():
+        held = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"TINKERMQ_HOME" in held, name
+        assert not [one for one in secret if one in held], name
 
 
 def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
