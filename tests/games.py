@@ -9,6 +9,8 @@ from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.games.guess import GuessGame
 
+from tests import hostile
+
 
 class SlowBandit(BanditGame):
     """A bandit whose step takes time: `delay_s`, and for some episodes a tail on top.
@@ -77,7 +79,7 @@ class WithTool(BanditGame):
 
 
 class Snoop(BanditGame):
-    """Rewards what it can read of others: files by a pattern, `|` for `/`, and their processes."""
+    """Rewards what it can do to others: read files by a pattern, `|` for `/`, and more tries."""
 
     def __init__(self, pattern: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -88,7 +90,8 @@ class Snoop(BanditGame):
         found += [
             one for one in Path("/proc").glob("[0-9]*/environ") if b"learner" in command_of(one)
         ]
-        return StepResult(f"{len(found)} found", float(len(found)), done=True)
+        came_off = len(found) + hostile.count()
+        return StepResult(f"{came_off} came off", float(came_off), done=True)
 
 
 def command_of(environ: Path) -> bytes:

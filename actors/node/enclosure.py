@@ -5,6 +5,12 @@ the data files that its job names, and what the operator names in `$TINKERMQ_GAM
 read-only; a /tmp and a home of its own, in memory; its own processes. It sees no run folder, no
 file of the node, no other process, and of the node's environment only what `_VARIABLES` and
 `$TINKERMQ_GAME_VARIABLES` name. It shares the network, over which it reaches the broker.
+
+It runs as a user that nobody is: the kernel lets root's number write its settings whatever else was
+taken from it. A node run by root sets the walls up as root and gives its rights and its number up
+before the game starts; one run by an ordinary user takes a user namespace. Either way a seccomp
+filter refuses namespaces, mounts, tracing and the like, so no game makes walls, or a /proc, of its
+own: its programs of a model run outside, in sandboxes that the node starts (`sandboxes.py`).
 """
 
 import asyncio
@@ -13,14 +19,18 @@ import signal
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ...broker.login import CA_VARIABLE
 from ...broker.process import die_with
 from ...envs.dataset import is_dataset_name
-from ...envs.sandbox.program import bubblewrap_program, remedy
+from ...envs.sandbox.program import bubblewrap_program, remedy, unprivileged_user
+from ...envs.sandbox.seccomp import game_filter
+from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.errors import SandboxError
 from ...schemas.node import WantedActor
+from .sandboxes import SandboxSocket
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
 """Further folders for games, joined by `:`, such as packages and data of theirs."""
@@ -39,19 +49,39 @@ _ETC = (
     *("protocols", "resolv.conf", "services", "ssl", "timezone"),
 )
 _ROOMS = ("actors", "broker", "clients", "envs", "schemas")
+_PROC_SETTINGS = ("sys", "sysrq-trigger", "irq", "bus", "fs")
+_WHO = {"USER": "nobody", "LOGNAME": "nobody"}
+"""Its number stands in no list of users."""
 _TRIAL_DEADLINE_S = 20.0
+_DROP = """
+import ctypes, os, sys
+libc, user = ctypes.CDLL(None), int(sys.argv[1])
+right, drop_right = 0, 24
+while not libc.prctl(drop_right, right, 0, 0, 0):
+    right += 1
+os.setgroups([])
+os.setresgid(user, user, user)
+os.setresuid(user, user, user)
+libc.capset((ctypes.c_uint * 2)(0x20080522, 0), (ctypes.c_uint * 6)())
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+"""Runs before the game: gives up every right, for good, and becomes somebody else."""
 
 
 class EnclosedChild:
     """A process behind walls; bubblewrap stands before it and goes with it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, sandboxes: SandboxSocket) -> None:
         self._process = process
+        self._sandboxes = sandboxes
         self.pid = process.pid
 
     async def wait(self) -> int:
-        """Wait for its end and return its exit code."""
-        return await self._process.wait()
+        """Wait for its end, and that of the programs it has asked for; return its exit code."""
+        try:
+            return await self._process.wait()
+        finally:
+            await self._sandboxes.close()
 
     def terminate(self) -> None:
         """Ask it to drain; bubblewrap hands no signal on, and to end that would end all at once."""
@@ -74,26 +104,28 @@ class Enclosure:
         output: int,
     ) -> EnclosedChild:
         """Start the program of one; OSError where none can be enclosed, with the remedy."""
+        sandboxes = SandboxSocket(_allowed(os.environ))
         try:
-            walls = await asyncio.to_thread(self.walls, wanted)  # disks may be slow
+            walls = await asyncio.to_thread(self._walls, wanted)  # disks may be slow
+            walls += ["--bind", str(sandboxes.path), str(SOCKET)]
             if not self._tried:
                 await _try(walls)
                 self._tried = True
+            process = await _start(
+                [*walls, "--", *_dropped(command)],
+                stdout=output,
+                stderr=output,
+                env={**_allowed(os.environ), **_WHO, **environment},
+            )
         except SandboxError as error:
+            await sandboxes.close()
             raise OSError(f"{error.message}; {error.hint}") from error
-        process = await asyncio.create_subprocess_exec(
-            *walls,
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env={**_allowed(os.environ), **environment},
-            start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
-        )
-        return EnclosedChild(process)
+        except BaseException:
+            await sandboxes.close()
+            raise
+        return EnclosedChild(process, sandboxes)
 
-    def walls(self, wanted: WantedActor) -> list[str]:
+    def _walls(self, wanted: WantedActor) -> list[str]:
         """Return bubblewrap's command line up to the program that it is to run."""
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
@@ -102,10 +134,13 @@ class Enclosure:
         shown += [path for path in data if is_dataset_name(path) and path.is_file()]
         if authority := os.environ.get(CA_VARIABLE):
             shown.append(Path(authority))
-        command = [bubblewrap_program(), "--die-with-parent", "--new-session"]
-        command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        command += ["--unshare-pid", "--unshare-ipc", "--proc", "/proc", "--dev", "/dev"]
-        command += ["--tmpfs", "/tmp"]  # noqa: S108 - its own, in memory
+        command = [bubblewrap_program(), "--die-with-parent", "--new-session", *_rights()]
+        command += ["--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        command += ["--proc", "/proc", "--dev", "/dev"]
+        for name in _PROC_SETTINGS:
+            command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
+        for folder in ("/tmp", "/dev/shm"):  # noqa: S108 - its own, in memory
+            command += ["--perms", "1777", "--tmpfs", folder]
         for name in _SYSTEM:
             path = Path("/", name)
             if path.is_symlink():
@@ -113,22 +148,57 @@ class Enclosure:
             else:
                 command += ["--ro-bind-try", str(path), str(path)]
         etc = (Path("/etc", name) for name in _ETC)
-        for path in [*etc, *sorted(set(shown))]:
+        if unprivileged_user() is not None:
+            _refuse_unreadable(shown)
+        own, shown = {Path.home(), Path.cwd()}, [*etc, *sorted(set(shown))]
+        above = {parent for path in [*own, *shown] for parent in path.parents}
+        for folder in sorted(above | own):
+            command += ["--perms", "1777" if folder in own else "0755", "--dir", str(folder)]
+        for path in shown:
             command += ["--ro-bind-try", str(path), str(path)]
-        for folder in (Path.home(), Path.cwd()):
-            command += ["--dir", str(folder)]
         return [*command, "--chdir", str(Path.cwd())]
+
+
+def _rights() -> list[str]:
+    """Return what takes the rights of root: those it needs to become somebody else go later."""
+    if unprivileged_user() is None:
+        return ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+    rights = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP")
+    return ["--cap-drop", "ALL", *(word for one in rights for word in ("--cap-add", one))]
+
+
+def _dropped(command: Sequence[str]) -> list[str]:
+    """Return what runs a program as nobody, where root has set the walls up."""
+    user = unprivileged_user()
+    if user is None:
+        return list(command)
+    return [sys.executable, "-I", "-S", "-c", _DROP, str(user), *command]
+
+
+async def _start(command: Sequence[str], **settings: Any) -> asyncio.subprocess.Process:
+    """Start bubblewrap with the filter of system calls."""
+    rules, rules_in = os.pipe()
+    try:
+        os.write(rules_in, game_filter())
+        os.close(rules_in)
+        return await asyncio.create_subprocess_exec(
+            *[command[0], "--seccomp", str(rules), *command[1:]],
+            stdin=asyncio.subprocess.DEVNULL,
+            pass_fds=[rules],
+            start_new_session=True,
+            preexec_fn=die_with(os.getpid()),
+            **settings,
+        )
+    finally:
+        os.close(rules)
 
 
 async def _try(walls: list[str]) -> None:
     """Raise SandboxError if no program runs behind the walls."""
-    process = await asyncio.create_subprocess_exec(
-        *walls,
-        "true",
-        stdin=asyncio.subprocess.DEVNULL,
+    process = await _start(
+        [*walls, "--", *_dropped(["true"])],
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
-        preexec_fn=die_with(os.getpid()),
     )
     try:
         async with asyncio.timeout(_TRIAL_DEADLINE_S):
@@ -172,4 +242,15 @@ def _refuse_runs(folders: Iterable[Path], run_dir: Path) -> None:
                 f"games would see the run folders of all users in {folder}",
                 hint="let the runs lie elsewhere (output_dir) than what games see: Python's own "
                 f"folders, $PYTHONPATH and ${FOLDERS_VARIABLE}",
+            )
+
+
+def _refuse_unreadable(paths: Iterable[Path]) -> None:
+    """Raise SandboxError for what only root may read: the game is somebody else."""
+    for path in paths:
+        needed = 0o005 if path.is_dir() else 0o004
+        if path.exists() and path.stat().st_mode & needed != needed:
+            raise SandboxError(
+                f"hosted games may not read {path}: a node that root runs lets them run as nobody",
+                hint=f"chmod -R o+rX {path}",
             )

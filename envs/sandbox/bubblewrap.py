@@ -15,10 +15,10 @@ from typing import Self
 from ...schemas.errors import SandboxError
 from .enclosed import Enclosed
 from .mounts import PACKAGES, package_mounts, system_mounts
-from .program import bubblewrap_program, remedy
-from .seccomp import seccomp_filter
+from .program import bubblewrap_program, remedy, unprivileged_user
+from .seccomp import program_filter
 from .self_test import PROBE, check_answer
-from .settings import MAX_CODE_BYTES, Outcome, SandboxSettings
+from .settings import Outcome, SandboxSettings, too_long
 
 _UNBOUNDED = 1 << 20
 _NAMESPACES = ("pid", "net", "ipc", "uts")
@@ -44,7 +44,7 @@ class Bubblewrap:
     def __init__(self, settings: SandboxSettings) -> None:
         """Prepare; SandboxError for a machine without bubblewrap, ConfigError for a package."""
         self._settings = settings
-        self._filter = seccomp_filter()
+        self._filter = program_filter()
         self._mounts = [*system_mounts(), *package_mounts(settings.packages)]
         self._program = bubblewrap_program()
         self._niceties = dict(_NICETIES)
@@ -73,7 +73,7 @@ class Bubblewrap:
                 if refused is None:
                     raise SandboxError(said, hint=error.hint or remedy(said)) from error
                 self._niceties.pop(refused)
-        who = "root" if os.getuid() == 0 else "user namespaces"
+        who = "user namespaces" if unprivileged_user() is None else "root"
         without = [f"without {name}" for name in _NICETIES if name not in self._niceties]
         told = ", ".join([who, *without])
         return f"bubblewrap at {self._program} encloses programs ({told})"
@@ -88,7 +88,7 @@ class Bubblewrap:
         command = [self._program, "--die-with-parent", "--new-session", "--clearenv"]
         command += [f"--unshare-{name}" for name in _NAMESPACES]
         command += ["--unshare-cgroup-try", "--cap-drop", "ALL"]
-        if os.getuid() == 0:
+        if unprivileged_user() is not None:
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
         else:
             command += ["--unshare-user", "--uid", "65534", "--gid", "65534"]
@@ -120,8 +120,8 @@ class BubblewrapSession:
 
     def run(self, code: str, time_s: float | None = None) -> Outcome:
         """Run a program after those before it; one that was stopped takes its state with it."""
-        if len(code.encode("utf-8", "replace")) > MAX_CODE_BYTES:
-            return Outcome(f"the program is longer than {MAX_CODE_BYTES} bytes", "error", 0.0)
+        if (refused := too_long(code)) is not None:
+            return refused
         with self._places:
             enclosed = self._living()
             enclosed.thaw()

@@ -6,7 +6,6 @@ byte on `done` ends a program, and all else (limits, the end of its processes) i
 
 import contextlib
 import os
-import secrets
 import select
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from pathlib import Path
 
 from ...schemas.errors import SandboxError
 from .mounts import PYTHON
+from .program import unprivileged_user
 from .settings import Outcome, SandboxSettings, Status
 from .watch import descendants, exceeded, first_child
 
@@ -176,7 +176,7 @@ def _launch(
     os.write(rules_in, filter_)
     os.close(rules_in)
     # a user of its own, where the sandbox is started by root: limits are counted by user
-    user = 1 << 30 | secrets.randbits(28)
+    user = unprivileged_user() or 0
     arguments = [user, done_in, settings.memory_mb << 20, settings.disk_mb << 20]
     arguments += [settings.processes + 1, _NUM_FILES]
     command = [*bubblewrap, "--seccomp", str(rules), "--info-fd", str(about_in), "--"]

@@ -32,7 +32,7 @@ def main() -> None:
         ("MEMLOCK", 0),
     ):
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (most, most))
-    if os.getuid() == 0:
+    if user:
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)

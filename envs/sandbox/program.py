@@ -1,8 +1,15 @@
-"""Bubblewrap on this machine, and what helps where it cannot enclose."""
+"""Bubblewrap on this machine, the user as whom it runs programs, and what helps where it cannot."""
 
+import os
+import secrets
 import shutil
+from pathlib import Path
 
 from ...schemas.errors import SandboxError
+
+_FIRST_USER, _NUM_USERS = 1 << 30, 1 << 28
+_LEAST_USER = 1000
+_NUM_MAPPED = 5000
 
 
 def bubblewrap_program() -> str:
@@ -14,6 +21,22 @@ def bubblewrap_program() -> str:
             hint="apt-get install bubblewrap (dnf install bubblewrap) where environment hosts run",
         )
     return found
+
+
+def unprivileged_user() -> int | None:
+    """Return the number of a user that nobody is, another one at each call, for what root starts.
+
+    None for a process that is not root, and for one that has no other user to become.
+    """
+    if os.getuid() != 0:
+        return None
+    lines = Path("/proc/self/uid_map").read_text().splitlines()
+    end = max(int(line.split()[0]) + int(line.split()[2]) for line in lines)
+    if end >= _FIRST_USER + _NUM_USERS:
+        return _FIRST_USER + secrets.randbelow(_NUM_USERS)
+    # in a container with users of its own; the last two mean nobody and an error
+    least = max(_LEAST_USER, end - _NUM_MAPPED)
+    return least + secrets.randbelow(end - 2 - least) if end - 2 > least else None
 
 
 def remedy(said: str) -> str:

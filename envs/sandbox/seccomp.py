@@ -1,9 +1,10 @@
-"""The system calls that a program in the sandbox may not make, as a BPF program for bubblewrap.
+"""The system calls that enclosed programs may not make, as BPF programs for bubblewrap.
 
-What is refused: calls that reach past the limits on memory (memory files, System V segments),
-sockets other than Unix ones (AF_VSOCK is in no network namespace), new namespaces and mounts,
-looking into other processes, and corners of the kernel that no program of a model needs. See
-seccomp(2); the numbers are those of asm/unistd.h.
+Refused to all: new namespaces and mounts, looking into other processes, and corners of the kernel
+that no game needs. To programs of a model also calls that reach past their limits on memory (memory
+files, System V segments), and sockets other than Unix ones; a hosted game may use the network
+(AF_VSOCK is in no network namespace, so nobody may). See seccomp(2); the numbers are those of
+asm/unistd.h.
 """
 
 import errno
@@ -16,7 +17,7 @@ from ...schemas.errors import SandboxError
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_AF_UNIX = 1
+_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _NEW_NAMESPACES = 0x7E020080
 _X32 = 0x40000000
 
@@ -27,50 +28,73 @@ class _Machine(NamedTuple):
     """Numbers of socket and socketpair."""
     clone: int
     refused: tuple[int, ...]
+    to_programs: tuple[int, ...]
+    """Refused to programs of a model, too."""
 
 
-_COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 447)
-"""io_uring, mounting by file descriptors, secret memory: numbered alike everywhere."""
+_COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
+"""io_uring, mounting by file descriptors, files of other processes, secret memory: numbered alike
+everywhere."""
 _CLONE3 = 435
 _MACHINES = {
     "x86_64": _Machine(
         0xC000003E,
         (41, 53),
         56,
-        # memory: shmget shmat shmctl memfd_create userfaultfd; messages: semget msgget mq_open
-        # processes: ptrace process_vm_readv process_vm_writev kcmp personality
+        # processes: ptrace process_vm_readv process_vm_writev kcmp
         # mounts: mount umount2 pivot_root chroot unshare setns swapon swapoff quotactl acct
         # kernel: bpf perf_event_open keyctl add_key request_key init_module delete_module
         # finit_module kexec_load kexec_file_load open_by_handle_at fanotify_init syslog reboot
+        # userfaultfd
         (
-            *(29, 30, 31, 319, 323, 64, 68, 240, 101, 310, 311, 312, 135),
+            *(101, 310, 311, 312),
             *(165, 166, 155, 161, 272, 308, 167, 168, 179, 163),
-            *(321, 298, 250, 248, 249, 175, 176, 313, 246, 320, 304, 300, 103, 169),
+            *(321, 298, 250, 248, 249, 175, 176, 313, 246, 320, 304, 300, 103, 169, 323),
             *_COMMON,
         ),
+        # memory: shmget shmat shmctl memfd_create; messages: semget msgget mq_open; personality
+        (29, 30, 31, 319, 64, 68, 240, 135),
     ),
     "aarch64": _Machine(
         0xC00000B7,
         (198, 199),
         220,
         (
-            *(194, 196, 195, 279, 282, 190, 186, 180, 117, 270, 271, 272, 92),
+            *(117, 270, 271, 272),
             *(40, 39, 41, 51, 97, 268, 224, 225, 60, 89),
-            *(280, 241, 219, 217, 218, 105, 106, 273, 104, 294, 265, 262, 116, 142),
+            *(280, 241, 219, 217, 218, 105, 106, 273, 104, 294, 265, 262, 116, 142, 282),
             *_COMMON,
         ),
+        (194, 196, 195, 279, 190, 186, 180, 92),
     ),
 }
 
 
-def seccomp_filter() -> bytes:
-    """Return the filter for this machine; SandboxError for a kind of machine that has none."""
+def program_filter() -> bytes:
+    """Return the filter for programs of a model; SandboxError for a machine that has none."""
+    machine = _machine()
+    return _filter(machine, machine.refused + machine.to_programs, (_AF_UNIX,))
+
+
+def game_filter() -> bytes:
+    """Return the filter for hosted games; SandboxError for a machine that has none."""
+    machine = _machine()
+    families = (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
+    return _filter(machine, machine.refused, families)
+
+
+def _machine() -> _Machine:
     machine = _MACHINES.get(platform.machine())
     if machine is None:
         raise SandboxError(
-            f"the sandbox has no table of system calls for {platform.machine()}",
+            f"there is no table of system calls for {platform.machine()}: programs of others "
+            "cannot be enclosed",
             hint=f"run the environment host on {' or '.join(_MACHINES)}",
         )
+    return machine
+
+
+def _filter(machine: _Machine, refused: tuple[int, ...], families: tuple[int, ...]) -> bytes:
     refuse = _step(_RETURN, _ERRNO | errno.EPERM)
     absent = _step(_RETURN, _ERRNO | errno.ENOSYS)
     program = [
@@ -83,13 +107,13 @@ def seccomp_filter() -> bytes:
         _step(_JUMP_EQUAL, _CLONE3, 0, 1),
         absent,  # the C library then calls clone, whose flags can be looked at
     ]
-    for number in machine.refused:
+    for number in refused:
         program += [_step(_JUMP_EQUAL, number, 0, 1), refuse]
     for number in machine.socket:
         program += [
-            _step(_JUMP_EQUAL, number, 0, 4),
+            _step(_JUMP_EQUAL, number, 0, len(families) + 3),
             _step(_LOAD, _FIRST_ARGUMENT),
-            _step(_JUMP_EQUAL, _AF_UNIX, 1, 0),
+            *(_step(_JUMP_EQUAL, one, len(families) - n) for n, one in enumerate(families)),
             refuse,
             _step(_RETURN, _ALLOW),
         ]

@@ -21,21 +21,21 @@ class SandboxSettings(Section):
     """What encloses the program."""
     time_s: float = Field(default=10.0, gt=0, le=3600)
     """Seconds that the programs of one turn may run, by the clock."""
-    memory_mb: int = Field(default=512, ge=64)
+    memory_mb: int = Field(default=512, ge=64, le=1 << 20)
     """Memory of a program with all its processes."""
     processes: int = Field(default=16, ge=1, le=1024)
     """Processes and threads at the same time."""
     output_kb: int = Field(default=64, ge=1, le=1024)
     """A program that prints more is stopped."""
-    disk_mb: int = Field(default=64, ge=1)
+    disk_mb: int = Field(default=64, ge=1, le=1 << 20)
     """Room in its own /tmp, which is memory and gone with it."""
     packages: list[str] = Field(default_factory=lambda: ["numpy", "sympy"])
     """Installed packages that programs may import, with all that these need."""
     keep_state: bool = False
     """Let the turns of an episode share variables and files, as the cells of a notebook do."""
-    at_once: int = Field(default=0, ge=0)
+    at_once: int = Field(default=0, ge=0, le=1024)
     """Programs of one environment host that run at the same time; 0: one per core."""
-    max_sessions: int = Field(default=64, ge=1, json_schema_extra=when("keep_state", True))
+    max_sessions: int = Field(default=64, ge=1, le=1024, json_schema_extra=when("keep_state", True))
     """Episodes of one environment host that keep their state at the same time."""
 
     @classmethod
@@ -67,6 +67,13 @@ class Outcome:
     def lost_state(self) -> bool:
         """Whether the sandbox has ended with the program."""
         return self.status not in ("ok", "error")
+
+
+def too_long(code: str) -> Outcome | None:
+    """Return what becomes of a program that is too long to be run."""
+    if len(code.encode("utf-8", "replace")) <= MAX_CODE_BYTES:
+        return None
+    return Outcome(f"the program is longer than {MAX_CODE_BYTES} bytes", "error", 0.0)
 
 
 class Session(Protocol):

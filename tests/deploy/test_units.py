@@ -290,13 +290,19 @@ SELF_TEST = (
     "from tinkermq.envs.sandbox.settings import SandboxSettings\n"
     "print(Bubblewrap(SandboxSettings(packages=[])).self_test())"
 )
-ENCLOSED = f"""
-import os, subprocess, sys
+ENCLOSED = """
+import asyncio, sys
 from tinkermq.actors.node.enclosure import Enclosure
 from tinkermq.schemas.node import WantedActor
-wanted = {{"user": "ada", "job": "j", "name": "e", "role": "environment", "run_dir": "/runs/ada/r"}}
-walls = Enclosure().walls(WantedActor.model_validate(wanted))
-sys.exit(subprocess.run([*walls, sys.executable, "-c", {SELF_TEST!r}]).returncode)
+program = "from tinkermq.envs.sandbox.shared import shared_sandbox\\n" \
+    "from tinkermq.envs.sandbox.settings import SandboxSettings\\n" \
+    "print(shared_sandbox(SandboxSettings(packages=[])).self_test())"
+wanted = {"user": "ada", "job": "j", "name": "e", "role": "environment", "run_dir": "/runs/ada/r"}
+async def main():
+    command = [sys.executable, "-c", program]
+    child = await Enclosure().start(command, WantedActor.model_validate(wanted), {}, 1)
+    return await child.wait()
+sys.exit(asyncio.run(main()))
 """
 """The same in an environment host of a pool with users, which is behind walls itself."""
 AS_SERVICE = ("--reuid=65534", "--regid=65534", "--clear-groups")
@@ -325,9 +331,16 @@ def closed_folder(path: Path) -> Path | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("node", SELF_TEST), ("node", ENCLOSED), ("environment@", SELF_TEST)]
+    ("name", "text", "said"),
+    [
+        ("node", SELF_TEST, "encloses programs (user namespaces"),
+        ("node", ENCLOSED, "its sandbox encloses them"),
+        ("environment@", SELF_TEST, "encloses programs (user namespaces"),
+    ],
 )
-def test_the_sandbox_of_games_works_as_hardened_as_the_unit(name: str, text: str) -> None:
+def test_the_sandbox_of_games_works_as_hardened_as_the_unit(
+    name: str, text: str, said: str
+) -> None:
     unit = (REPOSITORY / "deploy" / "systemd" / f"tinkermq-{name}.service").read_text()
     settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
     assert settings["NoNewPrivileges"] == "yes"
@@ -343,4 +356,4 @@ def test_the_sandbox_of_games_works_as_hardened_as_the_unit(name: str, text: str
     else:
         command = ["setpriv", "--no-new-privs", *command]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert "encloses programs (user namespaces" in done.stdout, done.stderr
+    assert said in done.stdout, done.stderr

@@ -167,7 +167,7 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
         assert [one.job for one in await pool.list_jobs(all=True)] == [records[name].job]
         metrics = await read_metrics(brokers[name], own)
         assert metrics[-1].step == 3
-        # a game in the pool, which the owner wrote, read nothing of any run
+        # a game in the pool, which the owner wrote, read nothing of any run and did nothing else
         assert {one.values["training_step_reward"] for one in metrics} == {0.0}
         with pytest.raises(NotFoundError):
             await pool.find(record.job)

@@ -6,12 +6,14 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE, VARIABLES_VARIABLE, Enclosure
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.node import WantedActor
 
+from tests import hostile
 from tests.processes import alive
 from tests.waiting import PATIENCE_S, until
 
@@ -50,6 +52,13 @@ class Sink:
 
     async def __call__(self, lines: object) -> None:
         self.lines += vars(lines)["lines"]
+
+
+def source_of(module: ModuleType, of: str = "__main__") -> str:
+    """Return what runs a module of the tests where no file of them is shown."""
+    assert module.__file__ is not None
+    source = Path(module.__file__).read_text()
+    return source if of == "__main__" else source.replace("__name__ ==", "'__main__' ==")
 
 
 def process(wanted: WantedActor, sink: Sink, *command: str) -> ActorProcess:
@@ -95,6 +104,77 @@ async def test_a_game_sees_its_data_and_nothing_of_the_node_or_of_others(
     assert {"ALFWORLD_DATA", "PATH", "TINKERMQ_NATS_URL"} <= set(seen["environ"])
     assert "HF_TOKEN" not in seen["environ"]
     assert seen["writes"] == [False, False, True]
+
+
+async def test_nothing_that_a_game_tries_changes_the_machine_or_leaves_its_walls(
+    tmp_path: Path,
+) -> None:
+    assert hostile.count() > 0, "the tries fail without walls, too"
+    sink = Sink()
+    actor = process(host(tmp_path / "runs"), sink, sys.executable, "-c", source_of(hostile))
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert (actor.status.exit_code, json.loads(sink.lines[-1])) == (0, [])
+
+
+RIGHTS = """
+import json, os
+told = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+names = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
+print(json.dumps([*(told[name].strip() for name in names), os.getuid()]))
+"""
+
+
+async def test_a_game_is_nobody_and_has_no_rights(tmp_path: Path) -> None:
+    told: list[list[str | int]] = []
+    for _ in range(2):
+        sink = Sink()
+        actor = process(host(tmp_path), sink, sys.executable, "-c", RIGHTS)
+        await asyncio.wait_for(actor.run(), PATIENCE_S)
+        told.append(json.loads(sink.lines[-1]))
+    *rights, user = told[0]
+    none = "0" * 16
+    bounds = rights[3] if os.getuid() else none  # who never had one may keep the bounds of all
+    assert rights == [none, none, none, bounds, none, "1", "2"]
+    assert user == 65534 if os.getuid() else user not in (0, told[1][-1])
+
+
+PROGRAMS = """
+import contextlib, json, sys
+from tinkermq.envs.sandbox.settings import SandboxSettings
+from tinkermq.envs.sandbox.shared import shared_sandbox
+sandbox = shared_sandbox(SandboxSettings(packages=[], processes=6))
+with contextlib.closing(sandbox.session()) as session:
+    for code in sys.argv[1:]:
+        print(json.dumps([session.run(code, 2.0).text]), flush=True)
+"""
+
+
+async def test_a_game_behind_walls_has_programs_run_that_are_bounded_and_enclosed(
+    tmp_path: Path,
+) -> None:
+    fork_on = "import os, time\nfor _ in range(50):\n  if not os.fork(): time.sleep(1000)"
+    programs = ["x = 41", "x + 1", source_of(hostile, of="program"), fork_on]
+    sink = Sink()
+    actor = process(host(tmp_path), sink, sys.executable, "-c", PROGRAMS, *programs)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.exit_code == 0, sink.lines
+    first, second, tries, forked = (json.loads(line)[0] for line in sink.lines)
+    assert (first, second, tries) == ("", "42\n", "[]\n")
+    assert "BlockingIOError" in forked
+
+
+async def test_a_game_that_may_not_read_its_data_is_told_what_helps(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}")
+    data.chmod(0o600)
+    sink = Sink()
+    wanted = host(tmp_path / "runs", reads=[str(data)], max_restarts=0)
+    actor = process(wanted, sink, "cat", str(data))
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    if os.getuid() == 0:  # an ordinary user's game is that user
+        assert f"chmod -R o+rX {data}" in actor.status.error
+    else:
+        assert sink.lines == ["{}"]
 
 
 DRAIN = """

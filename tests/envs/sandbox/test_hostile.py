@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import hostile
+
 CTYPES = """
 import ctypes
 C = ctypes.CDLL(None, use_errno=True)
@@ -111,6 +113,11 @@ def test_no_system_call_reaches_out(run):
     calls = "".join(f"print(*call({_quoted(call)}))\n" for call in FORBIDDEN.values())
     lines = run(CTYPES + calls).text.splitlines()
     assert dict(zip(FORBIDDEN, lines, strict=True)) == dict.fromkeys(FORBIDDEN, "-1 1")
+
+
+def test_nothing_that_a_program_tries_changes_the_machine(run):
+    source = Path(hostile.__file__).read_text().replace("__name__ ==", "'__main__' ==")
+    assert run(source).text == "[]\n"
 
 
 def _quoted(call):
