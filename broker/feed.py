@@ -218,7 +218,7 @@ def _readers(
 
 def _parse(stored: StoredMessage, model: type[M]) -> M | None:
     try:
-        return model.from_bytes(stored.payload)
+        return model.from_bytes(stored.payload, at=stored.subject)
     except MessageError as error:
         _log.error("feed_malformed", subject=stored.subject, seq=stored.seq, error=error.message)
         return None

@@ -1,9 +1,11 @@
 """Typed key-value buckets that change by compare-and-set.
 
 A bucket is a stream in the layout of ADR-8, so that `nats kv` reads and writes it too. Keys may
-have dots; a prefix is a number of whole tokens. Everything here survives a restart of the server:
-reads and idempotent writes are repeated, and a compare-and-set whose answer was lost is recognised
-by reading the key back.
+have dots; a prefix is a number of whole tokens. A value that cannot be read, or whose own fields
+name another key (`Message.named_at`), is damaged: it is logged and counts for nothing.
+
+Everything here survives a restart of the server: reads and idempotent writes are repeated, and a
+compare-and-set whose answer was lost is recognised by reading the key back.
 """
 
 import asyncio
@@ -36,6 +38,9 @@ _WRONG_SEQUENCE = (10071, 10164)
 WRITE_ID = "Tmq-Write"
 """Header with a random id, by which a writer whose answer was lost recognises its own write."""
 
+_MAX_TOLD = 1024
+
+_told: dict[tuple[str, str], str] = {}
 _log = structlog.get_logger()
 
 
@@ -46,6 +51,15 @@ class Entry(Generic[M]):
     key: str
     value: M
     revision: int
+
+
+class DamagedEntry(MessageError):
+    """A value that is not of its bucket's kind, or names another key than its own."""
+
+    def __init__(self, message: str, *, hint: str = "", key: str = "", revision: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.key = key
+        self.revision = revision
 
 
 class Bucket(Generic[M]):
@@ -69,10 +83,17 @@ class Bucket(Generic[M]):
     async def get(self, key: str) -> Entry[M] | None:
         """Return the entry, or None if there is none.
 
-        Raises MessageError for a value that is not of this bucket's kind.
+        Raises DamagedEntry for a value that is not of this bucket's kind, or of another key.
         """
         found = await self._last(key)
         return None if found is None or _is_deleted(found) else self._entry(found)
+
+    async def find(self, key: str) -> Entry[M] | None:
+        """Return the entry, or None if there is none that can be read."""
+        try:
+            return await self.get(key)
+        except DamagedEntry:
+            return None
 
     async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
         """Write whatever was there before; return the revision."""
@@ -136,22 +157,31 @@ class Bucket(Generic[M]):
     async def items(self, prefix: str = "") -> list[Entry[M]]:
         """Return all entries, or those below the tokens of `prefix`, by key.
 
-        A value that cannot be read is left out, and logged: one bad key must not hide the rest.
+        What is damaged is left out: one bad key must not hide the rest.
+        """
+        return (await self.read_all(prefix))[0]
+
+    async def read_all(self, prefix: str = "") -> tuple[list[Entry[M]], list[DamagedEntry]]:
+        """Return all entries, or those below the tokens of `prefix`, and what is damaged; by key.
+
+        What is damaged is logged, once for each reason.
         """
         entries: list[Entry[M]] = []
+        damaged: list[DamagedEntry] = []
         for number, message in enumerate(await self._all(prefix)):
             if number % _AT_ONCE == 0:
                 await asyncio.sleep(0)  # a large bucket must not hold up the loop
-            entry = self._readable(message)
-            if entry is not None:
-                entries.append(entry)
-        return sorted(entries, key=lambda entry: entry.key)
+            try:
+                entries.append(self._entry(message))
+            except DamagedEntry as error:
+                damaged.append(error)
+        damaged.sort(key=lambda error: error.key)
+        return sorted(entries, key=lambda entry: entry.key), damaged
 
     def _readable(self, message: StoredMessage) -> Entry[M] | None:
         try:
             return self._entry(message)
-        except MessageError as error:
-            _log.error("key_malformed", bucket=self.name, key=message.subject, error=str(error))
+        except DamagedEntry:
             return None
 
     async def _all(self, prefix: str, from_seq: int = 1) -> list[StoredMessage]:
@@ -207,7 +237,13 @@ class Bucket(Generic[M]):
 
     def _entry(self, message: StoredMessage) -> Entry[M]:
         key = message.subject[len(self._prefix) :]
-        return Entry(key, self._model.from_bytes(message.payload), message.seq)
+        try:
+            return Entry(key, self._model.from_bytes(message.payload, at=key), message.seq)
+        except MessageError as error:
+            _tell_once(self.name, key, error.message)
+            raise DamagedEntry(
+                error.message, hint=error.hint, key=key, revision=message.seq
+            ) from error
 
     def _conflict(self, key: str, why: str) -> ConflictError:
         return ConflictError(
@@ -228,6 +264,16 @@ class Bucket(Generic[M]):
             f"there is no bucket {self.name}",
             hint="start the pool with `tinkermq up`; a job's own buckets end with the job",
         )
+
+
+def _tell_once(bucket: str, key: str, error: str) -> None:
+    """Log what is wrong with an entry, unless that was the last thing logged of it."""
+    if _told.get((bucket, key)) == error:
+        return
+    if len(_told) >= _MAX_TOLD:
+        _told.clear()
+    _told[bucket, key] = error
+    _log.error("key_damaged", bucket=bucket, key=key, error=error)
 
 
 def _written_by(message: StoredMessage | None) -> str | None:

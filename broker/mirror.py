@@ -1,7 +1,8 @@
 """A copy of a key-value bucket in memory, kept up to date by the broker.
 
 Every write to the bucket is heard on its subject, without a consumer; what was heard is read again
-at the next `refresh`, and everything is read again after a reconnect and now and then.
+at the next `refresh`, and everything is read again after a reconnect and now and then. What is
+damaged is passed over as if it had not been written.
 """
 
 import asyncio
@@ -12,10 +13,10 @@ from typing import Generic, TypeVar
 
 from nats.aio.msg import Msg
 
-from ..schemas.errors import MessageError, NotFoundError
+from ..schemas.errors import NotFoundError
 from ..schemas.message import Message
 from .connection import Broker, Listening
-from .kv import Bucket, Entry
+from .kv import Bucket, DamagedEntry, Entry
 
 M = TypeVar("M", bound=Message)
 
@@ -34,6 +35,8 @@ class Mirror(Generic[M]):
         self._prefix = prefix
         self.bucket = Bucket(broker, name, model)
         self.entries: dict[str, Entry[M]] = {}
+        self.damaged: dict[str, DamagedEntry] = {}
+        """What counts for nothing, by key; of such a key the entry before it stays known."""
         self._broker = broker
         self._stale: set[str] = set()
         self._listed = float("-inf")
@@ -77,8 +80,9 @@ class Mirror(Generic[M]):
             self._listed = time.monotonic()
             before = set(self.entries)
             with contextlib.suppress(NotFoundError):
-                found = await self.bucket.items(self._prefix)
-                for key in before - {entry.key for entry in found}:
+                found, damaged = await self.bucket.read_all(self._prefix)
+                self.damaged = {error.key: error for error in damaged}
+                for key in before - {entry.key for entry in found} - set(self.damaged):
                     del self.entries[key]
                 for entry in found:
                     self.put(entry)
@@ -91,8 +95,10 @@ class Mirror(Generic[M]):
     async def _read(self, key: str) -> None:
         try:
             entry = await self.bucket.get(key)
-        except MessageError:  # not of this kind; `items` logs it
-            entry = None
+        except DamagedEntry as error:
+            self.damaged[key] = error
+            return
+        self.damaged.pop(key, None)
         if entry is None:
             self.entries.pop(key, None)
         else:

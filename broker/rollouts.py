@@ -200,11 +200,7 @@ def read_entry(message: StoredMessage) -> LogEntry:
     trace = message.headers.get(TRACEPARENT, "")
     try:
         number = number_of(message.subject)
-        group = Group.from_bytes(message.payload)
-        if group.task.task != number:
-            raise MessageError(
-                f"the group of task {group.task.task} was appended as that of task {number}"
-            )
+        group = Group.from_bytes(message.payload, at=message.subject)
     except MessageError as error:
         return LogEntry(message.seq, number, message.payload, None, error, trace)
     return LogEntry(message.seq, number, message.payload, group, None, trace)

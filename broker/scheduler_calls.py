@@ -20,7 +20,7 @@ from ..schemas.job import (
     SubmitRequest,
 )
 from ..schemas.message import Empty, Message
-from ..schemas.node import NodeList, NodeStatus
+from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.subjects import rpc
 from ..schemas.user import Quota
@@ -130,6 +130,10 @@ class SchedulerCalls:
     async def nodes(self) -> list[NodeStatus]:
         """Return the nodes of the pool, by name."""
         return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def damaged(self) -> DamagedRecords:
+        """Return the user's records that cannot be read; of the whole pool for admins."""
+        return await self._ask("damaged", Empty(), DamagedRecords)
 
     async def quota(self) -> Quota:
         """Return what the user's jobs may hold at once."""

@@ -17,7 +17,7 @@ from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.errors import BrokerError, MessageError
-from ..schemas.subjects import TASK_CONSUMER, JobScope, number_of
+from ..schemas.subjects import TASK_CONSUMER, JobScope
 from ..schemas.task import Task
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
@@ -217,9 +217,7 @@ class TaskQueue:
         """Make a lease of a message; a malformed one is recorded and put far away."""
         num_delivered = int(message.reply.split(".")[-5])
         try:
-            task = Task.from_bytes(message.data)
-            if task.task != number_of(message.subject):
-                raise MessageError(f"task {task.task} came on {message.subject}")
+            task = Task.from_bytes(message.data, at=message.subject)
         except MessageError as error:
             _log.error("task_malformed", subject=message.subject, error=str(error))
             delay = b'-NAK {"delay": %d}' % (_MALFORMED_DELAY_S * NS)

@@ -41,7 +41,7 @@ class UserStore:
     async def get(self, user: str) -> UserRecord | None:
         """Return a user, or None; None as well at a pool without users."""
         try:
-            entry = await self._users.get(f"{USER}.{user}")
+            entry = await self._users.find(f"{USER}.{user}")
         except NotFoundError:
             return None
         return None if entry is None else entry.value
@@ -64,7 +64,7 @@ class UserStore:
 
     async def invitation(self, number: str) -> Invitation | None:
         """Return an invitation, or None."""
-        entry = await self._invitations.get(f"{_INVITATION}.{number}")
+        entry = await self._invitations.find(f"{_INVITATION}.{number}")
         return None if entry is None else entry.value
 
     async def change_invitation(

@@ -30,16 +30,22 @@ from ..schemas.errors import (
     NotFoundError,
 )
 from ..schemas.subjects import JobScope
-from ..schemas.weights import Difference, Manifest, TensorEntry, WeightsAnnouncement
+from ..schemas.weights import (
+    LATEST,
+    Difference,
+    Manifest,
+    TensorEntry,
+    WeightsAnnouncement,
+    manifest_key,
+)
 from .connection import Broker, Listening
-from .kv import Bucket
+from .kv import Bucket, DamagedEntry
 from .objects import CHUNK_BYTES, DigestMismatch
 from .weight_history import Step, WeightHistory, Whole, digest_of, joined, make
 from .weight_layout import TensorBytes, check_layout, layout
 from .weight_payloads import Holder, Payload, Payloads, Receiver, Transport
 
 _LOOK_S = 2.0
-_LATEST = "latest"
 _KEY = re.compile(r"^v(\d{1,18})$")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
 
@@ -102,8 +108,8 @@ class WeightStore:
             manifest = await self._publish_words(version, entries, views)
         else:
             manifest = await self._put_whole(version, kind, entries, views)
-        old = await self._manifests.get(_key(version))
-        await self._manifests.put(_key(version), manifest)
+        old = await self._manifests.find(manifest_key(version))
+        await self._manifests.put(manifest_key(version), manifest)
         await self._advance_latest(manifest)
         await self._broker.publish(
             self._scope.weights, WeightsAnnouncement(version=version).to_bytes()
@@ -181,12 +187,12 @@ class WeightStore:
 
     async def latest(self) -> Manifest | None:
         """Return the manifest of the newest version, or None before the first."""
-        entry = await self._manifests.get(_LATEST)
+        entry = await self._manifests.find(LATEST)
         return None if entry is None else entry.value
 
     async def manifest(self, version: int) -> Manifest | None:
         """Return the manifest of a version, or None if it is not there (any more)."""
-        entry = await self._manifests.get(_key(version))
+        entry = await self._manifests.find(manifest_key(version))
         return None if entry is None else entry.value
 
     async def is_out(self, version: int) -> bool:
@@ -305,9 +311,9 @@ class WeightStore:
 
     async def remove(self, version: int) -> None:
         """Remove a version; harmless if it is gone. `latest` stays as it is."""
-        entry = await self._manifests.get(_key(version))
+        entry = await self._manifests.find(manifest_key(version))
         if entry is not None:
-            await self._manifests.purge(_key(version))
+            await self._manifests.purge(manifest_key(version))
             await self._remove_payload(entry.value)
 
     async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
@@ -343,14 +349,18 @@ class WeightStore:
     async def _advance_latest(self, manifest: Manifest) -> None:
         """Make it the latest unless a newer one is; several learners cannot set it back."""
         while True:
-            entry = await self._manifests.get(_LATEST)
+            try:
+                entry = await self._manifests.get(LATEST)
+            except DamagedEntry:
+                await self._manifests.put(LATEST, manifest)
+                return
             if entry is not None and entry.value.version > manifest.version:
                 return
             try:
                 if entry is None:
-                    await self._manifests.create(_LATEST, manifest)
+                    await self._manifests.create(LATEST, manifest)
                 else:
-                    await self._manifests.update(_LATEST, manifest, entry.revision)
+                    await self._manifests.update(LATEST, manifest, entry.revision)
             except ConflictError:
                 continue
             return
@@ -366,7 +376,3 @@ def _locations(manifest: Manifest) -> list[str]:
     """Return where all that was stored for a version lies."""
     places = [manifest.location, *(one.location for one in manifest.differences)]
     return [place for place in places if place]
-
-
-def _key(version: int) -> str:
-    return f"v{version}"

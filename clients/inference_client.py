@@ -181,7 +181,7 @@ async def until_served(pool: Pool, record: JobRecord, timeout_s: float) -> JobRe
         record = await pool.find(record.job)
         if record.state in FINAL_STATES:
             raise failure(record)
-        server = await actors.get(f"{record.scope.key}.server-0")
+        server = await actors.find(f"{record.scope.key}.server-0")
         if record.state == "RUNNING" and server and server.value.state == "working":
             return record
         if asyncio.get_running_loop().time() > deadline:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .message import Message
 from .reply import ErrorReply
+from .subjects import NAME_PATTERN
 
 Split = Literal["train", "val"]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]
@@ -68,7 +69,7 @@ class Opened(Message):
 class ResetReply(Message):
     """The first prompts of episodes, and where they live."""
 
-    host: str
+    host: str = Field(pattern=NAME_PATTERN)
     """The host that holds the episodes: steps and close go to it."""
     prompts: list[list[dict[str, Any]]]
     """Chat messages of the first prompts, each different one once; no messages for a game with

@@ -1,13 +1,13 @@
 """Jobs: their record, states, and what clients ask the scheduler for."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .message import Message
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
-from .subjects import JobScope
+from .subjects import JobScope, token
 
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"
@@ -125,6 +125,18 @@ class JobRecord(Message):
     """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0
     """When what it holds last changed."""
+
+    def named_at(self, at: str) -> str:
+        """Return the key of the job; the names of its actors are checked with it."""
+        for actor in self.actors:
+            token(actor.name, what="actor")
+        return self.scope.key
+
+    @model_validator(mode="after")
+    def _has_actors(self) -> Self:
+        if self.state in HOLDING_STATES and not self.actors:
+            raise ValueError(f"a job that is {self.state} has actors")
+        return self
 
     @property
     def scope(self) -> JobScope:

@@ -37,12 +37,36 @@ class Message(BaseModel):
         return {"v": SCHEMA_VERSION, **_plain_fields(self)}
 
     @classmethod
-    def from_bytes(cls, payload: bytes | memoryview) -> Self:
-        """Unpack and validate a payload.
+    def from_bytes(cls, payload: bytes | memoryview, *, at: str | None = None) -> Self:
+        """Unpack and validate a payload; `at` is the key or subject under which it was stored.
 
-        Raises MessageError, naming the field, for anything that is not this message.
+        Raises MessageError, naming the field, for anything that is not this message, or that
+        names itself otherwise than its key or subject does.
         """
-        return cls.from_map(unpack(payload, max_bytes=cls.max_bytes))
+        message = cls.from_map(unpack(payload, max_bytes=cls.max_bytes))
+        return message if at is None else message.check_at(at)
+
+    def named_at(self, at: str) -> str:
+        """Return the key or subject that the message's own fields name.
+
+        `at` is the one under which it was found: what the fields do not tell is taken from it.
+        Raises MessageError for a field that cannot be part of a name.
+        """
+        return at
+
+    def check_at(self, at: str) -> Self:
+        """Return the message if it names itself as its key or subject does.
+
+        Who may write where is the broker's to guard, and it sees keys and subjects only: a name
+        within a payload is anybody's word. Raises MessageError.
+        """
+        named = self.named_at(at)
+        if named != at:
+            raise MessageError(
+                f"the {type(self).__name__} under {at!r} says that it is {named!r}",
+                hint="it is ignored; whoever wrote it there must write it under its own name",
+            )
+        return self
 
     @classmethod
     def from_map(cls, value: Any) -> Self:
@@ -70,6 +94,12 @@ class Message(BaseModel):
 
 class Empty(Message):
     """A request or reply that says nothing beyond having been sent."""
+
+
+def with_last(at: str, name: str | int) -> str:
+    """Return a key or subject with another last token."""
+    head, dot, _ = at.rpartition(".")
+    return f"{head}{dot}{name}"
 
 
 def _plain_fields(model: BaseModel) -> dict[str, Any]:

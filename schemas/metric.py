@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .message import Message
+from .message import Message, with_last
 
 
 class Metric(Message):
@@ -45,6 +45,10 @@ class LogLines(Message):
     time: float
     """Seconds since the epoch."""
 
+    def named_at(self, at: str) -> str:
+        """Return the subject of its actor."""
+        return with_last(at, self.actor)
+
 
 class EvalRecord(Message):
     """One evaluation of one version, in the KV bucket of evaluations."""
@@ -59,6 +63,10 @@ class EvalRecord(Message):
     """Results: `val/mean_score`, `val/pass@k` …"""
     blame: str = ""
     """Why it failed."""
+
+    def named_at(self, at: str) -> str:
+        """Return the key of its version."""
+        return with_last(at, self.version)
 
 
 class Presence(Message):
@@ -82,3 +90,7 @@ class Presence(Message):
     """Its own figures: tokens/s, episodes running, share of time busy …"""
     time: float
     """Seconds since the epoch."""
+
+    def named_at(self, at: str) -> str:
+        """Return the key of its actor."""
+        return with_last(at, self.actor)

@@ -6,6 +6,10 @@ from pydantic import Field
 
 from .job import Role
 from .message import Message
+from .subjects import JobScope, token
+
+MAX_SLOTS = 4096
+"""Slots of one node at most."""
 
 
 class WantedActor(Message):
@@ -102,7 +106,7 @@ class NodeStatus(Message):
     """Name of the node."""
     host: str
     """Host name."""
-    slots: int
+    slots: int = Field(ge=0, le=MAX_SLOTS)
     """Slots it can give away."""
     slot_kind: Literal["gpu", "cpu"] = "cpu"
     """What a slot is."""
@@ -117,12 +121,39 @@ class NodeStatus(Message):
     time: float
     """Seconds since the epoch."""
 
+    def named_at(self, at: str) -> str:
+        """Return the node's name, which is its key; those of its actors are checked with it."""
+        for actor in self.actors:
+            JobScope(actor.user, actor.job)
+            token(actor.name, what="actor")
+        return token(self.node, what="node")
+
 
 class NodeList(Message):
     """The nodes that answer: reply of the scheduler's `nodes`."""
 
     nodes: list[NodeStatus]
     """Their last answers, by name."""
+
+
+class DamagedRecord(Message):
+    """A record of the pool that counts for nothing."""
+
+    bucket: str
+    """The KV bucket that holds it."""
+    key: str
+    """Its key there."""
+    why: str
+    """What is wrong with it."""
+
+
+class DamagedRecords(Message):
+    """Reply of the scheduler's `damaged`: those of the caller's jobs, for admins all."""
+
+    records: list[DamagedRecord]
+    """The first of them, by bucket and key."""
+    total: int = Field(default=0, ge=0)
+    """How many there are."""
 
 
 class SchedulerLease(Message):

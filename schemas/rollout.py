@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from .array import FloatVector, IntVector, MaskVector
 from .errors import DataError, MessageError
 from .images import images_of, number_images
-from .message import Message
+from .message import Message, with_last
 from .task import Blame, Task
 
 
@@ -132,6 +132,10 @@ class Group(Message):
     """Seconds for which its generator held the task and waited for weights as new as it asks."""
     time_use: dict[str, float] = Field(default_factory=dict[str, float])
     """Seconds of the generator since its last group, by what it did (see `StepTrace`)."""
+
+    def named_at(self, at: str) -> str:
+        """Return the subject of its task."""
+        return with_last(at, self.task.task)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from .array import FloatVector, IntVector, MaskVector
 from .message import Message
+from .subjects import NAME_PATTERN
 
 
 class Segment(Message):
@@ -23,7 +24,7 @@ class Segment(Message):
     """The generator, its process and its lease of the task."""
     episode: str = ""
     """Id of the episode at its environment host."""
-    host: str = ""
+    host: str = Field(default="", pattern=f"^$|{NAME_PATTERN}")
     """The environment host that holds the episode."""
     seed: int = Field(default=0, ge=0)
     """Seed of the episode's sampling; its turns count up from it."""

@@ -34,6 +34,10 @@ _USER = re.compile(r"^[a-z0-9][a-z0-9_]{0,31}$")
 _TOKEN = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
 
 
+NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
+"""What may stand as one token of a subject; for fields whose value becomes one."""
+
+
 def token(value: str, *, what: str) -> str:
     """Return `value` if it may stand as one token of a subject, else raise MessageError."""
     if not _TOKEN.match(value):

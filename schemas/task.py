@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .message import Message
+from .message import Message, with_last
 
 
 class Task(Message):
@@ -38,6 +38,10 @@ class Task(Message):
     """Add one greedy episode, for the remax baseline."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments for the game's `reset`, from a client that publishes its own tasks."""
+
+    def named_at(self, at: str) -> str:
+        """Return the subject of its number."""
+        return with_last(at, self.task)
 
 
 class Blame(Message):

@@ -48,7 +48,7 @@ from .job import (
 )
 from .message import Empty, Message
 from .metric import EvalRecord, Event, LogLines, Metric, Presence
-from .node import NodeList, NodeStatus, NodeSync, SchedulerLease
+from .node import DamagedRecords, NodeList, NodeStatus, NodeSync, SchedulerLease
 from .rollout import Group
 from .secret import OpenedSecrets, OpenRequest, SealedSecrets, SealingKey, SecretsRequest
 from .segment import Segment
@@ -144,6 +144,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
+    _scheduler("damaged", Empty, DamagedRecords),
     _scheduler("key", Empty, SealingKey),
     _scheduler("secrets", SecretsRequest, JobReply),
     Topic(

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from .job import MAX_PRIORITY, Priority
-from .message import Message
+from .message import Message, with_last
+from .subjects import user_name
 
 UserRole = Literal["user", "admin"]
 
@@ -41,6 +42,10 @@ class UserRecord(UserInfo):
 
     key_hash: str
     """SHA-256 of the API key, hexadecimal."""
+
+    def named_at(self, at: str) -> str:
+        """Return the key of the user."""
+        return with_last(at, user_name(self.user))
 
 
 class Invitation(Message):

@@ -6,6 +6,14 @@ from pydantic import Field
 
 from .message import Message
 
+LATEST = "latest"
+"""Key of the newest version's manifest."""
+
+
+def manifest_key(version: int) -> str:
+    """Return the key of a version's manifest in the KV bucket of the job's weights."""
+    return f"v{version}"
+
 
 class TensorEntry(Message):
     """One tensor of a published version."""
@@ -61,6 +69,10 @@ class Manifest(Message):
     one, its anchor. Of an anchor, which is full: from the version before, if that is smaller."""
     published: float
     """Seconds since the epoch."""
+
+    def named_at(self, at: str) -> str:
+        """Return the key of its version; any may be the latest."""
+        return at if at == LATEST else manifest_key(self.version)
 
     @property
     def stored_bytes(self) -> int:

@@ -136,7 +136,7 @@ class Evaluator:
         """Write a result, unless another evaluator was first."""
         self._asked.pop(record.version, None)
         key = f"{self._context.scope.key}.{record.version}"
-        entry = await self._bucket.get(key)
+        entry = await self._bucket.find(key)
         if entry is None or entry.value.state not in ("requested", "running"):
             return
         try:

@@ -146,6 +146,6 @@ def _told(stored: StoredMessage, scope: JobScope) -> tuple[str, Any] | None:
         if stored.subject == scope.event:
             event = Event.from_bytes(stored.payload)
             return "event", event.model_dump(exclude={"data"})
-        return "log", shown_lines(LogLines.from_bytes(stored.payload))
+        return "log", shown_lines(LogLines.from_bytes(stored.payload, at=stored.subject))
     except MessageError:
         return None

@@ -108,6 +108,6 @@ async def _between(
 
 def _parse(message: StoredMessage, model: type[M]) -> M | None:
     try:
-        return model.from_bytes(message.payload)
+        return model.from_bytes(message.payload, at=message.subject)
     except MessageError:
         return None

@@ -88,7 +88,7 @@ async def _read(broker: Broker) -> list[Serving]:
 
 
 async def _serving(broker: Broker, record: JobRecord) -> Serving | None:
-    entry = await presences(broker).get(f"{record.scope.key}.server-0")
+    entry = await presences(broker).find(f"{record.scope.key}.server-0")
     if entry is None or entry.value.state != "working":
         return None
     return Serving(record, entry.value.version)

@@ -330,7 +330,7 @@ class Learner:
         broker, scope = self.context.broker, self.context.scope
         for message in await get_all(broker, scope.stream_task, scope.task("*")):
             try:
-                self.ledger.note_task(Task.from_bytes(message.payload))
+                self.ledger.note_task(Task.from_bytes(message.payload, at=message.subject))
             except MessageError as error:
                 _log.error("task_malformed", subject=message.subject, error=error.message)
         self.ledger.find_missing()

@@ -21,7 +21,7 @@ from ...schemas.job import (
     SubmitRequest,
 )
 from ...schemas.message import Empty, Message
-from ...schemas.node import NodeList, NodeStatus
+from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.subjects import DEFAULT_USER, rpc
 from ...schemas.user import Quota
@@ -29,6 +29,7 @@ from .board import Board
 from .messenger import tell_learner
 from .pool import Pool
 from .reconciler import Reconciler
+from .records.damaged import DamageReport
 from .roster import scaled, slots_of, unplaced
 from .submission import Submission, check_priority, check_quota
 from .vault import Vault
@@ -62,6 +63,7 @@ class Desk:
         self._submission = Submission(broker, jobs, board, reconciler, vault)
         self._vault = vault
         self._audit = Audit(broker)
+        self._damage = DamageReport(broker)
         self._lock = asyncio.Lock()
 
     async def open(self, service: Service) -> None:
@@ -79,6 +81,7 @@ class Desk:
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
             ("quota", Empty, self.quota),
+            ("damaged", Empty, self.damaged),
             ("key", Empty, self.key),
             ("secrets", SecretsRequest, self.secrets),
         ]
@@ -131,6 +134,12 @@ class Desk:
     async def quota(self, _: Empty, context: RequestContext) -> Quota:
         """Return what the user's jobs may hold."""
         return self._board.quota(context.user)
+
+    async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
+        """Return which records of the user cannot be read; of the whole pool for admins."""
+        alone = self._broker.user == DEFAULT_USER
+        everything = alone or self._board.is_admin(context.user)
+        return await self._damage.read("" if everything else context.user)
 
     async def key(self, _: Empty) -> SealingKey:
         """Return the key to which clients seal secrets."""

@@ -13,7 +13,7 @@ import socket
 import time
 
 from ...broker.connection import Broker
-from ...broker.kv import Bucket
+from ...broker.kv import Bucket, DamagedEntry
 from ...schemas.errors import ConflictError, FencedError
 from ...schemas.node import SchedulerLease
 from ...schemas.subjects import BUCKET_LEASES
@@ -45,15 +45,26 @@ class Lease:
         seen, since = 0, time.monotonic()
         while not stopping.is_set():
             asked = time.monotonic()
-            entry = await self._bucket.get(KEY)
-            if entry is not None and entry.revision != seen:
-                seen, since = entry.revision, asked
-            elif entry is None or asked - since >= self._timing.stale_s:
-                before = 0 if entry is None else entry.value.epoch
-                if await self._take(seen if entry else None, before, asked):
-                    return True
+            revision, before = await self._look()
+            if revision is not None and revision != seen:
+                seen, since = revision, asked
+            elif (revision is None or asked - since >= self._timing.stale_s) and await self._take(
+                revision, before, asked
+            ):
+                return True
             await asyncio.sleep(_POLL_S)
         return False
+
+    async def _look(self) -> tuple[int | None, int]:
+        """Return the revision of the lease, None if nobody has it, and its holder's epoch.
+
+        What is no lease can be taken like one whose holder is silent.
+        """
+        try:
+            entry = await self._bucket.get(KEY)
+        except DamagedEntry as error:
+            return error.revision, 0
+        return (None, 0) if entry is None else (entry.revision, entry.value.epoch)
 
     async def _take(self, revision: int | None, epoch_before: int, asked: float) -> bool:
         self.epoch = max(int(time.time() * 1000), epoch_before + 1)

@@ -17,7 +17,7 @@ from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.connection import Broker
 from ...broker.recent import recent_values
-from ...schemas.errors import BrokerError, DeadlineError
+from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.secret import NOTIFY_URL
 from .vault import Vault
@@ -110,7 +110,7 @@ class Notifier:
             record, text = await self._queue.get()
             try:
                 await self._tell(record, text)
-            except (BrokerError, DeadlineError) as error:
+            except TinkermqError as error:
                 _log.warning("notification_failed", job=record.job, error=error.message)
 
     async def _tell(self, record: JobRecord, text: str) -> None:

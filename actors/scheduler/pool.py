@@ -15,7 +15,7 @@ import structlog
 from ...broker.connection import Broker
 from ...broker.mirror import Mirror
 from ...broker.rpc import call
-from ...schemas.errors import TinkermqError
+from ...schemas.errors import MessageError, TinkermqError
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync
 from ...schemas.subjects import BUCKET_NODES
 from ...schemas.subjects import node as node_subject
@@ -47,6 +47,7 @@ class Pool:
         self._resync_s = timing.resync_s
         self._sync_s = timing.sync_s
         self._asking: set[str] = set()
+        self._complained: set[str] = set()
         self.shape = 0
         """Grows whenever nodes, their slots or their links change."""
         self._looked = time.monotonic()
@@ -140,11 +141,18 @@ class Pool:
                 waiting_for=f"node {name}",
                 idempotent=True,
             )
+            status.check_at(name)
+        except MessageError as error:
+            if name not in self._complained:
+                self._complained.add(name)
+                _log.error("node_answer_refused", node=name, error=error.message)
+            return
         except TinkermqError as error:
             _log.debug("node_sync_failed", node=name, error=error.message)
             return
         finally:
             self._asking.discard(name)
+        self._complained.discard(name)
         member = self._members.setdefault(name, _Member())
         member.asked, member.asked_at = request, time.monotonic()
         self._hear(name, member, status)

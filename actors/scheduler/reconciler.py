@@ -21,7 +21,15 @@ from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.presence import presences
 from ...broker.streams import create_job_streams, settle_job_streams
-from ...schemas.errors import BrokerError, ConfigError, ConflictError, DeadlineError
+from ...schemas.errors import (
+    BrokerError,
+    ConfigError,
+    ConflictError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    TinkermqError,
+)
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
@@ -42,6 +50,8 @@ _VERSION_S = 2.0
 _STARTS_PER_TURN = 32
 _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
+_MEANWHILE = (ConflictError, NotFoundError, MessageError)
+"""Somebody has written, removed or damaged the record since it was read: next turn."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Wanted = Mapping[str, list[WantedActor]]
@@ -115,7 +125,7 @@ class Reconciler:
                 try:
                     if self._lease.is_fresh:
                         await self._turn(group)
-                except (BrokerError, DeadlineError) as error:
+                except TinkermqError as error:
                     _log.warning("turn_failed", error=error.message)
                 took_s = time.monotonic() - started
                 hurry = asyncio.create_task(self._hurry.wait())
@@ -143,7 +153,8 @@ class Reconciler:
             try:
                 self._board.config(record)
             except ConfigError as error:
-                await self._move(record, Transition("FAILED", str(error)))
+                with contextlib.suppress(*_MEANWHILE):
+                    await self._move(record, Transition("FAILED", str(error)))
 
     # -- placing ------------------------------------------------------------------------------
 
@@ -188,7 +199,7 @@ class Reconciler:
                 await self._jobs.update(record, lambda now: _placed(now, by_actor))
             elif not self._teller.closes(key):
                 await self._start(record, by_actor)
-        except ConflictError:  # the job moved meanwhile: next turn
+        except _MEANWHILE:
             return
 
     async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> None:
@@ -215,7 +226,7 @@ class Reconciler:
 
     async def _explain(self, key: str, why: str) -> None:
         """Write into a queued job's record why it waits, if that has changed."""
-        with contextlib.suppress(ConflictError):
+        with contextlib.suppress(*_MEANWHILE):
             await self._jobs.update(
                 self._board.live[key],
                 lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
@@ -281,7 +292,7 @@ class Reconciler:
             step = next_state(record, statuses, silent, max_losses)
             if step is not None:
                 record = await self._move(record, step)
-        except ConflictError:  # a client moved it meanwhile: next turn
+        except _MEANWHILE:
             return
         if is_final(record):
             self._messenger.forget(key_of(record))
@@ -321,10 +332,10 @@ class Reconciler:
         await self._notifier.look(active)
 
     async def _read_version(self, record: JobRecord) -> None:
-        entry = await presences(self._broker).get(f"{key_of(record)}.learner")
+        entry = await presences(self._broker).find(f"{key_of(record)}.learner")
         version = entry.value.version if entry else None
         if version is not None and version > record.version:
-            with contextlib.suppress(ConflictError):
+            with contextlib.suppress(*_MEANWHILE):
                 await self._jobs.update(
                     record, lambda now: now.model_copy(update={"version": version})
                 )

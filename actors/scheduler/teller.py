@@ -15,11 +15,11 @@ from nats.js.errors import APIError
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
 from ...broker.streams import settle_job_streams
-from ...schemas.errors import BrokerError, ConflictError, NotFoundError
+from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
 
 _TELL_S = 10.0
-_LATER = (BrokerError, TimeoutError, ConflictError, NotFoundError, APIError)
+_LATER = (TinkermqError, TimeoutError, APIError)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 

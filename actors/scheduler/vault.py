@@ -5,6 +5,7 @@ same. Without credentials it is made at start and lives in memory: after a resta
 scheduler what was sealed before cannot be opened any more.
 """
 
+import contextlib
 import secrets
 from collections.abc import Mapping
 
@@ -15,7 +16,7 @@ from ...broker.jobs import is_final
 from ...broker.kv import Bucket
 from ...broker.rpc import RequestContext
 from ...broker.sealing import Seal, close_seal
-from ...schemas.errors import AuthError
+from ...schemas.errors import AuthError, MessageError
 from ...schemas.job import JobRecord
 from ...schemas.secret import (
     NOTIFY_URL,
@@ -67,7 +68,7 @@ class Vault:
 
     async def values(self, scope: JobScope) -> Mapping[SecretName, str]:
         """Return the secrets of a job; none when a scheduler before this one had another key."""
-        entry = await self._bucket.get(scope.key)
+        entry = await self._bucket.find(scope.key)
         if entry is None:
             return {}
         try:
@@ -78,7 +79,7 @@ class Vault:
 
     async def forget(self, scope: JobScope) -> None:
         """Remove what a job was given; harmless when there is nothing."""
-        if await self._bucket.get(scope.key) is not None:
+        if scope.key in await self._bucket.keys(scope.user):
             await self._bucket.delete(scope.key)
 
     async def left_behind(self) -> list[JobRecord | JobScope]:
@@ -86,9 +87,11 @@ class Vault:
         found: list[JobRecord | JobScope] = []
         for key in await self._bucket.keys():
             user, _, job = key.partition(".")
-            record = self._board.find(user, job)
-            if record is None or is_final(record):
-                found.append(record or JobScope(user, job))
+            with contextlib.suppress(MessageError):  # a key that is no job's
+                scope = JobScope(user, job)
+                record = self._board.find(user, job)
+                if record is None or is_final(record):
+                    found.append(record or scope)
         return found
 
     async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:

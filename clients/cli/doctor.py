@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ...broker.connection import connect
+from ...broker.connection import Broker, connect
 from ...broker.presence import list_presences
+from ...broker.scheduler_calls import SchedulerCalls
 from ...broker.server import binary_path
 from ...envs.sandbox.bubblewrap import Bubblewrap
 from ...envs.sandbox.settings import SandboxSettings
@@ -27,6 +28,7 @@ FAILED = 1
 _SLOW_S = 0.05
 _CLOCK_S = 5.0
 _MIN_FREE_BYTES = 2 * 2**30
+_MAX_RECORDS = 10
 
 
 class Finding(NamedTuple):
@@ -149,4 +151,22 @@ async def _look(url: str) -> list[Finding]:
                 "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
             )
         )
+        if any(one.role == "scheduler" for one in heard):
+            findings.append(await _records(broker))
         return findings
+
+
+async def _records(broker: Broker) -> Finding:
+    """Tell which records of the pool count for nothing, and why."""
+    try:
+        damaged = await SchedulerCalls(broker).damaged()
+    except TinkermqError as error:
+        return Finding("records", False, error.message, error.hint)
+    if not damaged.total:
+        return Finding("records", True, "all that were looked at can be read")
+    told = [f"{one.key} of {one.bucket}: {one.why}" for one in damaged.records[:_MAX_RECORDS]]
+    more = damaged.total - len(told)
+    if more:
+        told.append(f"and {more} more")
+    detail = f"{damaged.total} are ignored: " + "; ".join(told)
+    return Finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")

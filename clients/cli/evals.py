@@ -252,7 +252,7 @@ async def _evaluate_live(pool: Pool, record: JobRecord) -> tuple[str, dict[str, 
 
 
 async def _newest_version(pool: Pool, record: JobRecord) -> int:
-    learner = await presences(pool.broker).get(f"{record.scope.key}.learner")
+    learner = await presences(pool.broker).find(f"{record.scope.key}.learner")
     if learner is None or learner.value.version is None:
         raise NotFoundError(
             f"run {record.name} has no learner that is heard of yet",

@@ -34,7 +34,7 @@ async def start(broker: Broker, scope: JobScope, game: str) -> Process:
         job=scope.job,
         name=scope.job,
         user=scope.user,
-        state="RUNNING",
+        state="QUEUED",
         config={"model": {"path": "unused"}, "env": {"game": game}},
         created=time.time(),
     )

@@ -7,17 +7,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tinkermq.broker.connection import Broker
-from tinkermq.broker.feed import follow, publish_metric, read_dead, read_events
+from tinkermq.broker.feed import follow, publish_log, publish_metric, read_dead, read_events
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
+from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord, Dropped
 from tinkermq.schemas.errors import MessageError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.message import Message
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
+from tinkermq.schemas.node import NodeStatus
 from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Blame, DeadLetter
+from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
 
 from tests.strategies import hostile_payloads, make_group, make_task, nested
@@ -133,8 +136,75 @@ async def test_a_bucket_goes_on_behind_junk(broker: Broker) -> None:
     bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
     for number, payload in enumerate(JUNK):
         await _store(broker, f"$KV.{BUCKET_EVALS}.u.junk.{number}", payload)
-    await bucket.put("u.junk.good", EvalRecord(version=1, step=1))
-    assert [entry.key for entry in await bucket.items("u.junk")] == ["u.junk.good"]
+    await bucket.put("u.junk.100", EvalRecord(version=100, step=1))
+    await bucket.put("u.junk.101", EvalRecord(version=100, step=1))
+    found, damaged = await bucket.read_all("u.junk")
+    assert [entry.key for entry in found] == ["u.junk.100"]
+    assert len(damaged) == len(JUNK) + 1
+
+
+async def test_what_names_another_subject_than_its_own_is_junk(
+    broker: Broker, scope: JobScope
+) -> None:
+    await _store(broker, scope.task(1), make_task(2).to_bytes())
+    await _store(broker, scope.rollout(1), make_group(2).to_bytes())
+    lines = LogLines(actor="learner", attempt=1, lines=["I am the learner"], time=1.0)
+    await _store(broker, scope.log("generator-0"), lines.to_bytes())
+    await publish_log(broker, scope, lines.model_copy(update={"lines": ["so am I"]}))
+    queue, log = TaskQueue(broker, scope), RolloutLog(broker, scope)
+    assert await queue.pull(1, 0) == []
+    entry = await log.find(1)
+    assert entry is not None
+    assert entry.group is None
+    assert "says that it is" in str(entry.error)
+    async with asyncio.timeout(PATIENCE_S), aclosing(follow(broker, scope, ["log"])) as feed:
+        told = await anext(feed)
+    assert isinstance(told, LogLines)
+    assert told.lines == ["so am I"]
+    await queue.close()
+
+
+async def test_a_manifest_of_another_version_is_no_version_and_is_replaced(
+    broker: Broker, scope: JobScope
+) -> None:
+    store = WeightStore(broker, scope, "object")
+    manifests = Bucket(broker, scope.bucket_weights, Manifest)
+    tensors = {"w": TensorBytes("float32", (1,), memoryview(b"\0" * 4))}
+    manifest = await store.publish(1, tensors)
+    await manifests.put("v2", manifest)
+    await _store(broker, f"$KV.{scope.bucket_weights}.latest", b"junk")
+    assert await store.manifest(2) is None
+    assert await store.latest() is None
+    await store.publish(2, tensors)
+    latest = await store.latest()
+    assert latest is not None
+    assert latest.version == 2
+    assert await store.manifest(2) == latest
+
+
+@pytest.mark.parametrize(
+    ("message", "at"),
+    [
+        (make_task(1), "tmq.v1.job.u.j.task.2"),
+        (make_group(1), "tmq.v1.job.u.j.rollout.2"),
+        (
+            LogLines(actor="learner", attempt=1, lines=[], time=1.0),
+            "tmq.v1.job.u.j.log.generator-0",
+        ),
+        (EvalRecord(version=1, step=1), "u.j.2"),
+        (Presence(actor="a", role="learner", host="h", pid=1, state="w", time=1.0), "u.j.b"),
+        (JobRecord(job="j", name="n", user="u", state="QUEUED", config={}, created=1.0), "v.j"),
+        (JobRecord(job="j", name="n", user="u", state="QUEUED", config={}, created=1.0), "x.u.j"),
+        (JobRecord(job="J", name="n", user="u", state="QUEUED", config={}, created=1.0), "u.J"),
+        (NodeStatus(node="n", host="h", slots=1, time=1.0), "m"),
+        (NodeStatus(node="n.*", host="h", slots=1, time=1.0), "n.*"),
+        (UserRecord(user="a", created=0.0, key_hash="0"), "user.b"),
+        (STORED[-2], "v2"),
+    ],
+)
+def test_a_message_that_names_another_key_is_refused(message: Message, at: str) -> None:
+    with pytest.raises(MessageError):
+        type(message).from_bytes(message.to_bytes(), at=at)
 
 
 @settings(max_examples=100)

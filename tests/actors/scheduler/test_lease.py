@@ -5,10 +5,13 @@ import contextlib
 import time
 
 import pytest
-from tinkermq.actors.scheduler.lease import Lease
+from tinkermq.actors.scheduler.lease import KEY, Lease
+from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.connection import Broker
+from tinkermq.broker.kv import Bucket
 from tinkermq.schemas.errors import FencedError
-from tinkermq.schemas.job import JobRequest
+from tinkermq.schemas.job import JobRequest, RequestRecord
+from tinkermq.schemas.subjects import BUCKET_LEASES
 
 from tests.waiting import PATIENCE_S
 
@@ -43,6 +46,15 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
         await asyncio.wait_for(first.hold(), PATIENCE_S)
     await first.release()
     assert second.is_fresh
+
+
+async def test_what_is_no_lease_at_all_is_taken_like_one_that_stands_still(
+    own_broker: Broker,
+) -> None:
+    bucket = Bucket(own_broker, BUCKET_LEASES, RequestRecord)
+    await bucket.put(KEY, RequestRecord(job="no lease"))
+    lease = Lease(own_broker, Timing(stale_s=0.1))
+    assert await asyncio.wait_for(lease.acquire(asyncio.Event()), PATIENCE_S)
 
 
 async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
