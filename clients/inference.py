@@ -330,7 +330,7 @@ class _Inference:
             success=is_success(episode.reward, episode.info, self._success_reward),
             rewards=[float(reward) for reward in episode.rewards],
             type=kind_of(episode.info, episode.data_source),
-            finish=episode.finish,
+            finish=episode.ended_by,
             num_turns=len(episode.turn_ends),
             num_tokens=episode.num_generated,
             messages=episode.messages,

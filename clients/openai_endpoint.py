@@ -59,7 +59,8 @@ class Endpoint:
             usage: dict[str, Any] = reply.get("usage") or {}
             tokens = int(usage.get("completion_tokens") or 0)
             text = str(choice["message"].get("content") or "")
-            return Answer(text, tokens, str(reply.get("model") or self.model))
+            cut = choice.get("finish_reason") == "length"
+            return Answer(text, tokens, str(reply.get("model") or self.model), cut)
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(f"{self.url} gave no answer: {str(reply)[:_SHOWN]}") from error
 
@@ -71,6 +72,8 @@ class Answer:
     text: str
     num_tokens: int
     model: str
+    cut: bool = False
+    """It ends at its limit of tokens."""
 
 
 class _Transient(Exception):

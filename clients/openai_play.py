@@ -173,7 +173,7 @@ class _Players:
             success=is_success(reward, played.last.info, self._success_reward),
             rewards=played.rewards,
             type=kind_of(played.last.info, record.data_source if record else ""),
-            finish="done" if played.last.done else "turns",
+            finish="length" if played.cut else "done" if played.last.done else "turns",
             num_turns=len(played.rewards),
             num_tokens=played.num_tokens,
             messages=played.messages,
@@ -196,7 +196,7 @@ class _Players:
             rewards.append(result.reward)
             num_tokens += answer.num_tokens
             if result.done or len(rewards) == self._sampling.max_turns:
-                return _Played(messages, rewards, result, num_tokens, answer.model)
+                return _Played(messages, rewards, result, num_tokens, answer.model, answer.cut)
             messages = [*messages, {"role": result.role, "content": result.observation}]
 
     def _options(self, seed: int) -> dict[str, Any]:
@@ -218,3 +218,5 @@ class _Played:
     last: StepResult
     num_tokens: int
     model: str
+    cut: bool
+    """The last answer was."""

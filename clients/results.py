@@ -38,7 +38,7 @@ class EpisodeResult:
     type: str = ""
     """Type of the task, or source of its data."""
     finish: str = ""
-    """Why it ended: `done`, `turns` or `length`."""
+    """Why it ended: `done`, `turns`, or `length` where the last answer was cut."""
     num_turns: int = 0
     """Answers of the policy."""
     num_tokens: int = 0

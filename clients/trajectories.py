@@ -27,7 +27,8 @@ def make_trajectory(
     `mask` is 1 where the policy generated the token. `logprobs` are the behaviour log-probs, and
     `version` the policy version, of the generated tokens (a single number, or one per token);
     both are ignored elsewhere. A turn is a run of generated tokens; `rewards` has one number per
-    turn, or is a single one for the end of the episode.
+    turn, or is a single one for the end of the episode. Among `more` may be `finish_reasons`, one
+    per turn: `length` for one that its limit of tokens cut, else `stop`.
 
     Raises MessageError that names what is wrong.
     """

@@ -95,9 +95,10 @@ class AlgorithmConfig(Section):
     filter_equal_rewards: bool = False
     """Drop groups whose rewards are all equal; each gives its admission credit back (DAPO)."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """Soft penalty over the last so many response tokens; 0: none."""
+    """Soft penalty over the last so many tokens before the limit (`rollout.max_turn_tokens` of an
+    episode of one turn, else `rollout.max_response_tokens`); 0: none."""
     overlong_factor: float = Field(default=1.0, ge=0)
-    """Largest overlong penalty."""
+    """Largest overlong penalty: that of an episode which a token limit ended."""
     overlong_filter: bool = False
     """Give episodes that `rollout.max_response_tokens` cut off the advantage 0 (DAPO)."""
     length_coef: float = Field(default=0.0, ge=0)

@@ -295,10 +295,11 @@ class JobConfig(Section):
                 f"generator.max_context ({context}) is under rollout.max_prompt_tokens + "
                 f"rollout.max_response_tokens ({self.rollout.max_tokens})"
             )
-        if self.algorithm.overlong_buffer > self.rollout.max_response_tokens:
+        if self.algorithm.overlong_buffer > self.rollout.response_limit:
+            key = "max_turn_tokens" if self.rollout.max_turns == 1 else "max_response_tokens"
             raise ValueError(
                 f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) is over "
-                f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
+                f"rollout.{key} ({self.rollout.response_limit})"
             )
         if self.critic.model_fields_set and self.algorithm.advantage != "gae":
             raise ValueError(

@@ -46,6 +46,11 @@ class RolloutConfig(Section):
         return self
 
     @property
+    def response_limit(self) -> int:
+        """Tokens behind the first prompt at which an episode is cut."""
+        return self.max_turn_tokens if self.max_turns == 1 else self.max_response_tokens
+
+    @property
     def max_tokens(self) -> int:
         """Longest whole sequence: prompt and response."""
         return self.max_prompt_tokens + self.max_response_tokens

@@ -33,7 +33,11 @@ class Trajectory(Message):
     rewards: FloatVector
     """float32[K]: the game's reward for each turn."""
     finish: Literal["done", "turns", "length"] = "done"
-    """Why the episode ended: the game said so, the turn limit, or the token limit."""
+    """Why there was no further turn: the game said so, the turn limit, or the token limit."""
+    finish_reasons: list[Literal["stop", "length"]] = Field(
+        default_factory=list[Literal["stop", "length"]]
+    )
+    """Why each turn ended: by a stop token, or cut by its limit of tokens; empty: not told."""
     role: str = ""
     """Role that it was played in; empty in a game for one."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
@@ -73,7 +77,17 @@ class Trajectory(Message):
                 f"turn_ends has {len(self.turn_ends)} entries and rewards {len(self.rewards)}: "
                 "they must be equal and at least 1"
             )
+        if len(self.finish_reasons) not in (0, len(self.turn_ends)):
+            raise ValueError(
+                f"finish_reasons has {len(self.finish_reasons)} entries for "
+                f"{len(self.turn_ends)} turns: give one for each, or none"
+            )
         return self
+
+    @property
+    def ended_by(self) -> Literal["done", "turns", "length"]:
+        """What ended the episode: `length` where its last turn was cut, whatever came of it."""
+        return "length" if self.finish_reasons[-1:] == ["length"] else self.finish
 
     @property
     def reward(self) -> float:

@@ -52,7 +52,7 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "advantage_name": name,
         "advantage": advantages.get(number),
         "greedy": one.greedy,
-        "finish": one.finish,
+        "finish": one.ended_by,
         "versions": [one.min_version, one.max_version],
         "tries": one.num_tries,
         "failures": [failure.model_dump() for failure in one.failures],
@@ -109,6 +109,7 @@ def _messages(
 def _turns(one: Trajectory) -> list[dict[str, Any]]:
     """Return reward, version, length and mean log-prob of each turn."""
     turns: list[dict[str, Any]] = []
+    reasons = one.finish_reasons or [None] * len(one.turn_ends)
     start = 0
     for number, (end, reward) in enumerate(
         zip(one.turn_ends.tolist(), one.rewards.tolist(), strict=True)
@@ -123,6 +124,7 @@ def _turns(one: Trajectory) -> list[dict[str, Any]]:
                 "tokens": int(inside.sum()),
                 "versions": sorted({int(version) for version in versions}),
                 "logprob": float(logprobs.mean()) if len(logprobs) else None,
+                "finish_reason": reasons[number],
             }
         )
         start = end + 1

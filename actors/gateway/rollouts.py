@@ -153,7 +153,7 @@ def group_row(entry: LogEntry, step: int | None) -> dict[str, Any]:
                 "reward": one.reward,
                 "turns": len(one.rewards),
                 "tokens": one.num_generated,
-                "finish": one.finish,
+                "finish": one.ended_by,
                 "greedy": one.greedy,
                 "tries": one.num_tries,
             }

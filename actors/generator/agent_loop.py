@@ -142,7 +142,7 @@ class AgentLoop:
                 if finish is not None:
                     if finish != "done" and self._environments.rewards_ends:
                         await self._reward_end(game, transcript)
-                    trajectory = _trajectory(plan, transcript, finish, game.host)
+                    trajectory = self._trajectory(plan, transcript, finish, game.host)
                     if finish == "done":
                         open_at = None  # the game has ended: its host frees it by itself
                     return trajectory
@@ -298,6 +298,22 @@ class AgentLoop:
         transcript.add_observation(ids, message)
         return True
 
+    def _trajectory(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript,
+        finish: Literal["done", "turns", "length"],
+        host: str,
+    ) -> Trajectory:
+        return transcript.trajectory(
+            finish,
+            host,
+            stop_token_ids=self._chat.stop_token_ids,
+            seed=plan.start.seed,
+            role=plan.start.seat.role if plan.start.seat else "",
+            greedy=plan.greedy,
+        )
+
     def _check_prompt(self, prompt: list[int]) -> None:
         limit = self._config.max_prompt_tokens
         if len(prompt) > limit:
@@ -305,16 +321,6 @@ class AgentLoop:
                 f"the first prompt has {len(prompt)} tokens, rollout.max_prompt_tokens is {limit}",
                 hint=f"raise rollout.max_prompt_tokens to {len(prompt)}, or shorten the data",
             )
-
-
-def _trajectory(
-    plan: EpisodePlan,
-    transcript: Transcript,
-    finish: Literal["done", "turns", "length"],
-    host: str,
-) -> Trajectory:
-    role = plan.start.seat.role if plan.start.seat else ""
-    return transcript.trajectory(finish, host, seed=plan.start.seed, role=role, greedy=plan.greedy)
 
 
 class PromptTooLong(TinkermqError, ValueError):

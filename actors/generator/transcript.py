@@ -1,6 +1,6 @@
 """The token-level record of one episode as it grows, turn by turn."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -113,11 +113,15 @@ class Transcript:
         finish: Literal["done", "turns", "length"],
         host: str,
         *,
+        stop_token_ids: Collection[int],
         seed: int,
         role: str = "",
         greedy: bool = False,
     ) -> Trajectory:
-        """Return the record of the episode, which has ended."""
+        """Return the record of the episode, which has ended.
+
+        A turn that does not end with one of the stop tokens was cut by its limit.
+        """
         return Trajectory(
             token_ids=np.array(self.token_ids, np.int32),
             mask=np.array(self.mask, np.uint8),
@@ -126,6 +130,10 @@ class Transcript:
             turn_ends=np.array(self.turn_ends, np.int32),
             rewards=np.array(self.rewards, np.float32),
             finish=finish,
+            finish_reasons=[
+                "stop" if self.token_ids[end] in stop_token_ids else "length"
+                for end in self.turn_ends
+            ],
             greedy=greedy,
             role=role,
             seed=seed,

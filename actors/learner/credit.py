@@ -87,9 +87,10 @@ def _rewards(
     if algorithm.overlong_buffer:
         rewards_N[last_N] += overlong_penalty(
             batch.lengths_S,
-            config.rollout.max_response_tokens,
+            config.rollout.response_limit,
             algorithm.overlong_buffer,
             algorithm.overlong_factor,
+            batch.truncated_S,
         )
     if algorithm.length_coef:
         solved_S = batch.rewards_S > config.evaluation.success_reward

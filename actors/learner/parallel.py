@@ -147,8 +147,8 @@ class Parallel:
         for layer in repeated_layers(model):
             fully_shard(layer, **options)
         for layer in in_float32:
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-            fully_shard(layer, **{**options, "mp_policy": policy})
+            exact: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+            fully_shard(layer, **options | exact)
         fully_shard(inside, **options)
         for module in inside.modules():
             if isinstance(module, FSDPModule):

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, Trajectory
 
+_ENDS = ("done", "turns", "length")
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
 
 
@@ -27,6 +28,8 @@ def group_numbers(
     responses = np.array([len(item.mask) for item in episodes]) - prompts
     generated = np.array([item.num_generated for item in episodes])
     turns = np.array([len(item.turn_ends) for item in episodes])
+    cut = np.array([item.ended_by == "length" for item in episodes])
+    told = np.array([bool(item.finish_reasons) for item in episodes])
     lags = version - np.concatenate([item.versions[item.mask == 1] for item in episodes])
     group_lags = np.array([version - group.min_version for group in groups])
     equal = [group.has_equal_rewards for group in groups]
@@ -34,7 +37,9 @@ def group_numbers(
         "training_step_reward": float(rewards.mean()),
         **_spread("critic/score", rewards),
         **_spread("response_length", responses),
-        "response_length/clip_ratio": float((responses >= max_response_tokens).mean()),
+        "response_length/clip_ratio": float(
+            (cut | ((responses >= max_response_tokens) & ~told)).mean()
+        ),
         **_spread("prompt_length", prompts),
         **_spread("num_turns", turns),
         "rollout/generated_tokens": float(generated.sum()),
@@ -49,7 +54,7 @@ def group_numbers(
         "staleness/lag_max": float(lags.max()),
         "staleness/group_lag_max": float(group_lags.max()),
         **_histogram(lags),
-        **_finishes(Counter(item.finish for item in episodes), len(episodes)),
+        **_finishes(episodes),
         **_game_numbers(groups),
         "game/success_rate": float(
             np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
@@ -109,8 +114,14 @@ def _histogram(lags: NDArray[np.integer[Any]]) -> dict[str, float]:
     return shares
 
 
-def _finishes(counts: Counter[str], total: int) -> dict[str, float]:
-    return {f"rollout/finish_{name}": counts[name] / total for name in ("done", "turns", "length")}
+def _finishes(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Share of the episodes by what ended them, and of the turns that were cut."""
+    counts = Counter(item.ended_by for item in episodes)
+    reasons = [reason for item in episodes for reason in item.finish_reasons]
+    return {
+        **{f"rollout/finish_{name}": counts[name] / len(episodes) for name in _ENDS},
+        **({"rollout/cut_turn_share": reasons.count("length") / len(reasons)} if reasons else {}),
+    }
 
 
 def _game_numbers(groups: Sequence[Group]) -> dict[str, float]:

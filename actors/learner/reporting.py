@@ -132,7 +132,7 @@ class Reporter:
         numbers = group_numbers(
             groups,
             step - 1,
-            config.rollout.max_response_tokens,
+            config.rollout.response_limit,
             config.evaluation.success_reward,
         )
         return {**numbers, **report.numbers, **self.waste.numbers()}

@@ -9,10 +9,17 @@ from torch import Tensor
 from ...schemas.errors import ConfigError
 
 
-def overlong_penalty(lengths_S: Tensor, max_len: int, buffer: int, factor: float = 1.0) -> Tensor:
+def overlong_penalty(
+    lengths_S: Tensor,
+    max_len: int,
+    buffer: int,
+    factor: float = 1.0,
+    cut_S: Tensor | None = None,
+) -> Tensor:
     """Give the soft penalty of DAPO for lengths in the last `buffer` tokens: float32[S], ≤ 0.
 
-    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476.
+    min(−(len − (max_len − buffer)) / buffer · factor, 0), arXiv 2503.14476; the whole factor for
+    an episode that a limit cut (bool[S]), though it be one of less than `max_len` tokens.
     """
     if not 0 < buffer <= max_len:
         raise ConfigError(
@@ -20,7 +27,8 @@ def overlong_penalty(lengths_S: Tensor, max_len: int, buffer: int, factor: float
             hint=f"set algorithm.overlong_buffer between 1 and {max_len}",
         )
     excess_S = lengths_S.float() - (max_len - buffer)
-    return (-excess_S / buffer * factor).clamp(max=0.0)
+    penalty_S = (-excess_S / buffer * factor).clamp(max=0.0)
+    return penalty_S if cut_S is None else penalty_S.masked_fill(cut_S, -factor)
 
 
 def length_reward(

@@ -43,7 +43,7 @@ class TrainingBatch:
     lengths_S: Tensor
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
-    """bool: the token limit cut the episode off."""
+    """bool: a token limit ended the episode or cut its last turn."""
     baseline_S: Tensor | None
     """float32: return of the greedy episode of the task, where there is one."""
 
@@ -97,7 +97,7 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
         rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
-        truncated_S=torch.tensor([item.finish == "length" for item in trajectories]),
+        truncated_S=torch.tensor([item.ended_by == "length" for item in trajectories]),
         baseline_S=_baselines(groups),
     )
 

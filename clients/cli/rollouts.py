@@ -51,7 +51,8 @@ class Episode:
             "episode": self.number,
             "reward": one.reward,
             "rewards": one.rewards,
-            "finish": one.finish,
+            "finish": one.ended_by,
+            "finish_reasons": one.finish_reasons,
             "versions": [one.min_version, one.max_version],
             "num_generated": one.num_generated,
             "logprob_mean": float(one.logprobs[one.mask == 1].mean()),
@@ -159,6 +160,12 @@ def _episodes(entry: LogEntry, step: int | None) -> Iterator[Episode]:
         yield Episode(entry.seq, group, number, trajectory, step)
 
 
+def _cut_turns(one: Trajectory) -> str:
+    """Name the turns that their limit cut, counted from 1."""
+    cut = [str(turn) for turn, why in enumerate(one.finish_reasons, 1) if why == "length"]
+    return f" (cut: turn {', '.join(cut)})" if cut else ""
+
+
 def _print(episode: Episode) -> None:
     task = episode.group.task
     trained = f"step {episode.step}" if episode.step is not None else "not trained"
@@ -177,7 +184,8 @@ def _print(episode: Episode) -> None:
     )
     say(
         f"{head}  reward [bold]{one.reward:g}[/] (by turn: {by_turn})  version {versions}  "
-        f"{one.num_generated} tokens  ended by {one.finish}  from {episode.group.source}"
+        f"{one.num_generated} tokens  ended by {one.ended_by}{_cut_turns(one)}  "
+        f"from {episode.group.source}"
     )
     for message in one.messages:
         role = str(message.get("role", "?"))

@@ -59,6 +59,7 @@ async def run(broker: Broker, scope: JobScope) -> JobRecord:
             messages=said,
             failures=[failure] if number else [],
             num_tries=1 + number,
+            finish_reasons=["length" if number else "stop"],
         )
         await log.append(make_group([episode], number))
     await log.append(
@@ -231,8 +232,13 @@ async def test_rollouts_show_messages_rewards_and_versions_best_first(
     assert rows[1]["messages"][0]["content"] == "7*8"
     assert (rows[1]["step"], rows[0]["step"]) == (1, None)
     assert rows[0]["versions"] == [0, 0]
+    assert [(row["finish"], row["finish_reasons"]) for row in rows[:2]] == [
+        ("length", ["length"]),
+        ("done", ["stop"]),
+    ]
     text = (await aside(cli, "rollouts", run.name, "--nats-url", broker.url)).out
     assert "given up" in text
+    assert "ended by length (cut: turn 1)" in text
     # What looks like markup in a model's answer is shown as it is.
     assert "    [1]" in text
 

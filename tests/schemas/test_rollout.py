@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from tinkermq.schemas.errors import MessageError
@@ -39,6 +40,23 @@ def test_a_group_comes_back_from_its_bytes() -> None:
     check(back)
 
 
+def test_an_episode_whose_last_turn_was_cut_ended_by_its_length() -> None:
+    ends = {
+        reasons: trajectory(finish="turns", finish_reasons=list(reasons)).ended_by
+        for reasons in ((), ("stop", "stop"), ("length", "stop"), ("stop", "length"))
+    }
+    assert list(ends.values()) == ["turns", "turns", "turns", "length"]
+
+
+def test_messages_of_before_turns_had_reasons_are_read() -> None:
+    fields = msgpack.unpackb(group(trajectory()).to_bytes(), strict_map_key=False)
+    for item in fields["trajectories"]:
+        item.pop("finish_reasons", None)
+    back = Group.from_bytes(msgpack.packb(fields))
+    assert back.trajectories[0].finish_reasons == []
+    assert back.trajectories[0].ended_by == "done"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -46,6 +64,8 @@ def test_a_group_comes_back_from_its_bytes() -> None:
         ({"token_ids": np.zeros(6, np.int64)}, "must be an array of int32"),
         ({"rewards": np.zeros(1, np.float32)}, "turn_ends has 2 entries and rewards 1"),
         ({"logprobs": [0.0] * 6}, "must be an array of float32, is a list"),
+        ({"finish_reasons": ["stop"]}, "finish_reasons has 1 entries for 2 turns"),
+        ({"finish_reasons": ["stop", "cancelled"]}, "'stop' or 'length'"),
     ],
 )
 def test_the_boundary_refuses_arrays_that_do_not_fit(changes: dict[str, Any], message: str) -> None:

@@ -55,6 +55,16 @@ def test_turns_have_their_reward_version_and_length_and_stand_at_their_messages(
     assert shown["reward"] == 1.5
 
 
+def test_turns_that_were_cut_are_told_where_the_episode_was_recorded_with_reasons() -> None:
+    told = two_turns(finish_reasons=["stop", "length"])
+    shown = show_episode(make_group([told, two_turns()]), 0, estimator="grpo", step=7)
+    assert [turn["finish_reason"] for turn in shown["turns"]] == ["stop", "length"]
+    assert shown["finish"] == "length"
+    untold = show_episode(make_group([told, two_turns()]), 1, estimator="grpo", step=7)
+    assert [turn["finish_reason"] for turn in untold["turns"]] == [None, None]
+    assert untold["finish"] == "done"
+
+
 def test_tokens_show_mask_version_reward_and_a_colour_by_log_prob() -> None:
     shown = show_tokens(two_turns(), TokenTexts())
     tokens = shown["tokens"]

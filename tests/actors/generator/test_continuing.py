@@ -37,6 +37,8 @@ def assert_same_episodes(found: Group, wanted: Group) -> None:
             np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
         assert (one.finish, one.messages, one.info) == (other.finish, other.messages, other.info)
+        assert one.finish_reasons == other.finish_reasons
+        assert len(one.finish_reasons) == len(one.turn_ends)
 
 
 async def test_an_episode_goes_on_where_it_was_and_draws_what_it_would_have_drawn(

@@ -250,6 +250,12 @@ def test_the_overlong_penalty_grows_over_the_buffer():
     torch.testing.assert_close(overlong_penalty(lengths, 100, 20, factor=2.0), expected)
 
 
+def test_an_episode_that_a_limit_cut_gets_the_whole_overlong_penalty():
+    lengths, cut = torch.tensor([50, 90, 30]), torch.tensor([False, False, True])
+    penalties = overlong_penalty(lengths, 100, 20, factor=2.0, cut_S=cut)
+    torch.testing.assert_close(penalties, torch.tensor([0.0, -1.0, -2.0]))
+
+
 def test_an_overlong_buffer_over_the_longest_response_is_refused():
     with pytest.raises(ConfigError, match="overlong_buffer is 200"):
         overlong_penalty(torch.tensor([1]), 100, 200)
