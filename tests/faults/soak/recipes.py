@@ -53,7 +53,7 @@ def _rows(model: Path, folder: Path, steps: int) -> Config:
     data = {"train_data": [str(train)], "val_data": [str(val)], "num_val": 8}
     config = _job(model, steps, env={"game": "addition", "hosts": 2, **data})
     del config["training"]["num_steps"]
-    config["training"]["num_epochs"] = 2
+    config["training"].update(num_epochs=2, save_freq=20)  # much is trained again after a crash
     return config
 
 
@@ -71,7 +71,7 @@ def _turns(model: Path, folder: Path, steps: int) -> Config:
         env={"game": "tests.games:SlowEcho", "kwargs": {"delay_s": 0.1}, "num_val": 2},
         rollout={"max_turns": 4, "max_turn_tokens": 20, "max_response_tokens": 160},
         generator={"segment_tokens": 8},
-        training={"staleness_policy": "wait", "batch_size": 2},
+        training={"staleness_policy": "wait", "batch_size": 2, "save_freq": 15},
     )
 
 
@@ -83,6 +83,7 @@ def _client(model: Path, folder: Path, steps: int) -> Config:
         env={"game": "tests.games:SlowGuess", "hosts": 0, "num_val": NUM_VAL},
         rollout={"max_turns": 3},
         algorithm={"filter_equal_rewards": True},
+        training={"save_freq": 10},
     )
 
 
