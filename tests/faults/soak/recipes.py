@@ -71,7 +71,7 @@ def _turns(model: Path, folder: Path, steps: int) -> Config:
         env={"game": "tests.games:SlowEcho", "kwargs": {"delay_s": 0.1}, "num_val": 2},
         rollout={"max_turns": 4, "max_turn_tokens": 20, "max_response_tokens": 160},
         generator={"segment_tokens": 8},
-        training={"staleness_policy": "wait", "batch_size": 2, "save_freq": 15},
+        training={"staleness_policy": "wait", "batch_size": 2, "save_freq": 30},
     )
 
 
