@@ -16,11 +16,11 @@ from typing import Any
 
 from benchmarks.report import Report, parser
 from benchmarks.stack import Run, Stack
-from benchmarks.tasks import coin_job, random_model
+from benchmarks.tasks import Shape, coin_job, random_model
 
 WARM = 3
 TASKS, GROUP, TOKENS = 8, 8, 32
-SHAPE = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
+SHAPE: Shape = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
 SMALLEST = 4
 
 

@@ -33,13 +33,13 @@ from tinkermq.broker.differences import apply, encode
 from tinkermq.broker.rpc import Service
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
-from tinkermq.broker.weight_history import joined
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.config import LearnerConfig, LimitsConfig
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.weights import Manifest
 
 from benchmarks.report import Report, parser
+from benchmarks.weights import whole
 
 RATES = {1e-6: 40.0, 1e-5: 10.0}
 """Rate, and how many times smaller than whole weights its differences shall be."""
@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, lr: float) -> Trained:
         fused=True,
     )
     found = Trained([payload_of(model)])
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = int(model.config.vocab_size)
     for _ in range(arguments.steps):
         ids = torch.randint(vocabulary, (ROWS, TOKENS))
         model(input_ids=ids, labels=ids).loss.backward()
@@ -84,13 +84,14 @@ def train(arguments: argparse.Namespace, lr: float) -> Trained:
         found.versions = [found.versions[-1], payload_of(model)]
         old, new = (np.frombuffer(one, np.uint16) for one in found.versions)
         found.changed.append(float((old != new).mean()))
-        found.ratios.append(old.nbytes / len(encode(*found.versions)))
+        base, target = found.versions
+        found.ratios.append(old.nbytes / len(encode(base, target)))
     return found
 
 
 def payload_of(model: Any) -> memoryview:
     """Return a version as it would travel whole."""
-    return joined([one.data for one in snapshot({"": model}, torch.bfloat16).values()])
+    return whole(snapshot({"": model}, torch.bfloat16))
 
 
 def gb_per_s(work: Callable[[], Any], num_bytes: int, rounds: int = 3) -> float:

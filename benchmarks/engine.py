@@ -14,20 +14,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from tinkermq.actors.generator.decoder import Span, load_decoder
-from tinkermq.actors.generator.engine import Engine, Sampling
+from tinkermq.actors.generator.engine import Engine, KvOnSwap, Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
 from transformers import PreTrainedModel
 
 from benchmarks.report import Report, parser
+from benchmarks.tasks import Shape
 
-SMALL = {"width": 128, "layers": 2, "heads": 4}
-TINY = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
+SMALL: Shape = {"width": 128, "layers": 2, "heads": 4}
+TINY: Shape = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
 CONTEXT = 256
 
 
@@ -57,7 +59,8 @@ def run_generate(model: PreTrainedModel, load: Load) -> float:
         ids[row, longest - len(prompt) :] = torch.from_numpy(prompt)
         mask[row, longest - len(prompt) :] = 1
     started = time.perf_counter()
-    model.generate(
+    generate: Any = model.generate  # transformers hides its type behind a decorator
+    generate(
         ids,
         attention_mask=mask,
         max_new_tokens=max(load.new_tokens),
@@ -126,13 +129,15 @@ def model_only(folder: str, prompts: Sequence[np.ndarray]) -> float:
     )
     spans = [Span(16 * index, 0, prompt) for index, prompt in enumerate(prompts)]
     tokens = np.full(256, 9, np.int32)
+    took = 0.0
     with torch.inference_mode():
         for _ in range(3):
             started = time.perf_counter()
             list(decoder.prefill(spans))
             decoder.decode(tokens, np.full(256, 12))
             decoder.decode(tokens, np.full(256, 13))
-    return time.perf_counter() - started
+            took = time.perf_counter() - started
+    return took
 
 
 async def swap(folder: str, report: Report) -> None:
@@ -149,7 +154,8 @@ async def swap(folder: str, report: Report) -> None:
         for index in range(8)
     ]
     pauses = dict[str, float]()
-    for version, kv in ((1, "keep"), (2, "keep"), (3, "recompute")):
+    swaps: list[tuple[int, KvOnSwap]] = [(1, "keep"), (2, "keep"), (3, "recompute")]
+    for version, kv in swaps:
         started = time.perf_counter()
         await engine.load_weights(version, weights, kv)
         took = time.perf_counter() - started
@@ -182,7 +188,7 @@ def copy_over(weights: Mapping[str, torch.Tensor]) -> float:
     return time.perf_counter() - started
 
 
-def save(folder: Path, **shape: int) -> str:
+def save(folder: Path, **shape: Unpack[Shape]) -> str:
     """Write a model of this shape and return its folder."""
     make_model(**shape).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)

@@ -9,6 +9,9 @@ sides, both on uvloop (uvicorn with httptools), in turns of the same run.
     python -m benchmarks.environment [--episodes 32] [--seconds 4] [--rounds 3]
 """
 
+# FastAPI and aiohttp are of the `bench` extra, which development does without.
+# pyright: reportMissingImports=false
+
 import argparse
 import asyncio
 import contextlib
@@ -20,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import uvloop
 from tinkermq.broker.connection import connect
@@ -35,10 +38,11 @@ from benchmarks.trivial_game import TURNS, TrivialGame
 
 SCOPE = JobScope("local", "bench")
 ACTION = "move 3"
+Isolation = Literal["thread", "process"]
 Play = Callable[[str], Awaitable[int]]
 
 
-async def serve_nats(url: str, isolation: str) -> None:
+async def serve_nats(url: str, isolation: Isolation) -> None:
     """Host the game over NATS until killed."""
     async with await connect(url, name="host") as broker:
         config = EnvConfig(game="benchmark", isolation=isolation)

@@ -43,7 +43,8 @@ def make_model(vocab: int) -> Any:
         vocab_size=vocab,
         tie_word_embeddings=True,
     )
-    return Qwen2ForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = Qwen2ForCausalLM(config)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_rows(tokens: int, vocab: int) -> Packed:

@@ -24,10 +24,10 @@ import yaml
 from benchmarks.processes import pss_mb, rss_mb
 from benchmarks.report import Report, parser
 from benchmarks.stack import Run, Stack
-from benchmarks.tasks import addition_job, coin_job, random_model, warm_model
+from benchmarks.tasks import Shape, addition_job, coin_job, random_model, warm_model
 
 WARM = 2
-LARGE = {"width": 1024, "layers": 7, "heads": 16, "mlp_width": 3072}
+LARGE: Shape = {"width": 1024, "layers": 7, "heads": 16, "mlp_width": 3072}
 SETTLE_S = 4.0
 COMMAND = str(Path(sys.executable).with_name("tinkermq"))
 FIRST_STEP_DEADLINE_S = 300.0

@@ -134,8 +134,11 @@ class Stack:
         assert self._broker is not None, "the stack was not entered"
         return Pool(self._broker)
 
-    def start(self, name: str, *command: str, **options: Any) -> subprocess.Popen[bytes]:
-        """Start a process that ends with the stack; it finds the broker in its environment."""
+    def start(self, name: str, *command: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+        """Start a process that ends with the stack; it finds the broker in its environment.
+
+        `stdout` is where its output goes, by default a log in the stack's folder.
+        """
         environment = {
             **os.environ,
             "TINKERMQ_NATS_URL": self.server.url,
@@ -148,8 +151,9 @@ class Stack:
                 cwd=REPOSITORY,
                 env=environment,
                 stdin=subprocess.DEVNULL,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
                 preexec_fn=die_with(os.getpid()),
-                **{"stdout": log, "stderr": log, **options},
             )
         self.processes[name] = process
         return process
@@ -182,7 +186,7 @@ class Stack:
                     run.record = update
                 elif isinstance(update, Event):
                     run.events.append(update)
-                elif "training_step_reward" in update.values:
+                elif isinstance(update, Metric) and "training_step_reward" in update.values:
                     run.metrics.append(update)
 
     async def _sample(self, run: Run) -> None:
@@ -207,7 +211,7 @@ class Stack:
         deadline = time.monotonic() + _START_S
         while True:
             try:
-                if (await self.pool.nodes()).nodes:
+                if await self.pool.nodes():
                     return
             except TinkermqError:
                 if time.monotonic() > deadline:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from tinkermq.actors.learner.data_order import DataOrder
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
@@ -30,7 +30,19 @@ def warm_model(game: str, *, quick: bool = False) -> Path:
     return folder
 
 
-def random_model(name: str, **shape: int) -> Path:
+class Shape(TypedDict, total=False):
+    """What of a tiny model's shape the benchmarks choose (`make_model`)."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    vocab_size: int
+    max_tokens: int
+
+
+def random_model(name: str, **shape: Unpack[Shape]) -> Path:
     """Return the folder of a random model of this shape (`make_model`)."""
     folder = CACHE / name
     folder = CACHE / name

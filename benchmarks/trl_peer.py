@@ -9,6 +9,10 @@ methods the model calls as tools). Settings that cost TRL time for nothing here 
 checkpointing, logging of completions, the reference model.
 """
 
+# TRL and datasets are of the `bench` extra, which development does without, and the stubs of
+# transformers hold what the rooms use.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+
 import json
 import sys
 import time

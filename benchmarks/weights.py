@@ -15,7 +15,7 @@ import hashlib
 import io
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ import uvloop
 from tinkermq.broker.connection import connect
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams
+from tinkermq.broker.weight_history import joined
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
@@ -91,6 +92,15 @@ async def run_stock(broker: Any, payload: bytes) -> Any:
     return put, got
 
 
+def whole(tensors: Mapping[str, TensorBytes]) -> memoryview:
+    """Return a version as it would travel whole; it must be in the machine's memory."""
+    views: list[memoryview] = []
+    for name, tensor in tensors.items():
+        assert isinstance(tensor.data, memoryview), f"{name} is on an accelerator"
+        views.append(tensor.data)
+    return joined(views)
+
+
 def run_memory(payload: bytes) -> dict[str, float]:
     """Return the seconds of one copy into memory that is there, and of one digest."""
     source = np.frombuffer(payload, np.uint8)
@@ -106,7 +116,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[Timed]]:
     """Run all peers in turns; return their times by name."""
     times: dict[str, list[Timed]] = {}
     tensors = make_tensors(arguments.mb << 20)
-    payload = b"".join(tensor.data for tensor in tensors.values())
+    payload = whole(tensors).tobytes()
     with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder) / "nats") as server:
         async with (
             await connect(server.url, name="learner") as learner,
