@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras lint format check docs screenshots bench
+  test-vllm-stack extras lint format check docs screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -43,14 +43,19 @@ if not _has_ops():
         _declared.define(f"{_name}(Tensor boxes, Tensor scores, float threshold) -> Tensor")
 endef
 export TORCHVISION
-test-vllm: $(VLLM)/vllm.stamp  ## Run the tests of the vLLM engine, on vLLM's CPU build
+test-vllm: $(VLLM)/started.stamp  ## Run the tests of the vLLM engine, on vLLM's CPU build
 	@$(MAKE) --no-print-directory -j 2 --output-sync=target test-vllm-engine test-vllm-stack
 
 # Most of their time vLLM's processes import; beside each other they take half as long.
 test-vllm-engine: TESTS := tests/actors/generator
 test-vllm-stack: TESTS := tests/system/test_vllm.py
-test-vllm-engine test-vllm-stack: $(VLLM)/vllm.stamp
+test-vllm-engine test-vllm-stack: $(VLLM)/started.stamp
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm -W default --durations=8 $(TESTS)
+
+# Imports from a cold disk, byte code and what is compiled once: shown, and not in a test's time.
+$(VLLM)/started.stamp: $(VLLM)/vllm.stamp
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -W ignore -m tests.vllm_start
+	@touch $@
 
 $(VLLM)/vllm.stamp: pyproject.toml
 	@echo "installing vLLM's CPU build into $(VLLM): 4 GB, some minutes, once"
@@ -108,6 +113,10 @@ screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.
 
 bench: $(VENV)/bench.stamp $(VLLM)/vllm.stamp  ## Run the benchmarks on a quiet machine and write docs/benchmarks.md
 	$(BIN)/python -m benchmarks
+
+bench-quick: $(VENV)/bench.stamp $(VLLM)/started.stamp  ## See that every benchmark runs; its figures mean nothing
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m bench --durations=5 tests/benchmarks
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m bench -W default -k vllm tests/benchmarks
 
 # What has been installed for development serves the quickstart, too.
 $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python

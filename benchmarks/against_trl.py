@@ -29,6 +29,7 @@ from benchmarks.stack import REPOSITORY, Run, Stack
 from benchmarks.tasks import addition_job, in_training_order, slow_calculator_job, warm_model
 
 WARM = 5
+QUICK_TASKS = 4
 ENDS = 10
 THREADS = 2
 
@@ -179,17 +180,19 @@ def tell_costs(contest: Contest, report: Report) -> None:
 
 def contests(task: str | None, *, quick: bool) -> list[tuple[Contest, float]]:
     """Return what is measured, each with its target."""
-    num_steps = WARM + 3 if quick else 80
+    num_steps = WARM + 1 if quick else 80
     slow = 0.1 if quick else 1.0
     found = list[tuple[Contest, float]]()
     if task in (None, "addition"):
         job = addition_job(warm_model("addition", quick=quick), num_steps)
         found.append((Contest("addition", job, {"TRL": ("none", num_steps)}), 1.3))
     if task in (None, "tool"):
-        num_steps = WARM + 3 if quick else 30
+        num_steps = WARM + 1 if quick else 30
         job = slow_calculator_job(warm_model("calculator", quick=quick), num_steps, slow)
         ways = {"TRL, rollout_func": ("rollout", num_steps), "TRL, environments": ("tools", 2)}
         found.append((Contest("tool, slow environment", job, ways, slow), 3.0))
+    for contest, _ in found if quick else []:
+        contest.job["training"]["batch_size"] = QUICK_TASKS
     return found
 
 

@@ -21,13 +21,14 @@ from benchmarks.tasks import Shape, coin_job, random_model
 WARM = 3
 TASKS, GROUP, TOKENS = 8, 8, 32
 SHAPE: Shape = {"width": 256, "layers": 4, "heads": 4, "kv_heads": 2, "mlp_width": 672}
+NANO: Shape = {"width": 64, "layers": 2}
 SMALLEST = 4
 
 
-def job(num_steps: int, staleness: int, requests: int) -> dict[str, Any]:
+def job(model: Path, num_steps: int, staleness: int, requests: int) -> dict[str, Any]:
     """Return the job with one bound, `requests` of its episodes decoding together."""
     config = coin_job(
-        random_model("tiny", **SHAPE),
+        model,
         num_steps,
         tasks=TASKS,
         group=GROUP,
@@ -44,25 +45,27 @@ def phases(run: Run) -> tuple[float, float]:
     return mean(run.values("timing_s/wait", after=WARM)), train_s
 
 
-async def equalise(stack: Stack, num_steps: int, tries: int) -> int:
+async def equalise(stack: Stack, model: Path, num_steps: int, tries: int) -> int:
     """Return how many requests shall decode together so that both phases take equal time."""
     requests = TASKS * GROUP
     for _ in range(tries):
-        generate_s, train_s = phases(await stack.run(job(num_steps, 0, requests)))
+        generate_s, train_s = phases(await stack.run(job(model, num_steps, 0, requests)))
         wanted = round(requests * generate_s / train_s)
         requests = min(max(wanted, SMALLEST), TASKS * GROUP)
     return requests
 
 
-async def measure(*, num_steps: int, calibration: int, rounds: int) -> dict[int, list[Run]]:
+async def measure(
+    model: Path, *, num_steps: int, calibration: int, rounds: int
+) -> dict[int, list[Run]]:
     """Run both bounds in turns; return the runs by bound."""
     runs: dict[int, list[Run]] = {0: [], 2: []}
     with tempfile.TemporaryDirectory() as folder:
         async with Stack(Path(folder)) as stack:
-            requests = await equalise(stack, calibration, 2 if rounds > 1 else 1)
+            requests = await equalise(stack, model, calibration, 2 if rounds > 1 else 1)
             for _ in range(rounds):
                 for staleness, done in runs.items():
-                    done.append(await stack.run(job(num_steps, staleness, requests)))
+                    done.append(await stack.run(job(model, num_steps, staleness, requests)))
     return runs
 
 
@@ -101,6 +104,7 @@ def main() -> None:
     quick = arguments.quick
     report = Report("asynchrony", "Asynchronous against synchronous training", quick=quick)
     measuring = measure(
+        random_model("nano", **NANO) if quick else random_model("tiny", **SHAPE),
         num_steps=WARM + (2 if quick else 25),
         calibration=WARM + (1 if quick else 6),
         rounds=arguments.rounds or (1 if quick else 2),

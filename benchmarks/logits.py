@@ -138,11 +138,11 @@ def main() -> None:
     """Parse the arguments, measure, and report."""
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, nargs="+", help="of the row: 1024 and 4096")
-    options.add_argument("--vocab", type=int, help="words (151936; quick: 8192)")
+    options.add_argument("--vocab", type=int, help="words (151936; quick: 4096)")
     options.add_argument("--side", choices=WAYS, help=argparse.SUPPRESS)
     arguments = options.parse_args()
-    lengths = arguments.tokens or ([256, 512] if arguments.quick else [1024, 4096])
-    vocab = arguments.vocab or (8192 if arguments.quick else 151936)
+    lengths = arguments.tokens or ([128, 256] if arguments.quick else [1024, 4096])
+    vocab = arguments.vocab or (4096 if arguments.quick else 151936)
     torch.set_num_threads(1)
     if arguments.side:
         print(json.dumps(one_side(arguments.side, lengths[0], vocab)))

@@ -6,43 +6,33 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks.__main__ import NAMES
+from benchmarks.page import page
 
 pytestmark = pytest.mark.bench
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def needs(*packages: str) -> pytest.MarkDecorator:
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"`make bench` installs {', '.join(missing)}")
+NEEDS = {
+    "against_trl": ("trl", "datasets"),
+    "environment": ("fastapi", "uvicorn", "aiohttp"),
+    "vllm": ("vllm",),
+}
+
+
+def benchmark(name: str) -> Any:
+    missing = [each for each in NEEDS.get(name, ()) if importlib.util.find_spec(each) is None]
+    reason = f"`make bench-quick` installs {', '.join(missing)}"
+    return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adapters",
-        pytest.param("against_trl", marks=needs("trl", "datasets")),
-        "asynchrony",
-        "dashboard",
-        "differences",
-        "engine",
-        pytest.param("vllm", marks=needs("vllm")),
-        "gomoku",
-        pytest.param("environment", marks=needs("fastapi", "uvicorn", "aiohttp")),
-        "learner",
-        "logits",
-        "lora",
-        "memory",
-        "overhead",
-        "sandbox",
-        "scaling",
-        "scheduler",
-        "weights",
-    ],
-)
+@pytest.mark.parametrize("name", [benchmark(name) for name in NAMES])
 def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     command = [sys.executable, "-m", f"benchmarks.{name}", "--quick", "--json", str(file)]
@@ -63,10 +53,7 @@ def test_a_benchmark_runs_and_tells_its_figures(name: str, tmp_path: Path) -> No
         assert figure["what"] in " ".join(done.stdout.split())
 
 
-def test_the_page_says_of_every_target_whether_it_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT)
-    from benchmarks.page import page
-
+def test_the_page_says_of_every_target_whether_it_was_met() -> None:
     figures = [
         {"what": "ours over theirs", "value": 1.5, "unit": "×", "target": "≥ 1.30×", "met": True},
         {"what": "idle node", "value": 120.0, "unit": "MB", "target": "≤ 100.0 MB", "met": False},

@@ -7,7 +7,7 @@ loop.
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import pytest
 import pytest_asyncio
@@ -19,23 +19,21 @@ from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.model_folder import load_causal_lm, load_model_config, sees_images
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.streams import create_job_streams, delete_job_streams
-from tinkermq.schemas.config import JobConfig, LimitsConfig
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config import LimitsConfig
 from tinkermq.schemas.subjects import JobScope
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.images import KINDS, make_vision_model
 from tests.models import make_tiny_model
+from tests.vllm_start import ADAPTER, MAX_CONTEXT, MAX_SLOTS, configured
 
 if TYPE_CHECKING:
     from tinkermq.actors.generator.vllm_model import VllmModel
 
 torch.set_num_threads(1)
 
-MAX_SLOTS, MAX_CONTEXT = 8, 160
 BLOCK_TOKENS = 32
 """vLLM caches prompts in whole blocks of so many tokens."""
-ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])
 EngineKind = Literal["transformers", "vllm"]
 StartEngine = Callable[..., Awaitable[Engine]]
 InVllm = Callable[[Path], Awaitable["VllmModel"]]
@@ -73,23 +71,6 @@ async def recorded(broker: Broker) -> AsyncIterator[JobScope]:
     await create_job_streams(broker, scope, LimitsConfig(), segments=True)
     yield scope
     await delete_job_streams(broker, scope)
-
-
-def configured(folder: Path, **generator: Any) -> JobConfig:
-    """Return the configuration of a job whose generators run vLLM."""
-    asked = {"compile": False, "kv_cache_mb": 64, "max_requests": MAX_SLOTS, **generator}
-    return JobConfig.model_validate(
-        {
-            "model": {"path": str(folder)},
-            "env": {"game": "bandit"},
-            "generator": {"engine": "vllm", "max_context": MAX_CONTEXT, **asked},
-            "rollout": {
-                "max_prompt_tokens": 20,
-                "max_turn_tokens": 20,
-                "max_response_tokens": 20,
-            },
-        }
-    )
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="package")
