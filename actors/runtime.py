@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import hashlib
 import os
 import signal
 import socket
@@ -71,7 +72,7 @@ class ActorContext:
     step: int | None = None
     stop_asked: bool = False
     """Somebody asked this actor to end for good, through its control subject."""
-    _waits: list[str] = field(default_factory=list[str])
+    _waits: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
 
     def set_state(self, state: str, *, version: int | None = None) -> None:
         """Say in the heartbeat what the actor does now."""
@@ -83,11 +84,22 @@ class ActorContext:
     @contextlib.contextmanager
     def waiting(self, for_what: str) -> Iterator[None]:
         """Name a wait while it lasts, so that a stuck job says who waits for whom."""
-        self._waits.append(for_what)
+        with self._named((for_what, None)):
+            yield
+
+    @contextlib.contextmanager
+    def missing(self, what: str) -> Iterator[None]:
+        """Name a wait for what is not there, and that only somebody outside can bring."""
+        with self._named((what, time.time())):
+            yield
+
+    @contextlib.contextmanager
+    def _named(self, wait: tuple[str, float | None]) -> Iterator[None]:
+        self._waits.append(wait)
         try:
             yield
         finally:
-            self._waits.remove(for_what)
+            self._waits.remove(wait)
 
     async def unless_stopping(self, awaitable: Coroutine[Any, Any, T]) -> T | None:
         """Await something, but no longer than until `stopping` is set; None if that came first."""
@@ -102,11 +114,13 @@ class ActorContext:
 
     def beat(self) -> Presence:
         """Return the heartbeat as of now."""
-        waits_for = self._waits[-1] if self._waits else ""
+        missing = [wait for wait in self._waits if wait[1] is not None]
+        waits_for, since = (missing or self._waits or [("", None)])[0 if missing else -1]
         state = "draining" if self.stopping.is_set() else self.presence.state
         return self.presence.model_copy(
             update={
                 "waits_for": waits_for,
+                "missing_since": since,
                 "state": state,
                 "numbers": dict(self.numbers),
                 "time": time.time(),
@@ -134,6 +148,19 @@ class JobContext(ActorContext):
         self.log.info(kind, message=message, **data)
         event = Event(kind=kind, source=self.name, message=message, data=data, time=time.time())
         await publish_event(self.broker, self.scope, event)
+
+    async def failed(self, error: TinkermqError) -> None:
+        """Publish the event of an error that ends this actor; of several with the same, once."""
+        told = hashlib.sha256(f"{error.code} {error}".encode(errors="replace")).hexdigest()
+        event = Event(
+            kind="actor_failed",
+            source=self.name,
+            message=str(error),
+            data={"code": error.code},
+            time=time.time(),
+        )
+        once = f"actor_failed {self.record.attempt} {told}"
+        await publish_event(self.broker, self.scope, event, message_id=once)
 
     async def serve_control(self, handler: ControlHandler | None = None) -> None:
         """Answer control requests: `stop` drains, everything else is the actor's `handler`.
@@ -227,7 +254,7 @@ def run_job_actor(
                 code = await main(context)
             except TinkermqError as error:
                 if not _is_crash(error):
-                    await context.event("actor_failed", str(error), code=error.code)
+                    await context.failed(error)
                 raise
         await service.stop()
         if code is None and stopping.is_set() and not context.stop_asked:

@@ -134,12 +134,17 @@ class JobStore:
             except NotFoundError as error:  # its streams were deleted: the record still counts
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
-    async def told(self, record: JobRecord) -> JobRecord:
-        """Take the events that `record` holds out of the job's record, for they were told."""
+    async def told(self, record: JobRecord, version: int = 0) -> JobRecord:
+        """Take the events that `record` holds out of the job's record, for they were told.
+
+        The version is entered with it, if it is higher than that of the record.
+        """
 
         def take_out(current: JobRecord) -> JobRecord:
             left = [event for event in current.untold if event not in record.untold]
-            return current.model_copy(update={"untold": left})
+            return current.model_copy(
+                update={"untold": left, "version": max(version, current.version)}
+            )
 
         return await self.update(record, take_out)
 
@@ -168,6 +173,15 @@ class JobStore:
             f"job {record.job} was written by others {_MAX_TRIES} times in a row",
             hint="see whether two schedulers run (`nats micro ls`)",
         )
+
+    async def remove(self, record: JobRecord) -> None:
+        """Remove the record of a job, and the submissions that made it; harmless when gone."""
+        for entry in await self._requests.items(record.user):
+            if entry.value.job == record.job:
+                await self._requests.purge(entry.key)
+        entry = await self._jobs.find(record.scope.key)
+        if entry is not None:
+            await self._jobs.delete(entry.key, revision=entry.revision)
 
     async def _entry(self, key: str) -> Entry[JobRecord]:
         entry = await self._jobs.get(key)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..schemas.errors import MessageError
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.subjects import JobScope
@@ -24,7 +25,10 @@ async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     messages, _ = await get_batch(broker, scope.stream_feed, first, scope.metric)
     values: dict[str, float] = {}
     for message in messages:
-        metric = Metric.from_bytes(message.payload)
+        try:
+            metric = Metric.from_bytes(message.payload)
+        except MessageError:
+            continue
         values.update(metric.values)
         values["step"] = max(values.get("step", 0.0), float(metric.step))
     return values

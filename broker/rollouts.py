@@ -157,8 +157,15 @@ class RolloutLog:
         except NatsNotFound as error:
             raise missing(self._stream) from error
 
-    async def trim(self, before_seq: int) -> None:
-        """Remove all entries before a sequence."""
+    async def trim(self, before_seq: int, *, keep_bytes: int = 0) -> None:
+        """Remove all entries before a sequence, but for about so many bytes of the newest."""
+        if keep_bytes:
+            state = await self._state()
+            mean = int(state["bytes"]) / max(int(state["messages"]), 1)
+            num_kept = int(keep_bytes / max(mean, 1.0))
+            before_seq = min(before_seq, int(state["last_seq"]) + 1 - num_kept)
+        if before_seq <= 1:  # the server takes 0 for all of them
+            return
         try:
             await self._retry(
                 lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"seq": before_seq})

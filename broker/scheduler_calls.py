@@ -113,6 +113,18 @@ class SchedulerCalls:
         """Let a running job stand still; `resume` lets it go on."""
         return await self._change("pause", JobRequest(job=job))
 
+    async def archive(self, job: str) -> JobRecord:
+        """Put the streams of a job that has ended into its run folder."""
+        return await self._change("archive", JobRequest(job=job))
+
+    async def unarchive(self, job: str) -> JobRecord:
+        """Bring the streams of an archived job back."""
+        return await self._change("unarchive", JobRequest(job=job))
+
+    async def delete(self, job: str) -> JobRecord:
+        """Remove a job that has ended, with all that is stored of it."""
+        return await self._change("delete", JobRequest(job=job))
+
     async def resume(self, job: str) -> JobRecord:
         """Let a paused job go on, and one that has ended, from its last checkpoint."""
         return await self._change("resume", JobRequest(job=job))

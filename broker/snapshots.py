@@ -7,20 +7,22 @@ they are made anew. Not covered: the folders of runs, and users' secrets.
 """
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
 from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.errors import BrokerError, StateError, StorageError
 from ..schemas.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
 from .connection import Broker, ConnectionLost
-from .streams import delete_stream, num_replicas
+from .streams import delete_stream, num_replicas, stream_info
 
 MANIFEST = "backup.json"
 CHUNK_BYTES = 512 * 1024
@@ -76,6 +78,33 @@ async def restore_all(broker: Broker, folder: Path) -> list[Saved]:
         if name in present:
             await delete_stream(broker, name)
     return [await _restore(broker, name, folder) for name in names]
+
+
+async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
+    """Write those of the streams that are there to a folder, which must be new or empty.
+
+    Raises StateError for a folder that is in use, StorageError, BrokerError.
+    """
+    try:
+        _begin(folder)
+        for name in names:
+            with contextlib.suppress(StreamNotFound):
+                await _save(broker, name, folder)
+    except OSError as error:
+        raise _unusable(folder, error) from error
+
+
+async def restore_streams(broker: Broker, names: Sequence[str], folder: Path) -> None:
+    """Bring back those of the streams that a folder has and the server has not.
+
+    Raises StorageError, BrokerError.
+    """
+    for name in names:
+        if (folder / f"{name}.json").is_file():
+            try:
+                await stream_info(broker, name)
+            except StreamNotFound:
+                await _restore(broker, name, folder)
 
 
 def _read(folder: Path, name: str, key: str) -> dict[str, Any]:

@@ -80,6 +80,8 @@ async def create_job_streams(
 async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
     """Bound the streams of a job that has ended by what they hold, so that others get the room.
 
+    No episode is being played any more: what was written down of them is removed.
+
     Those of events and log lines keep some room: actors that drain still tell their last lines,
     which must not push out the first ones. `create_job_streams` gives them their bounds back.
 
@@ -91,6 +93,8 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
             info = await stream_info(broker, name)
             room = _LAST_WORDS_BYTES if name in {scope.stream_feed, scope.stream_log} else 0
             bound = max(int(info["state"]["bytes"]) + room, 1)
+            if name == scope.stream_segment and info["state"]["messages"]:
+                await _ask(broker, f"STREAM.PURGE.{name}", None)
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)

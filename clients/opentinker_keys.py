@@ -49,8 +49,18 @@ def _top_k(value: Any) -> int:
     return max(0, int(value))
 
 
+_FEWEST_GPUS = 2
+
+
 def _generators(value: Any) -> int:
-    return max(1, int(value) - 1)
+    """Return how many generators there are beside the learner."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < _FEWEST_GPUS:
+        raise ConfigError(
+            f"num_gpus={value!r} is too few: learner and generator hold one slot each",
+            hint=f"give {_FEWEST_GPUS} or more; a slot may be a share of a CPU (`tinkermq node "
+            "--slots`)",
+        )
+    return value - 1
 
 
 def _run_name(value: Any) -> str:

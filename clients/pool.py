@@ -4,15 +4,23 @@ Changes are requests to the scheduler; what is known is read from the job record
 that looking works while the scheduler is down.
 """
 
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
 from ..broker.connection import Broker
 from ..broker.jobs import JobStore
 from ..broker.scheduler_calls import SchedulerCalls, new_request_id
-from ..schemas.errors import MessageError, NotFoundError
+from ..schemas.errors import DeadlineError, MessageError, NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.subjects import token
 from .names import did_you_mean
 
 __all__ = ["Pool", "is_token", "new_request_id"]
+
+_REMOVAL_S = 600.0
+_LOOK_S = 0.1
 
 
 class Pool(SchedulerCalls):
@@ -36,6 +44,63 @@ class Pool(SchedulerCalls):
             f"there is no run {name!r}",
             hint=did_you_mean(name, known, otherwise="list them with `tinkermq ps --all`"),
         )
+
+    async def knows(self, name: str) -> bool:
+        """Whether there is a job of this id, or a run of this name."""
+        return is_token(name) and await self._jobs.find(self.broker.user, name) is not None
+
+    async def delete_run(self, name: str) -> JobRecord:
+        """Delete a run that has ended and wait until nothing of it is left; return what it was.
+
+        Raises NotFoundError, StateError with the reason why it cannot go, DeadlineError.
+        """
+        record = await self.find(name)
+        with contextlib.suppress(NotFoundError):  # an earlier request has done it meanwhile
+            await self.delete(record.job)
+        await self._until(record, "delete", lambda now: now is None, _REMOVAL_S)
+        return record
+
+    async def archive_run(self, name: str, *, undo: bool = False) -> JobRecord:
+        """Archive a run that has ended, or bring it back, and wait for it.
+
+        Raises NotFoundError, StateError with the reason why it cannot be, DeadlineError.
+        """
+        record = await self.find(name)
+        await (self.unarchive(record.job) if undo else self.archive(record.job))
+
+        def done(now: JobRecord | None) -> bool:
+            return now is None or (now.removal == "no" and (now.archived is None) == undo)
+
+        return await self._until(record, "archive", done, _REMOVAL_S) or record
+
+    async def until_ended(self, record: JobRecord, deadline_s: float) -> JobRecord:
+        """Wait for the end of a job that was told to stop; return its record then.
+
+        Raises DeadlineError.
+        """
+
+        def done(now: JobRecord | None) -> bool:
+            return now is None or now.state in FINAL_STATES
+
+        return await self._until(record, "stop", done, deadline_s) or record
+
+    async def _until(
+        self,
+        record: JobRecord,
+        what: str,
+        done: Callable[[JobRecord | None], bool],
+        deadline_s: float,
+    ) -> JobRecord | None:
+        """Return a job's record, or None, once it is what was asked for."""
+        deadline = time.monotonic() + deadline_s
+        while not done(now := await self._jobs.find_by_id(record.user, record.job)):
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the {what} of run {record.name} is not done after {deadline_s:g} s",
+                    hint="the scheduler goes on with it; its log says what it waits for",
+                )
+            await asyncio.sleep(_LOOK_S)
+        return now
 
     async def everybodys_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users as the scheduler tells them to an admin, newest first."""

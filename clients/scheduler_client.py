@@ -22,6 +22,7 @@ from .secrets import secrets_for
 from .sync_twin import SyncTwin
 
 CONNECT_DEADLINE_S = 10.0
+CANCEL_S = 60.0
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
 
@@ -97,16 +98,26 @@ class AsyncSchedulerClient:
         return [self._summary(record) for record in await pool.list_jobs(all=all)]
 
     async def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job at once; it ends as CANCELLED. Harmless when it has ended."""
+        """Stop a job at once and wait until it is CANCELLED. Harmless when it has ended."""
         pool = await self._connected()
         record = await pool.find(job_id)
-        return self._summary(await pool.stop(record.job, now=True))
+        await pool.stop(record.job, now=True)
+        return self._summary(await pool.until_ended(record, CANCEL_S))
 
     async def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
         pool = await self._connected()
         record = await pool.find(job_id)
         return self._summary(await pool.stop(record.job, complete=True))
+
+    async def delete_job(self, job_id: str) -> dict[str, Any]:
+        """Delete a job that has ended; see `SchedulerClient.delete_job`."""
+        return self._summary(await (await self._connected()).delete_run(job_id))
+
+    async def archive_job(self, job_id: str, undo: bool = False) -> dict[str, Any]:
+        """Archive a job that has ended; see `SchedulerClient.archive_job`."""
+        pool = await self._connected()
+        return self._summary(await pool.archive_run(job_id, undo=undo))
 
     async def save_checkpoint(self, job_id: str) -> str:
         """Have a training job write a checkpoint; see `SchedulerClient.save_checkpoint`."""
@@ -214,12 +225,30 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         return self._run(self.aio.list_jobs(all))
 
     def cancel_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job at once; it ends as CANCELLED. Harmless when it has ended."""
+        """Stop a job at once and wait until it is CANCELLED; return what became of it.
+
+        Harmless when it has ended. Raises DeadlineError when no scheduler does it.
+        """
         return self._run(self.aio.cancel_job(job_id))
 
     def complete_job(self, job_id: str) -> dict[str, Any]:
         """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
         return self._run(self.aio.complete_job(job_id))
+
+    def delete_job(self, job_id: str) -> dict[str, Any]:
+        """Delete a job that has ended, with its run folder and all that is stored of it.
+
+        Returns what it was. Raises StateError for a job that has not ended, or that another one
+        lives on, NotFoundError, DeadlineError.
+        """
+        return self._run(self.aio.delete_job(job_id))
+
+    def archive_job(self, job_id: str, undo: bool = False) -> dict[str, Any]:
+        """Put what the broker stores of a job that has ended into its run folder, or back again.
+
+        An archived job can still be forked and served. Raises what `delete_job` raises.
+        """
+        return self._run(self.aio.archive_job(job_id, undo))
 
     def save_checkpoint(self, job_id: str) -> str:
         """Have a training job write a checkpoint between two steps; return its folder on the pool.

@@ -27,14 +27,15 @@ class Source(NamedTuple):
 async def find_source(pool: Pool, name: str) -> Source:
     """Return the submission that serves `name`.
 
-    A run that is live is followed; of one that has ended the last checkpoint is served. Raises
+    A run that is live is followed; of one that has ended the last checkpoint is served. A run comes
+    before a folder of that name, which is meant by `./name`. Raises
     NotFoundError or ModelError that says what `name` could have meant.
     """
-    folder = _folder(name)
+    folder, run = _folder(name), name.partition("@")[0]
+    if is_token(run) and (folder is None or await pool.knows(run)):
+        return await _run_source(pool, name)
     if folder is not None:
         return Source(_model_config(name, folder))
-    if is_token(name.partition("@")[0]):
-        return await _run_source(pool, name)
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name and is_local_pool(pool.broker.url):
         raise ModelError(
@@ -65,6 +66,8 @@ async def _run_source(pool: Pool, name: str) -> Source:
             hint="name a training run, or the model folder",
         )
     config = {key: value for key, value in record.config.items() if key != "name"}
+    if config.get("generator", {}).get("count") == 0:  # its rollouts came from external agents
+        config = merged(config, {"generator": {"count": 1}})
     if step is None and record.state not in FINAL_STATES:
         return Source(config, follow=record.job)
     return Source(config, fork_of=f"{record.job}@{step or LAST_STEP}")

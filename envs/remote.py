@@ -126,6 +126,7 @@ class Environments:
         self._resets = Together[bytes, tuple[str, Start], Started | str](self._send_resets)
         self._steps = Together[str, Action, StepResult | None](self._send_steps)
         self._closing: set[asyncio.Task[None]] = set()
+        self._last_host = ""
 
     async def describe(self) -> DescribeReply:
         """Ask any host what it serves; waits for the first host."""
@@ -220,7 +221,11 @@ class Environments:
 
     async def _describe(self) -> DescribeReply:
         request = DescribeRequest()
-        return await self._call(self._scope.env_describe, request, DescribeReply, "any host")
+        reply: DescribeReply = await self._call(
+            self._scope.env_describe, request, DescribeReply, "any host"
+        )
+        self._last_host = reply.host
+        return reply
 
     # -- resets --------------------------------------------------------------------------------
 
@@ -243,6 +248,7 @@ class Environments:
             )
         except TinkermqError as error:
             return [error] * len(episodes)
+        self._last_host = reply.host
         return [_started(opened, reply) for opened in reply.episodes]
 
     async def _ask_after_reset(
@@ -310,11 +316,18 @@ class Environments:
             return await attempt()
         except _NOBODY:
             pass
-        with self._waiting("an environment host (none answers)"):
+        with self._waiting(self._missing()):
             while True:
                 await asyncio.sleep(_RETRY_S)
                 with contextlib.suppress(*_NOBODY):
                     return await attempt()
+
+    def _missing(self) -> str:
+        """Say which host is waited for: who looks at a stuck job starts that one again."""
+        game = f"a host of {self._config.game or 'its game'}"
+        if self._last_host:
+            return f"{game} ({self._last_host} was the last one, and is gone)"
+        return f"{game} (none has answered yet)"
 
 
 def _started(opened: Opened, reply: ResetReply) -> Started | str | TinkermqError:

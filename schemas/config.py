@@ -153,7 +153,8 @@ class TrainingConfig(Section):
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of every so many steps are kept for good; 0: none."""
     keep_rollouts: bool = False
-    """Never trim the rollout log: the run can be looked at and replayed."""
+    """Never trim the rollout log: the run can be replayed, and all of it looked at. Else the
+    newest groups are left when it ends."""
     plateau_steps: int = Field(default=0, ge=0)
     """Who has asked for notifications is told when validation, or else the reward, has not improved
     for so many steps; 0: never."""

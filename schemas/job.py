@@ -1,8 +1,8 @@
 """Jobs: their record, states, and what clients ask the scheduler for."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .message import Message
 from .metric import Event
@@ -17,6 +17,7 @@ HOLDING_STATES: frozenset[str] = frozenset({"STARTING", "RUNNING", "PAUSED"})
 FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
 """Stands for a step in `run@step`: that of the run's newest checkpoint."""
+Removal = Literal["no", "archive", "unarchive", "delete"]
 Role = Literal["learner", "generator", "evaluator", "environment", "server"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
@@ -125,18 +126,16 @@ class JobRecord(Message):
     """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0
     """When what it holds last changed."""
+    removal: Removal = "no"
+    """What the scheduler is doing to a job that has ended, until it is done."""
+    archived: float | None = None
+    """When its streams were put into its run folder, in seconds since the epoch."""
 
     def named_at(self, at: str) -> str:
         """Return the key of the job; the names of its actors are checked with it."""
         for actor in self.actors:
             token(actor.name, what="actor")
         return self.scope.key
-
-    @model_validator(mode="after")
-    def _has_actors(self) -> Self:
-        if self.state in HOLDING_STATES and not self.actors:
-            raise ValueError(f"a job that is {self.state} has actors")
-        return self
 
     @property
     def scope(self) -> JobScope:
@@ -233,7 +232,7 @@ class PriorityRequest(Message):
 
 
 class ListRequest(Message):
-    """List jobs: `list`."""
+    """List jobs: `list`; archived ones are among those that have ended."""
 
     all: bool = False
     """Also those that have ended."""

@@ -84,6 +84,9 @@ class Presence(Message):
     """What it does now: `starting`, `working`, `waiting`, `paused` or `draining`."""
     waits_for: str = ""
     """Name of the wait it is in, and of whom it waits for."""
+    missing_since: float | None = None
+    """Since when that is not there at all, and only somebody outside can bring it: the host of a
+    game that a client hosts. In seconds since the epoch."""
     version: int | None = None
     """Policy version it works with."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])

@@ -136,6 +136,17 @@ class NodeList(Message):
     """Their last answers, by name."""
 
 
+class RemoveRun(Message):
+    """A job was deleted: a node removes the run folder that it has of it, on `node.<n>.remove`."""
+
+    user: str
+    """Owner of the job."""
+    job: str
+    """Job id."""
+    run_dir: str
+    """Folder of the run."""
+
+
 class DamagedRecord(Message):
     """A record of the pool that counts for nothing."""
 

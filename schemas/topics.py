@@ -48,7 +48,7 @@ from .job import (
 )
 from .message import Empty, Message
 from .metric import EvalRecord, Event, LogLines, Metric, Presence
-from .node import DamagedRecords, NodeList, NodeStatus, NodeSync, SchedulerLease
+from .node import DamagedRecords, NodeList, NodeStatus, NodeSync, RemoveRun, SchedulerLease
 from .rollout import Group
 from .secret import OpenedSecrets, OpenRequest, SealedSecrets, SealingKey, SecretsRequest
 from .segment import Segment
@@ -143,6 +143,9 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("priority", PriorityRequest, JobReply),
     _scheduler("pause", JobRequest, JobReply),
     _scheduler("unpause", JobRequest, JobReply),
+    _scheduler("archive", JobRequest, JobReply),
+    _scheduler("unarchive", JobRequest, JobReply),
+    _scheduler("delete", JobRequest, JobReply),
     _scheduler("nodes", Empty, NodeList),
     _scheduler("damaged", Empty, DamagedRecords),
     _scheduler("key", Empty, SealingKey),
@@ -172,6 +175,7 @@ TOPICS: tuple[Topic, ...] = (
     ),
     Topic(subjects.AUDIT, "stream", AuditRecord, None, "auth service → people"),
     Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
+    Topic(subjects.node("<node>", "remove"), "request", RemoveRun, Empty, "scheduler → node"),
     Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),

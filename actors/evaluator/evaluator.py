@@ -44,7 +44,7 @@ async def run_evaluator(context: JobContext) -> None:
     if is_job_of_its_own:
         config = config_of_checkpoint(context.record, config)
     chat = make_chat(config)
-    environments = Environments(context.broker, context.scope, config.env, context.waiting)
+    environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
     players = await Players.start(config, chat, environments, sampling)
     evaluator = Evaluator(context, players, environments)

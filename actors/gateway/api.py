@@ -71,7 +71,7 @@ async def get_job(request: Request) -> Response:
 async def act_on_job(request: Request) -> Response:
     """Do what the end of the path says to a job; answers with its record."""
     scheduler = await scheduler_of(request)
-    action = request.url.path.rpartition("/")[2]
+    action = "delete" if request.method == "DELETE" else request.url.path.rpartition("/")[2]
     body = body_of(BODIES[action], await json_of(request))
     return Json(_record(await act(scheduler, request.path_params["job"], action, body)))
 

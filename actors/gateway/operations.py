@@ -86,6 +86,9 @@ BODIES: dict[str, type[Body]] = {
     "resume": EmptyBody,
     "scale": ScaleBody,
     "priority": PriorityBody,
+    "archive": EmptyBody,
+    "unarchive": EmptyBody,
+    "delete": EmptyBody,
 }
 
 
@@ -101,7 +104,14 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
         record = await scheduler.get(job)
         await write_checkpoint(scheduler.broker, record)
         return record
-    return await (scheduler.pause(job) if action == "pause" else scheduler.resume(job))
+    plain = {
+        "pause": scheduler.pause,
+        "resume": scheduler.resume,
+        "archive": scheduler.archive,
+        "unarchive": scheduler.unarchive,
+        "delete": scheduler.delete,
+    }
+    return await plain[action](job)
 
 
 async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:

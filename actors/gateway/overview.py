@@ -1,9 +1,11 @@
 """What a job's page tells at a glance: state, figures, actors and whom each waits for."""
 
 import asyncio
+import contextlib
 import time
 from typing import Any
 
+from ...broker.kv import Entry
 from ...broker.presence import list_presences
 from ...schemas.errors import TinkermqError
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -35,13 +37,17 @@ async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[
 def possible(record: JobRecord) -> dict[str, bool]:
     """Return which actions the state of a job allows."""
     ended = record.state in FINAL_STATES
+    at_hand = ended and record.archived is None and record.removal == "no"
     trains = record.trains and record.stop == "no"
     return {
         "stop": not ended and record.stop == "no",
         "stop_now": not ended and record.stop != "now",
         "checkpoint": trains and record.state in ("RUNNING", "PAUSED"),
         "pause": trains and record.state == "RUNNING",
-        "resume": (ended and record.configured) or record.state == "PAUSED",
+        "resume": (at_hand and record.configured) or record.state == "PAUSED",
+        "archive": at_hand and bool(record.run_dir),
+        "unarchive": record.archived is not None and record.removal == "no",
+        "delete": ended and record.removal != "delete",
         "scale": not ended and record.configured,
         "prioritize": not ended,
     }
@@ -49,10 +55,10 @@ def possible(record: JobRecord) -> dict[str, bool]:
 
 async def actors_of(visitor: Visitor, record: JobRecord) -> list[dict[str, Any]]:
     """Return the actors of a job: where each was placed, what it does, whom it waits for."""
-    try:
-        entries = await list_presences(visitor.broker, record.scope.key)
-    except TinkermqError:
-        entries = []
+    entries: list[Entry[Presence]] = []
+    if record.state not in FINAL_STATES:  # the last heartbeats outlive their actors for a while
+        with contextlib.suppress(TinkermqError):
+            entries = await list_presences(visitor.broker, record.scope.key)
     heard = {entry.value.actor: entry.value for entry in entries}
     rows = [
         {
@@ -87,6 +93,7 @@ def _heartbeat(presence: Presence | None) -> dict[str, Any]:
     return {
         "state": presence.state,
         "waits_for": presence.waits_for,
+        "missing_since": presence.missing_since,
         "version": presence.version,
         "numbers": presence.numbers,
         "heard_s": max(0.0, time.time() - presence.time),

@@ -15,6 +15,7 @@ from ...schemas.errors import TinkermqError
 from ...schemas.job import FINAL_STATES, JobRecord
 
 PAGE = 50
+_ARCHIVED = "archived"
 FIGURES_AGE_S = 2.0
 MAX_FIGURES = 4096
 PATIENCE_S = 0.25
@@ -34,7 +35,7 @@ class Query:
     """What somebody wants to see of the jobs."""
 
     state: str = ""
-    """A state, or a group of `GROUPS`; empty for all."""
+    """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
     search: str = ""
     """Words that each must be part of name, id, kind, owner, game, model or reason."""
     offset: int = 0
@@ -54,14 +55,16 @@ class JobPage:
 
 def select(records: Sequence[JobRecord], query: Query) -> JobPage:
     """Return the jobs that match a query, a page of them."""
+    archived = [record for record in records if record.archived is not None]
+    records = [record for record in records if record.archived is None]
     by_state = Counter(record.state for record in records)
     counts = {name: sum(by_state[one] for one in states) for name, states in GROUPS.items()}
     states = GROUPS.get(query.state, frozenset({query.state.upper()}))
     words = query.search.lower().split()
     found = [
         record
-        for record in records
-        if (not query.state or record.state in states) and _matches(record, words)
+        for record in (archived if query.state == _ARCHIVED else records)
+        if (query.state in ("", _ARCHIVED) or record.state in states) and _matches(record, words)
     ]
     shown = found[query.offset : query.offset + query.limit]
     return JobPage(shown, len(found), {"all": len(records), **counts})
@@ -144,6 +147,8 @@ def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
         "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
         "slots_wanted": sum(one.slots for one in record.actors),
         "fork_of": record.fork_of,
+        "archived": record.archived,
+        "removal": record.removal,
         "stopping": record.stop != "no" and record.state not in FINAL_STATES,
         "created": record.created,
         "started": record.started,

@@ -11,6 +11,7 @@ from starlette.routing import Route
 from . import api, users
 from .live import job_stream
 from .operations import BODIES, SubmitBody
+from .records import GROUPS
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -40,7 +41,7 @@ OPERATIONS: tuple[Operation, ...] = (
         api.list_jobs,
         "Jobs, newest first",
         (
-            ("state", "string", "a state, or one of active, queued, completed, failed, cancelled"),
+            ("state", "string", f"a state, or one of {', '.join(GROUPS)}, archived"),
             ("search", "string", "words that name, id, game, model or reason must contain"),
             ("offset", "integer", "leave out so many"),
             _LIMIT,
@@ -48,6 +49,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("POST", _JOBS, api.submit_job, "Submit a job", body=SubmitBody),
     Operation("POST", "/api/v1/check", api.check_config, "Check a configuration", body=SubmitBody),
+    Operation("DELETE", _JOB, api.act_on_job, "The same as `delete`", body=BODIES["delete"]),
     Operation("GET", _JOB, api.get_job, "One job with its newest figures"),
     *(
         Operation("POST", f"{_JOB}/{name}", api.act_on_job, text, body=BODIES[name])
@@ -58,6 +60,9 @@ OPERATIONS: tuple[Operation, ...] = (
             ("resume", "Let a job go on: after a pause, or from its last checkpoint"),
             ("scale", "Change the number of generators, environment hosts or servers"),
             ("priority", "Change a job's place in the queue"),
+            ("archive", "Put what is stored of a job that has ended into its run folder"),
+            ("unarchive", "Bring back what an archived job has stored"),
+            ("delete", "Remove a job that has ended, with all that is stored of it"),
         )
     ),
     Operation("GET", f"{_JOB}/config", api.get_config, "Configuration, as given and effective"),

@@ -85,7 +85,7 @@ async def run_generator(context: JobContext) -> None:
     config = context.config
     chat = make_chat(config)
     store = open_weights(context)
-    environments = Environments(context.broker, context.scope, config.env, context.waiting)
+    environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling.of(config.rollout)
     *kinds, rest = GENERATOR_KINDS
     time_use = TimeUse(*kinds, rest=rest)

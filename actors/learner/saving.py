@@ -17,6 +17,8 @@ from .reporting import Reporter
 
 _FINAL_TRIES = 12
 _FINAL_PAUSE_S = 5.0
+_LAST_ROLLOUTS_BYTES = 16 << 20
+"""Of the log of a run that has ended so much stays, to be read by people."""
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -57,9 +59,11 @@ class Saver:
         log_is_filling = self._intake.bytes_held > self._trim_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
 
-    async def save(self) -> str | None:
+    async def save(self, *, keep_bytes: int = 0) -> str | None:
         """Write a checkpoint and trim the log behind it; return its folder.
 
+        Of what was trained so many bytes stay in the log; nobody trains them again, since the
+        checkpoint says from where on the log counts.
         A full disk does not end the run: the failure is an event, and None is returned.
         """
         context, state = self._context, self._state
@@ -79,7 +83,8 @@ class Saver:
             return None
         await context.event("checkpoint_saved", str(folder), step=state.step)
         if not context.config.training.keep_rollouts:
-            await RolloutLog(context.broker, context.scope).trim(state.log_seq)
+            log = RolloutLog(context.broker, context.scope)
+            await log.trim(state.log_seq, keep_bytes=keep_bytes)
             self._intake.bytes_held = 0
         return str(folder)
 
@@ -88,8 +93,9 @@ class Saver:
 
         Raises StorageError when there is none.
         """
+        kept = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
         for left in reversed(range(_FINAL_TRIES)):
-            folder = await self.save()
+            folder = await self.save(keep_bytes=kept)
             if folder is not None:
                 return folder
             if left:

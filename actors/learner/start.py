@@ -121,7 +121,7 @@ async def _num_rows(context: JobContext) -> int | None:
         return await asyncio.to_thread(_num_conversations, config.sft.data)
     if config.training.tasks == "external" and config.training.num_steps is not None:
         return None
-    environments = Environments(context.broker, context.scope, config.env, context.waiting)
+    environments = Environments(context.broker, context.scope, config.env, context.missing)
     try:
         async with asyncio.timeout(config.limits.idle_s):
             return (await environments.describe()).num_train

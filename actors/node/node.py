@@ -27,9 +27,10 @@ from ...schemas.errors import (
 )
 from ...schemas.message import Empty
 from ...schemas.metric import LogLines
-from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
 from ...schemas.subjects import BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
+from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets
 from .gpus import Gpus
@@ -161,11 +162,21 @@ class Node:
             await service.endpoint(
                 "status", node_subject(self.name, "status"), Empty, self._answer_status
             )
+            await service.endpoint(
+                "remove", node_subject(self.name, "remove"), RemoveRun, self._remove_run
+            )
             await stopping.wait()
             await self._drain()
             await self._starter.close()
             record.cancel()
         await self._leave()
+
+    async def _remove_run(self, request: RemoveRun) -> Empty:
+        """Remove the folder of a job that was deleted; raises StateError while it runs here."""
+        if any(key[:2] == (request.user, request.job) for key in self._actors):
+            raise StateError(f"job {request.job} still has actors on node {self.name}")
+        await asyncio.to_thread(remove_run_folder, request.run_dir, request.job)
+        return Empty()
 
     async def _answer_status(self, _: Empty) -> NodeStatus:
         return self.status()

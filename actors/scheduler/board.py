@@ -30,6 +30,7 @@ class Board:
         self.waits: dict[str, tuple[int, str]] = {}
         """The place in the queue of each job that waits, from 1, and why it waits, by key."""
         self._untold: set[str] = set()
+        self._removals: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
         self._configs: dict[tuple[str, int], JobConfig] = {}
 
@@ -50,7 +51,9 @@ class Board:
             entry = self._jobs.entries.get(key)
             if entry is None:
                 self._untold.discard(key)
+                self._removals.discard(key)
                 self._forget(key)
+                self._forget_name(key)
             else:
                 self.enter(entry)
         await self._users.refresh()
@@ -58,15 +61,26 @@ class Board:
     def enter(self, entry: Entry[JobRecord]) -> None:
         """Enter a record that was just read or written, unless a newer one is known."""
         key, record = entry.key, self._jobs.put(entry).value
-        self._names[record.user, record.name] = key
+        if self._names.get((record.user, record.name)) != key:
+            self._forget_name(key)
+            self._names[record.user, record.name] = key
         if record.untold and record.has_streams:
             self._untold.add(key)
         else:
             self._untold.discard(key)
+        if record.removal == "no":
+            self._removals.discard(key)
+        else:
+            self._removals.add(key)
         if is_final(record):
             self._forget(key)
         else:
             self.live[key] = record
+
+    def _forget_name(self, key: str) -> None:
+        """Let others have the name that a job had."""
+        for at in [at for at, of in self._names.items() if of == key]:
+            del self._names[at]
 
     def _forget(self, key: str) -> None:
         self.live.pop(key, None)
@@ -122,6 +136,10 @@ class Board:
     def untold(self) -> list[JobRecord]:
         """Return the jobs, ended ones among them, with events that can be told."""
         return [self._jobs.entries[key].value for key in self._untold]
+
+    def removals(self) -> list[JobRecord]:
+        """Return the jobs that shall be archived, brought back or deleted."""
+        return [self._jobs.entries[key].value for key in sorted(self._removals)]
 
     def unread(self) -> list[JobRecord]:
         """Return the live jobs whose configuration was not parsed yet."""

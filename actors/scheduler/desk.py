@@ -16,6 +16,7 @@ from ...schemas.job import (
     JobRequest,
     ListRequest,
     PriorityRequest,
+    Removal,
     ScaleRequest,
     StopRequest,
     SubmitRequest,
@@ -30,12 +31,14 @@ from .messenger import tell_learner
 from .pool import Pool
 from .reconciler import Reconciler
 from .records.damaged import DamageReport
+from .records.rules import refuse_removal, refuse_removed
 from .roster import scaled, slots_of, unplaced
 from .submission import Submission, check_priority, check_quota
 from .vault import Vault
 
 _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
+    | {"archive", "unarchive", "delete"}
 )
 
 
@@ -81,6 +84,9 @@ class Desk:
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
             ("quota", Empty, self.quota),
+            ("archive", JobRequest, self.archive),
+            ("unarchive", JobRequest, self.unarchive),
+            ("delete", JobRequest, self.delete),
             ("damaged", Empty, self.damaged),
             ("key", Empty, self.key),
             ("secrets", SecretsRequest, self.secrets),
@@ -184,6 +190,7 @@ class Desk:
                 return await self.unpause(request, context)
             if not is_final(record):
                 return JobReply(record=record)
+            refuse_removed(record)
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
             self._reconciler.refuse_impossible(record.actors)
@@ -240,6 +247,36 @@ class Desk:
             return current.model_copy(update={"priority": request.priority})
 
         return JobReply(record=await self._jobs.update(record, change))
+
+    async def archive(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Put the streams of a job that has ended into its run folder."""
+        return await self._remove(request, context, "archive")
+
+    async def unarchive(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Bring the streams of an archived job back."""
+        return await self._remove(request, context, "unarchive")
+
+    async def delete(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Remove a job that has ended, with all that is stored of it."""
+        return await self._remove(request, context, "delete")
+
+    async def _remove(
+        self, request: JobRequest, context: RequestContext, removal: Removal
+    ) -> JobReply:
+        """Write into the record what shall be done; the reconciler does it."""
+        async with self._lock:  # not while the job, or one that lives on it, is being started
+            record = self._board.steered(context.user, request.job)
+            if record.removal == removal or (removal == "archive" and record.archived is not None):
+                return JobReply(record=record)
+            refuse_removal(record, removal, self._board.records())
+
+            def mark(current: JobRecord) -> JobRecord:
+                refuse_removal(current, removal, [])
+                return current.model_copy(update={"removal": removal})
+
+            record = await self._jobs.update(record, mark)
+        self._reconciler.hurry()
+        return JobReply(record=record)
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""

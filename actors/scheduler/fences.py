@@ -32,7 +32,7 @@ def refuse_runs_of_others(config: JobConfig, others: Iterable[tuple[str, str]]) 
     folders = [(Path(folder), user) for folder, user in others if folder]
     fenced = {folder for folder, _ in folders}
     fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
-    texts = _texts(config.model_dump(mode="json"), "")
+    texts = texts_of(config.model_dump(mode="json"))
     for key, value in (named for text in texts for named in _with_bases(*text)):
         if "/" not in value or "\0" in value:  # no path into another folder
             continue
@@ -54,13 +54,13 @@ def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
         yield f"the base of the adapter in {key}", value
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+def texts_of(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield the texts of a tree, each with its dotted key."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
         for name, one in cast("dict[str, Any]", value).items():
-            yield from _texts(one, f"{key}.{name}" if key else name)
+            yield from texts_of(one, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
         for one in cast("list[Any]", value):
-            yield from _texts(one, key)
+            yield from texts_of(one, key)

@@ -19,7 +19,6 @@ import structlog
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
-from ...broker.presence import presences
 from ...broker.streams import create_job_streams, settle_job_streams
 from ...schemas.errors import (
     BrokerError,
@@ -30,7 +29,7 @@ from ...schemas.errors import (
     NotFoundError,
     TinkermqError,
 )
-from ...schemas.job import ActorPlacement, JobRecord
+from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
 from ...schemas.subjects import JobScope
 from .board import Board, key_of
@@ -40,13 +39,14 @@ from .notifier import Notifier
 from .placement import Assignment, NodeSlots, place, refuse_impossible
 from .pool import Pool
 from .queue import PlacementRequest
-from .roster import main_actor, unplaced, wanted_actor
+from .records.removal import Remover
+from .records.versions import Versions
+from .roster import at_rest, main_actor, unplaced, wanted_actor
 from .states import ACTIVE, Transition, next_state, told_placements
 from .teller import Teller
 from .timing import Timing
 
 WHO = "scheduler"
-_VERSION_S = 2.0
 _STARTS_PER_TURN = 32
 _PAUSE_S = 0.01  # what comes at the same time is looked at in one turn
 _IDLE_SHARE = 3.0  # of the time a turn took: so that clients are answered while many jobs wait
@@ -87,9 +87,10 @@ class Reconciler:
         self._lease = lease
         self._timing = timing
         self._notifier = notifier
-        self._versions_read = float("-inf")
+        self._versions = Versions(broker, jobs)
         self._messenger = Messenger(broker)
         self._teller = Teller(broker, jobs)
+        self._remover = Remover(broker, jobs, board, pool)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}
         self._fitting: set[tuple[int, ...]] = set()
@@ -145,7 +146,10 @@ class Reconciler:
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
         self._teller.tell(self._board.untold(), group)
-        await self._read_versions()
+        self._remover.look(group)
+        active = [one for one in self._board.live.values() if one.state in ACTIVE]
+        if await self._versions.look(active):
+            await self._notifier.look(active)
 
     async def _fail_unreadable(self) -> None:
         """Fail jobs whose configuration this release does not take; they must not fail others."""
@@ -314,6 +318,8 @@ class Reconciler:
             changes["actors"] = unplaced(record.actors)
         elif step.state == "LOST":
             changes["losses"] = record.losses + 1
+        if step.state in FINAL_STATES:
+            changes["actors"] = at_rest(record.actors)
         self.hurry()
         ended = step.state in ("CANCELLED", "COMPLETED")
         who = (ended and record.stopped_by) or WHO
@@ -322,30 +328,12 @@ class Reconciler:
             self._notifier.ended(moved)
         return moved
 
-    async def _read_versions(self) -> None:
-        """Enter the version that each learner's heartbeat tells."""
-        if time.monotonic() - self._versions_read < _VERSION_S:
-            return
-        self._versions_read = time.monotonic()
-        active = [one for one in self._board.live.values() if one.state in ACTIVE]
-        await asyncio.gather(*map(self._read_version, active))
-        await self._notifier.look(active)
-
-    async def _read_version(self, record: JobRecord) -> None:
-        entry = await presences(self._broker).find(f"{key_of(record)}.learner")
-        version = entry.value.version if entry else None
-        if version is not None and version > record.version:
-            with contextlib.suppress(*_MEANWHILE):
-                await self._jobs.update(
-                    record, lambda now: now.model_copy(update={"version": version})
-                )
-
 
 def _request(key: str, record: JobRecord) -> PlacementRequest | None:
     """Return what a job waits to be given, or None."""
     if _queued(record) and record.configured and record.stop == "no":
         actors, home, whole = unplaced(record.actors), None, True
-    elif record.state in ACTIVE:
+    elif record.state in ACTIVE and record.actors:
         actors = [actor for actor in record.actors if actor.node is None]
         home, whole = record.actors[0].node, False
     else:

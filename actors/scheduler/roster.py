@@ -51,7 +51,8 @@ def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
     if config.count < 1:
         raise ConfigError(
             "generator.count=0 leaves an inference job without a server",
-            hint="set generator.count to 1 or more",
+            hint="it counts the servers of an inference job: set generator.count=1 or more "
+            "(`tinkermq serve --servers 1`)",
         )
     return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
 
@@ -84,6 +85,14 @@ def scaled(
 def unplaced(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
     """Return the actors as they were before they were given to nodes."""
     return [ActorPlacement(name=actor.name, role=actor.role, slots=actor.slots) for actor in actors]
+
+
+def at_rest(actors: Sequence[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors of a job that has ended: none of them runs."""
+    return [
+        actor if actor.state == "failed" else actor.model_copy(update={"state": "exited"})
+        for actor in actors
+    ]
 
 
 def slots_of(actors: Sequence[ActorPlacement]) -> int:

@@ -33,6 +33,8 @@ def next_state(
         return None
     if record.state in {"QUEUED", "LOST"}:
         return _waiting(record, max_losses)
+    if not record.actors:
+        return Transition("FAILED", "its record names no actors")
     said = {
         actor.name: status
         for actor in record.actors

@@ -232,6 +232,8 @@ class Submission:
                 hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
             )
         origin = self._board.get(user, run)
+        if origin.removal == "delete":
+            raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
         number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
         return f"{origin.name}@{number}", str(folder)
 

@@ -17,6 +17,7 @@ from ...broker.jobs import JobStore, is_final
 from ...broker.streams import settle_job_streams
 from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
+from .records.versions import last_version
 
 _TELL_S = 10.0
 _LATER = (TinkermqError, TimeoutError, APIError)
@@ -47,11 +48,13 @@ class Teller:
 
     async def _tell(self, key: str, record: JobRecord) -> None:
         try:
+            version = record.version
             async with asyncio.timeout(_TELL_S):
                 await self._jobs.tell(record)
                 if is_final(record):
                     await settle_job_streams(self._broker, record.scope)
-                await self._jobs.told(record)
+                    version = await last_version(self._broker, record)
+                await self._jobs.told(record, version)
         except _LATER as error:  # next turn
             _log.warning("events_wait", job=record.job, error=str(error))
         finally:

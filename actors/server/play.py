@@ -107,7 +107,7 @@ class Player:
             scope = self._context.scope
             if session:
                 scope, env = scope.of_session(session), env.model_copy(update={"hosts": 1})
-            known = Environments(self._context.broker, scope, env, self._context.waiting)
+            known = Environments(self._context.broker, scope, env, self._context.missing)
             self._environments[session] = known
             if len(self._environments) > _SESSIONS:
                 self._environments.popitem(last=False)

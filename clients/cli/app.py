@@ -37,6 +37,10 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command(
             "resume", "runs:resume", "Let a run go on: after a pause, or from its last checkpoint."
         ),
+        _Command(
+            "archive", "removing.commands:archive", "Put a run that has ended into its folder."
+        ),
+        _Command("delete", "removing.commands:delete", "Delete runs that have ended."),
         _Command("fork", "runs:fork", "Start a new run from a checkpoint of another."),
         _Command("scale", "runs:scale", "Change the number of generators or environments."),
         _Command("priority", "queue:priority", "Change the priority of a run that waits."),

@@ -251,7 +251,7 @@ def play_in_pool(
 async def resolve_served(pool: Pool, model: str) -> tuple[JobRecord | None, dict[str, Any]]:
     """Return the serving job that a name means, if it is one, and the `env` of the run it means."""
     run = model.partition("@")[0]
-    if not is_token(run) or Path(model).is_dir():  # noqa: ASYNC240  one look at a local name
+    if not is_token(run):
         return None, {}
     try:
         record = await pool.find(run)

@@ -75,7 +75,8 @@ def rollouts(
 ) -> int:
     """Read a run's episodes: messages, rewards by turn, policy versions.
 
-    The log holds what the run still needs; with `training.keep_rollouts=true` all of it.
+    The log holds what the run still needs, and at its end the newest groups (16 MiB); with
+    `training.keep_rollouts=true` all of it.
 
     Parameters
     ----------

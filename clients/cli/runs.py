@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -43,6 +44,7 @@ def ps(
     *,
     all: Annotated[bool, Parameter(alias="-a")] = False,
     everyone: bool = False,
+    archived: bool = False,
     common: Common = COMMON,
 ) -> int:
     """List runs: state, step, reward, validation, tokens/s, slots, age and restarts.
@@ -55,11 +57,14 @@ def ps(
         Also runs that have ended.
     everyone
         Those of all users, for admins.
+    archived
+        Those that were archived, and no others.
     """
 
     async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
-        records = await listed(all=all)
+        records = await listed(all=all or archived)
+        records = [one for one in records if (one.archived is not None) == archived]
         told = asyncio.create_task(_quota(pool, records)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if told is None else await told
@@ -111,7 +116,8 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     if record.user == pool.broker.user:
         with contextlib.suppress(StreamNotFound):  # its streams were removed
             values = await recent_values(pool.broker, record.scope)
-        actors = [entry.value for entry in await list_presences(pool.broker, record.scope.key)]
+        if record.state not in FINAL_STATES:
+            actors = [one.value for one in await list_presences(pool.broker, record.scope.key)]
     learner = next((one for one in actors if one.role == "learner"), None)
     live = record.state not in FINAL_STATES
     return {
@@ -122,8 +128,18 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
         "waits_for": learner.waits_for if learner is not None else "",
+        "missing": _missing(actors),
         "run_dir": record.run_dir,
     }
+
+
+def _missing(actors: Sequence[Presence]) -> str:
+    """Say what is not there that somebody outside must bring, and since when."""
+    waits = [(one.missing_since, one) for one in actors if one.missing_since is not None]
+    if not waits:
+        return ""
+    since, first = min(waits, key=lambda wait: wait[0])
+    return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
 
 
 def _throughput(
@@ -151,7 +167,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _why(row: dict[str, Any]) -> str:
-    """Say in a line why a run does not run."""
+    """Say in a line why a run does not run, or does not go on."""
+    if row["missing"]:
+        return str(row["missing"])
     first = row["reason"].splitlines()[0] if row["reason"] else ""
     return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
 
@@ -161,14 +179,14 @@ def _number(value: float | None, shape: str) -> str:
 
 
 def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Common = COMMON) -> int:
-    """Stop a run after it has written a checkpoint; it ends as CANCELLED.
+    """Stop a run; one that trains writes a checkpoint first. It ends as CANCELLED.
 
     Parameters
     ----------
     run
         Name or job id.
     now
-        Do not wait for a checkpoint.
+        Do not wait for a checkpoint, or for answers that are being made.
     complete
         Let it end as COMPLETED: what it has learned is enough.
     """
@@ -179,7 +197,8 @@ def stop(run: str, /, *, now: bool = False, complete: bool = False, common: Comm
     if record.state in FINAL_STATES:
         told = f"{record.name} is {record.state} already"
     else:
-        told = f"{record.name} stops {'at once' if now else 'after a checkpoint'}"
+        drains = "after a checkpoint" if record.trains else "once it has answered what it was asked"
+        told = f"{record.name} stops {'at once' if now else drains}"
     return _tell(record, told, as_json=common.json)
 
 

@@ -126,6 +126,8 @@ def _begin(
     values = resolve_paths(effective.model_dump(exclude_unset=True), url)
     request_id = new_request_id()
 
+    watched: list[str] = []
+
     async def work(pool: Pool) -> int:
         record = await pool.submit(
             values,
@@ -135,13 +137,14 @@ def _begin(
             priority=priority,
             secrets=secrets_for(values),
         )
+        watched.append(record.name)
         if common.json:
             print_json_line({"job": record.model_dump(exclude={"config"})})
         else:
             announce(record)
         return 0 if detach else await _attend(pool, record, as_json=common.json)
 
-    return _detachable(url, work, as_json=common.json)
+    return _detachable(url, work, watched, as_json=common.json)
 
 
 def watch(run: str, /, *, common: Common = COMMON) -> int:
@@ -156,15 +159,20 @@ def watch(run: str, /, *, common: Common = COMMON) -> int:
     async def work(pool: Pool) -> int:
         return await _attend(pool, await pool.find(run), as_json=common.json)
 
-    return _detachable(find_url(common.nats_url), work, as_json=common.json)
+    return _detachable(find_url(common.nats_url), work, [run], as_json=common.json)
 
 
-def _detachable(url: str, work: Callable[[Pool], Awaitable[int]], *, as_json: bool) -> int:
+def _detachable(
+    url: str, work: Callable[[Pool], Awaitable[int]], watched: Sequence[str], *, as_json: bool
+) -> int:
+    """Do what Ctrl-C may leave; `watched` names the run by then, if there is one."""
     try:
         return with_pool(url, work)
     except KeyboardInterrupt:
-        if not as_json:
-            note("detached; the run goes on (`tinkermq ps`, `tinkermq watch RUN`)")
+        if not as_json and watched:
+            note(f"detached; the run goes on (`tinkermq ps`, `tinkermq watch {watched[0]}`)")
+        elif not as_json:
+            note("interrupted before the run was accepted (`tinkermq ps` shows whether it was)")
         return INTERRUPTED
 
 

@@ -9,6 +9,7 @@ from asyncio.subprocess import PIPE, Process
 
 from tinkermq.actors.runtime import EXIT_DRAINED, EXIT_FAILED
 from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import read_events
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import call
 from tinkermq.schemas.env import (
@@ -39,6 +40,11 @@ async def start(broker: Broker, scope: JobScope, game: str) -> Process:
         created=time.time(),
     )
     await Bucket(broker, BUCKET_JOBS, JobRecord).create(scope.key, record)
+    return await start_process(broker, scope)
+
+
+async def start_process(broker: Broker, scope: JobScope) -> Process:
+    """Start an environment host of a job that is stored."""
     arguments = ("--nats", broker.url, "--user", scope.user, "--job", scope.job)
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tinkermq.actors.environment", *arguments),
@@ -97,3 +103,7 @@ async def test_a_game_that_cannot_be_imported_fails_the_actor_for_good(
     assert process.returncode == EXIT_FAILED
     assert line["message"] == "there is no game 'calculater'"
     assert str(line["hint"]).startswith("did you mean calculator?")
+    again = await start_process(broker, scope)
+    await log_of(again)
+    told = [event.kind for event in await read_events(broker, scope)]
+    assert told == ["actor_failed"], "of actors that fail alike one event is enough"

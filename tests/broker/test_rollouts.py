@@ -186,6 +186,23 @@ async def test_trimming_removes_what_is_before_and_numbers_may_come_again(
     assert tail.numbers == [3, 4, 5]
 
 
+async def test_trimming_leaves_about_as_many_bytes_of_the_newest_as_it_is_told(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = RolloutLog(broker, scope)
+    for number in range(10):
+        await log.append(make_group(number))
+    info = await stream_info(broker, scope.stream_rollout)
+    await log.trim(11, keep_bytes=info["state"]["bytes"] * 2)
+    assert await log.first_seq() == 1
+    await log.trim(11, keep_bytes=info["state"]["bytes"] // 2)
+    assert 4 <= len(await log.numbers()) <= 6
+    await log.trim(3, keep_bytes=1)
+    assert len(await log.numbers()) >= 4
+    await log.trim(11)
+    assert await log.numbers() == set()
+
+
 async def test_a_full_log_makes_writers_wait_until_it_is_trimmed(
     broker: Broker, scope: JobScope
 ) -> None:

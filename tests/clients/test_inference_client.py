@@ -8,7 +8,9 @@ import pytest
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient
+from tinkermq.clients.cli.infer import resolve_served
 from tinkermq.clients.inference_tasks import chosen_tasks, hosted_env
+from tinkermq.clients.opentinker_keys import merged
 from tinkermq.clients.pool import Pool
 from tinkermq.clients.served_job import open_served
 from tinkermq.clients.serving import Source, find_source, with_options
@@ -69,6 +71,33 @@ async def test_of_a_run_that_has_ended_the_last_checkpoint_is_served(
     await JobStore(broker).create(ended, "test")
     for name in (ended.name, f"{ended.name}@last"):
         assert (await find_source(Pool(broker), name)).fork_of == f"{ended.job}@last"
+
+
+async def test_a_run_comes_before_a_folder_of_its_name_unless_that_is_named_as_one(
+    broker: Broker, scope: JobScope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = new_record(scope, state="COMPLETED")
+    await JobStore(broker).create(ended, "test")
+    model_folder(tmp_path / ended.name, max_position_embeddings=512)
+    monkeypatch.chdir(tmp_path)
+    pool = Pool(broker)
+    assert (await find_source(pool, ended.name)).fork_of == f"{ended.job}@last"
+    assert (await find_source(pool, f"./{ended.name}")).fork_of is None
+    _, env = await resolve_served(pool, ended.name)
+    assert env == ended.config["env"]
+    model_folder(tmp_path / "no-run", max_position_embeddings=512)
+    assert (await find_source(pool, "no-run")).fork_of is None
+
+
+async def test_a_run_of_external_agents_is_served_by_a_server_of_its_own(
+    broker: Broker, scope: JobScope
+) -> None:
+    external = new_record(scope, state="COMPLETED")
+    config = merged(external.config, {"generator": {"count": 0}})
+    await JobStore(broker).create(external.model_copy(update={"config": config}), "test")
+    source = await find_source(Pool(broker), external.name)
+    config = with_options(source, broker_url=broker.url)
+    assert parse_config(config).generator.count == 1
 
 
 async def test_a_misspelt_run_is_answered_with_the_closest(

@@ -72,6 +72,26 @@ async def run(broker: Broker, scope: JobScope) -> JobRecord:
     return record
 
 
+async def test_ps_names_the_game_that_is_missing_and_since_when(
+    broker: Broker, run: JobRecord, cli: Cli
+) -> None:
+    waits = Presence(
+        actor="generator-0",
+        role="generator",
+        host="h",
+        pid=1,
+        state="working",
+        waits_for="a host of bandit (env-ada was the last one, and is gone)",
+        missing_since=time.time() - 300,
+        time=time.time(),
+    )
+    await presences(broker).put(f"{run.scope.key}.generator-0", waits)
+    told = await aside(cli, "ps", "--json", "--nats-url", broker.url)
+    row = next(one for one in json.loads(told.out) if one["job"] == run.job)
+    assert row["missing"].startswith("generator-0 waits for a host of bandit (env-ada was the last")
+    assert "for 5m" in row["missing"]
+
+
 async def test_ps_shows_state_step_reward_and_restarts(
     broker: Broker, run: JobRecord, cli: Cli
 ) -> None:

@@ -92,6 +92,18 @@ def test_lora_keys_make_an_adapter() -> None:
     assert config.learner.lr == 3e-5
 
 
+@pytest.mark.parametrize("value", [0, 1, -3, "two", True, 2.5])
+def test_fewer_gpus_than_a_learner_and_a_generator_hold_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="learner and generator hold one slot each"):
+        translate({"num_gpus": value})
+
+
+def test_a_job_holds_as_many_slots_as_it_was_given_gpus() -> None:
+    config = parse_config(merged(translate({**MATH, "num_gpus": 4}), {"env": {"game": "math"}}))
+    held = config.learner.slots + config.generator.count * config.generator_slots
+    assert held == 4
+
+
 def test_an_unknown_key_names_the_closest_of_both_kinds() -> None:
     with pytest.raises(ConfigError, match="unknown") as caught:
         translate({"rolout_n": 8})

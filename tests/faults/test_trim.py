@@ -42,6 +42,8 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
     await job.eventually(lambda: _is_trimmed(job), "the log to be trimmed")
     await _append_again(stack, job)
     await job.until("COMPLETED")
+    last = (await job.batches())[-1]
+    assert set(last.seqs) <= {entry.seq for entry in await job.entries()}, "the newest groups stay"
     await _restore(stack, job)
     records = await job.batches()
     assert [one.reason for record in records for one in record.dropped] == ["duplicate"]

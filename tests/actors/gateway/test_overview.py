@@ -15,7 +15,7 @@ from tests.clients.conftest import new_record
         ("train", "RUNNING", "drain", {"stop_now"}),
         ("train", "PAUSED", "no", {"checkpoint", "resume", "stop", "stop_now"}),
         ("infer", "RUNNING", "no", {"stop", "stop_now"}),
-        ("train", "COMPLETED", "no", {"resume"}),
+        ("train", "COMPLETED", "no", {"resume", "archive", "delete"}),
     ],
 )
 def test_a_job_offers_what_its_state_and_kind_allow(
@@ -24,3 +24,8 @@ def test_a_job_offers_what_its_state_and_kind_allow(
     changes = {"kind": kind, "state": state, "stop": stop, "configured": True}
     can = possible(new_record(JobScope("local", "a")).model_copy(update=changes))
     assert {name for name, may in can.items() if may} - {"scale", "prioritize"} == offered
+
+
+def test_an_archived_job_can_be_brought_back_or_deleted_and_nothing_else() -> None:
+    ended = new_record(JobScope("local", "a"), state="COMPLETED", archived=1.0)
+    assert {name for name, may in possible(ended).items() if may} == {"unarchive", "delete"}

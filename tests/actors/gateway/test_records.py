@@ -33,6 +33,16 @@ def test_all_jobs_are_shown_in_their_order_and_counted() -> None:
     }  # fmt: skip
 
 
+def test_archived_jobs_are_listed_when_they_are_asked_for_and_only_then() -> None:
+    away = record(4, "COMPLETED", archived=1.0)
+    page = select([*RECORDS, away], Query())
+    assert "run-4" not in [one.name for one in page.records]
+    assert page.counts["completed"] == 0
+    assert [one.name for one in select([*RECORDS, away], Query(state="archived")).records] == [
+        "run-4"
+    ]
+
+
 def test_a_state_and_a_group_of_states_filter() -> None:
     assert names(Query(state="queued")) == ["run-2"]
     assert names(Query(state="RUNNING")) == ["run-3"]

@@ -1,0 +1,1 @@
+"""The commands that put runs away: `archive` and `delete`."""

@@ -1,0 +1,161 @@
+"""Jobs that have ended are deleted and archived, and nothing of them is left behind."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.broker.batches import BatchLog
+from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import publish_metric, read_events
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.streams import delete_stream, stream_info
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.errors import NotFoundError, StateError
+from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord
+from tinkermq.schemas.metric import EvalRecord, Metric, Presence
+from tinkermq.schemas.secret import SealedSecrets
+from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    BUCKET_REQUESTS,
+    BUCKET_SECRETS,
+)
+
+from tests.strategies import make_group
+from tests.waiting import eventually
+
+from .conftest import Stack
+
+
+async def _ended(stack: Stack, job: JobRecord) -> JobRecord:
+    """Let a job that runs leave something everywhere, and end."""
+    scope, broker = job.scope, stack.broker
+    await RolloutLog(broker, scope).append(make_group(1))
+    await BatchLog(broker, scope).append(_batch(), 0)
+    segment = Segment.empty(delivery=1, writer="g", start=0)
+    if "generator" in job.config:
+        await broker.append(
+            scope.segment(1, 0), segment.to_bytes(), deadline_s=5, waiting_for="test"
+        )
+    await Bucket(broker, BUCKET_EVALS, EvalRecord).put(
+        f"{scope.key}.1", EvalRecord(version=1, step=1)
+    )
+    await Bucket(broker, BUCKET_SECRETS, SealedSecrets).put(scope.key, SealedSecrets(sealed=b"x"))
+    beat = Presence(actor="learner", role="learner", host="h", pid=1, state="working", time=0.0)
+    await Bucket(broker, BUCKET_ACTORS, Presence).put(f"{scope.key}.learner", beat)
+    await publish_metric(broker, scope, Metric(step=7, values={"a": 1.0}, time=time.time()))
+    (Path(job.run_dir) / "checkpoints").mkdir()
+    stack.do(job, "learner", "done")
+    await stack.until(job, "COMPLETED")
+    return await stack.until(job, lambda now: not now.untold)
+
+
+def _batch() -> BatchRecord:
+    return BatchRecord(step=1, seqs=[1], tasks=[1], seed=0, digest="d", learner="l", time=1.0)
+
+
+async def _traces(broker: Broker, job: JobRecord) -> set[str]:
+    """Return every stream, and every key of a shared bucket, that is of the job."""
+    listed: dict[str, Any] = await broker.api("STREAM.LIST", {})
+    names = {stream["config"]["name"] for stream in listed["streams"]}
+    found = {name for name in names if job.job in name}
+    for bucket in (BUCKET_JOBS, BUCKET_EVALS, BUCKET_SECRETS, BUCKET_ACTORS):
+        keys = await Bucket(broker, bucket, JobRecord).keys(job.user)
+        found |= {f"{bucket} {key}" for key in keys if job.job in key}
+    requests = await Bucket(broker, BUCKET_REQUESTS, RequestRecord).items(job.user)
+    return found | {entry.key for entry in requests if entry.value.job == job.job}
+
+
+def _inside(job: JobRecord) -> set[str]:
+    return {path.name for path in Path(job.run_dir).iterdir()}
+
+
+def _rename(job: JobRecord) -> None:
+    folder = Path(job.run_dir)
+    folder.rename(folder.with_name(f".{folder.name}.deleted-{job.job}"))
+
+
+def _beside(job: JobRecord) -> list[str]:
+    """Return what lies in the folder of run folders."""
+    return sorted(path.name for path in Path(job.run_dir).parent.iterdir())
+
+
+async def test_of_a_deleted_job_nothing_is_left_and_its_name_is_free_again(stack: Stack) -> None:
+    job = await stack.running(name="mine", generator={"count": 1, "segment_tokens": 8})
+    job = await _ended(stack, job)
+    assert job.version == 7
+    assert {actor.state for actor in job.actors} == {"exited"}
+    segments = await stream_info(stack.broker, job.scope.stream_segment)
+    assert segments["state"]["messages"] == 0
+    pool = Pool(stack.broker)
+    await pool.delete_run("mine")
+    assert await _traces(stack.broker, job) == set()
+    assert _beside(job) == []
+    with pytest.raises(NotFoundError):
+        await pool.delete_run("mine")
+    again = await stack.submit(name="mine")
+    assert again.job != job.job
+    await stack.until(again, "RUNNING")
+
+
+async def test_a_job_that_runs_or_that_others_live_on_is_not_deleted(stack: Stack) -> None:
+    job = await stack.running(slots=4, name="base")
+    with pytest.raises(StateError, match="only a run that has ended"):
+        await stack.ask("delete", JobRequest(job=job.job))
+    with pytest.raises(NotFoundError):
+        await stack.ask("delete", JobRequest(job=job.job), user="mallory")
+    job = await _ended(stack, job)
+    reader = await stack.submit(name="reader", model={"path": f"{job.run_dir}/checkpoints"})
+    with pytest.raises(StateError, match=r"reader is .* and reads its folder \(model.path\)"):
+        await stack.ask("delete", JobRequest(job=job.job))
+    await stack.until(reader, "RUNNING")
+    await stack.jobs.update(reader, lambda now: now.model_copy(update={"stop": "now"}))
+    await stack.until(reader, "CANCELLED")
+    await Pool(stack.broker).delete_run("base")
+    assert _beside(job) == ["reader"]
+
+
+async def test_a_deletion_that_a_kill_cut_off_is_done_by_the_next_scheduler(stack: Stack) -> None:
+    job, process = await stack.running_under_process()
+    job = await _ended(stack, job)
+    process.kill()
+    await process.wait()
+    await stack.jobs.update(job, lambda now: now.model_copy(update={"removal": "delete"}))
+    await delete_stream(stack.broker, job.scope.stream_rollout)  # what was done before the kill
+    _rename(job)
+    await stack.scheduler()
+
+    async def gone() -> bool:
+        return await stack.jobs.find_by_id(job.user, job.job) is None
+
+    await eventually(gone, "the job to be deleted")
+    assert await _traces(stack.broker, job) == set()
+    assert _beside(job) == []
+
+
+async def test_an_archived_job_keeps_its_folder_and_comes_back_as_it_was(stack: Stack) -> None:
+    job = await _ended(stack, await stack.running(name="kept"))
+    pool = Pool(stack.broker)
+    events = await read_events(stack.broker, job.scope)
+    archived = await pool.archive_run("kept")
+    assert archived.archived is not None
+    left = {one for one in await _traces(stack.broker, job) if "tmq-" in one}
+    assert left == {f"{BUCKET_JOBS} {job.scope.key}", f"{BUCKET_EVALS} {job.scope.key}.1"}
+    assert _inside(job) >= {"checkpoints", "archive"}
+    with pytest.raises(StateError, match="archived"):
+        await stack.ask("resume", JobRequest(job=job.job))
+    await asyncio.gather(*(pool.archive_run("kept", undo=True) for _ in range(2)))
+    assert await read_events(stack.broker, job.scope) == events
+    assert [record for _, record in await BatchLog(stack.broker, job.scope).read_all()] == [
+        _batch()
+    ]
+    assert await RolloutLog(stack.broker, job.scope).contains(1)
+    assert "archive" not in _inside(job)
+    await stack.ask("resume", JobRequest(job=job.job))
+    await stack.until(job, "RUNNING")
