@@ -4,7 +4,7 @@ import os
 import re
 from pathlib import Path
 
-_NAME = re.compile(r"^step_(\d{6,})$")
+_NAME = re.compile(r"step_([0-9]{6,})")
 
 
 def checkpoint_name(step: int) -> str:
@@ -24,5 +24,7 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
         entries = list(os.scandir(place))
     except OSError:
         return {}
-    named = ((_NAME.match(one.name), one) for one in entries if one.is_dir(follow_symlinks=False))
+    named = (
+        (_NAME.fullmatch(one.name), one) for one in entries if one.is_dir(follow_symlinks=False)
+    )
     return {int(match[1]): place / one.name for match, one in named if match}

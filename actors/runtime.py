@@ -29,7 +29,7 @@ from ..broker.feed import publish_event
 from ..broker.kv import Bucket
 from ..broker.login import take_login
 from ..broker.presence import PresenceBeat
-from ..broker.rpc import Service
+from ..broker.rpc import RequestContext, Service
 from ..broker.streams import create_shared, wait_for_shared
 from ..broker.systemd import told_to_systemd
 from ..schemas.config import JobConfig
@@ -170,12 +170,13 @@ class JobContext(ActorContext):
         first = not self._serves_control
         self._control_handler, self._serves_control = handler, True
         if first:
-            await self.service.endpoint(
-                "control", self.scope.control(self.name), ControlRequest, self._control
-            )
+            for subject in (self.scope.control(self.name), self.scope.control_by("*", self.name)):
+                await self.service.endpoint("control", subject, ControlRequest, self._control)
 
-    async def _control(self, request: ControlRequest) -> ControlReply:
+    async def _control(self, request: ControlRequest, context: RequestContext) -> ControlReply:
         detail: dict[str, Any] = {}
+        if context.caller != context.user:
+            await self.event("control_by_admin", f"{request.verb} asked for by {context.who}")
         if self._control_handler is not None:
             detail = await self._control_handler(request)
         elif request.verb == "stop":

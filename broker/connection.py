@@ -55,6 +55,7 @@ class Broker:
         self.user = login.user
         self.inbox_prefix = login.inbox
         self.derived_key = login.derived_key
+        self.rpc, self.control = login.rpc, login.control
         self._login = login
         self._door = Door("", is_guest=False)
         self.nc = CarefulClient()

@@ -32,7 +32,7 @@ _TOMBSTONE_TTL_S = 3600
 _AT_ONCE = 50
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _OPERATION = "KV-Operation"
-_KEY = re.compile(r"^[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*$")
+_KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _TTL = "Nats-TTL"
 _WRONG_SEQUENCE = (10071, 10164)
 WRITE_ID = "Tmq-Write"
@@ -228,7 +228,7 @@ class Bucket(Generic[M]):
             raise self._lost_or_refused(key, error) from error
 
     def _subject(self, key: str) -> str:
-        if not _KEY.match(key):
+        if not _KEY.fullmatch(key):
             raise MessageError(
                 f"{key!r} cannot be a key of bucket {self.name}",
                 hint="use letters, digits and '-_/=', in parts with dots between them",

@@ -60,7 +60,7 @@ async def _ask(
 ) -> ControlReply:
     return await call(
         broker,
-        record.scope.control("learner"),
+        broker.control(record.scope, "learner"),
         request,
         ControlReply,
         timeout_s=DEADLINE_S,

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import AuthError, BrokerError
-from ..schemas.subjects import DEFAULT_USER, SERVICES, inbox, token, user_door
+from ..schemas.subjects import (
+    DEFAULT_USER,
+    SERVICES,
+    JobScope,
+    acting,
+    inbox,
+    rpc,
+    token,
+    user_door,
+)
 from .keys import id_of_invitation, read_job_key, user_of_key
 from .process import erase_variable
 
@@ -45,6 +54,18 @@ class Login:
     """Subject below which it asks the door; empty for those who need none."""
     is_guest: bool = False
     """Everything stored is reached through the door, and not only the shared buckets."""
+    caller: str = ""
+    """The admin who acts for the user, if it is not the user himself."""
+
+    def rpc(self, service: str, method: str) -> str:
+        """Subject of a request to a service, on behalf of the user."""
+        if self.caller:
+            return acting(self.caller, self.user, service, method)
+        return rpc(self.user, service, method)
+
+    def control(self, scope: JobScope, actor: str) -> str:
+        """Subject of a control request to an actor of a job of the user."""
+        return scope.control_by(self.caller, actor) if self.caller else scope.control(actor)
 
     def derived_key(self, purpose: str) -> bytes | None:
         """Return 32 secret bytes for `purpose` that follow from a service's seed, or None."""
@@ -104,11 +125,14 @@ def _of_key(key: str) -> Login:
         )
     if id_of_invitation(key) is not None:
         options = {"user": "invited", "password": key}
-        return Login("invited", inbox("invited"), options, user_door("invited"), is_guest=True)
+        door = user_door("invited")
+        return Login("invited", inbox("invited"), options=options, door=door, is_guest=True)
     owner = user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
-    return Login(user, inbox(owner), options, user_door(user), is_guest=True)
+    caller = owner if user != owner else ""
+    door = user_door(user, caller)
+    return Login(user, inbox(owner), options, door, is_guest=True, caller=caller)
 
 
 def _of_service(path: Path) -> Login:
@@ -122,7 +146,7 @@ def _of_service(path: Path) -> Login:
         ) from error
     if name not in SERVICES:
         raise AuthError(f"{path} is no credentials file of a service")
-    return Login(name, inbox(name), {_SEED: seed})
+    return Login(name, inbox(name), options={_SEED: seed})
 
 
 def tls_options(url: str) -> dict[str, Any]:

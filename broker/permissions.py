@@ -26,6 +26,7 @@ from ..schemas.subjects import (
     STREAM_AUDIT,
     TASK_CONSUMER,
     JobScope,
+    acting,
     inbox,
     node,
     rpc,
@@ -40,7 +41,7 @@ _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "
 _STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log")
 _JOB_KINDS = frozenset({*_STREAMS, "weights"})
 _SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
-_NUMBER = re.compile(r"^\d{1,18}$")
+_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,6 @@ def user_permissions(user: str) -> Permissions:
             f"{own}.env.>",
             f"{own}.play.*.env.>",
             *(f"{own}.{kind}" for kind in _FED),
-            _DISCOVERY,
         ),
     )
 
@@ -90,9 +90,8 @@ def admin_permissions(user: str) -> Permissions:
     return Permissions(
         publish=(
             *own.publish,
-            rpc("*", "scheduler", ">"),
-            rpc("*", "store", ">"),
-            f"{everybody}.ctl.>",
+            *(acting(user, "*", service, ">") for service in ("scheduler", "store")),
+            acting(user, "*", "*", "ctl.>"),
         ),
         subscribe=(*own.subscribe, *(f"{everybody}.{kind}" for kind in _FED)),
     )
@@ -122,7 +121,8 @@ def job_permissions(
     # learners the servers that follow their runs
     answers_others = identity.role in ("server", "learner")
     own = f"{scope.user}" if answers_others else f"{scope.user}.{scope.job}"
-    inboxes = (f"_INBOX_job.{own}.>", f"{inbox(scope.user)}.>", _TOOLS_INBOX)
+    inboxes = (f"_INBOX_job.{own}.>", f"{inbox(scope.user)}.>")
+    listed = identity.role != "environment"
     publish = {
         "learner": _learner,
         "generator": _generator,
@@ -145,13 +145,19 @@ def job_permissions(
         judging = JobScope(scope.user, judge)
         publish = (*publish, judging.infer("chat"), judging.infer("cancel"))
     return Permissions(
-        publish=(*publish, scope.door(identity.role) + ".>", *inboxes),
+        publish=(
+            *publish,
+            scope.door(identity.role) + ".>",
+            *inboxes,
+            *((_TOOLS_INBOX,) if listed else ()),
+        ),
         subscribe=(
             f"{scope.inbox(actor)}.>",
             scope.control(actor),
             f"{scope.control(actor)}.>",
+            scope.control_by("*", actor),
             *hears,
-            _DISCOVERY,
+            *((_DISCOVERY,) if listed else ()),
         ),
     )
 
@@ -322,7 +328,12 @@ def may_store(guest: Guest, subject: str) -> str | None:
     if len(parts) == 5 and parts[:3] == ["$KV", BUCKET_EVALS, guest.user]:
         return f"KV_{BUCKET_EVALS}"
     own = [*PREFIX.split("."), "job", guest.user]
-    if len(parts) == 7 and parts[:4] == own and parts[5] == "rollout" and _NUMBER.match(parts[6]):
+    if (
+        len(parts) == 7
+        and parts[:4] == own
+        and parts[5] == "rollout"
+        and _NUMBER.fullmatch(parts[6])
+    ):
         return JobScope(guest.user, parts[4]).stream_rollout
     return None
 

@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-import nats.micro
 import structlog
 from nats.aio.msg import Msg
 from nats.micro.request import Request
 from nats.micro.service import Service as MicroService
+from nats.micro.service import ServiceConfig
 
 from ..schemas.errors import (
     BrokerError,
@@ -29,7 +29,7 @@ from ..schemas.errors import (
 )
 from ..schemas.message import Message
 from ..schemas.reply import ErrorReply
-from ..schemas.subjects import user_of_inbox, user_of_rpc
+from ..schemas.subjects import caller_of_rpc, user_of_rpc
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 
@@ -53,20 +53,18 @@ class RequestContext:
 
     subject: str
     """The subject it came on."""
-    reply: str = ""
-    """The inbox to which it is answered."""
     traceparent: str = ""
     """W3C trace context that came with it."""
 
     @property
     def user(self) -> str:
-        """The user on whose behalf it was sent; only for `rpc.<user>.…` subjects."""
+        """The user on whose behalf it was sent."""
         return user_of_rpc(self.subject)
 
     @property
     def caller(self) -> str:
-        """The user who hears the answer: another than `user` is an admin who acts for him."""
-        return user_of_inbox(self.reply) or self.user
+        """The user who sent it: another than `user` is an admin who acts for him."""
+        return caller_of_rpc(self.subject)
 
     @property
     def who(self) -> str:
@@ -102,14 +100,16 @@ class Service:
         version: str = VERSION,
         metadata: Mapping[str, str] | None = None,
     ) -> "Service":
-        """Register a service; `nats micro ls` shows `name` and `description`."""
-        micro: MicroService = await cast("Any", nats.micro).add_service(
-            broker.nc,
-            name=name,
-            version=version,
-            description=description,
-            metadata=dict(metadata or {}),
+        """Register a service; `nats micro ls` shows `name` and `description`.
+
+        A guest's is not listed: it may neither hear who asks for services nor answer him.
+        """
+        config = ServiceConfig(
+            name=name, version=version, description=description, metadata=dict(metadata or {})
         )
+        micro = MicroService(broker.nc, config)
+        if not broker.is_guest:
+            await micro.start()
         return cls(broker, micro)
 
     async def endpoint(
@@ -202,9 +202,7 @@ class _Endpoint:
         try:
             query = self._request_model.from_bytes(request.data)
             trace = (request.headers or {}).get(TRACEPARENT, "")
-            reply = await self._handler(
-                query, RequestContext(request.subject, _reply_of(request), trace)
-            )
+            reply = await self._handler(query, RequestContext(request.subject, trace))
             payload = reply.to_bytes()
             self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None

@@ -22,7 +22,6 @@ from ..schemas.job import (
 from ..schemas.message import Empty, Message
 from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ..schemas.subjects import rpc
 from ..schemas.user import Quota
 from .connection import Broker
 from .rpc import call
@@ -156,7 +155,7 @@ class SchedulerCalls:
 
     async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
         """Ask the scheduler that leads; while none does, another is about to take over."""
-        subject = rpc(self.broker.user, "scheduler", method)
+        subject = self.broker.rpc("scheduler", method)
         patience = time.monotonic() + _TAKEOVER_S
         while True:
             try:

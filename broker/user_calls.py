@@ -4,7 +4,6 @@ from typing import TypeVar
 
 from ..schemas.errors import BrokerError, NotFoundError
 from ..schemas.message import Message
-from ..schemas.subjects import rpc
 from .connection import Broker
 from .faults import shown_url
 from .rpc import call
@@ -19,7 +18,7 @@ async def ask_users(broker: Broker, method: str, request: Message, reply: type[R
 
     Raises AuthError where only admins may, BrokerError at a pool without users.
     """
-    subject = rpc(broker.user, "users", method)
+    subject = broker.rpc("users", method)
     try:
         return await call(
             broker,

@@ -46,7 +46,7 @@ from .weight_layout import TensorBytes, check_layout, layout
 from .weight_payloads import Holder, Payload, Payloads, Receiver, Transport
 
 _LOOK_S = 2.0
-_KEY = re.compile(r"^v(\d{1,18})$")
+_KEY = re.compile(r"v([0-9]{1,18})")
 _NOTHING = WeightHistory(enabled=False, whole_every=1)
 
 
@@ -207,7 +207,7 @@ class WeightStore:
 
     async def versions(self) -> list[int]:
         """Return all versions that can be fetched, ascending."""
-        found = (_KEY.match(key) for key in await self._manifests.keys())
+        found = (_KEY.fullmatch(key) for key in await self._manifests.keys())
         return sorted(int(match[1]) for match in found if match)
 
     async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:

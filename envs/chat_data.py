@@ -1,11 +1,11 @@
 """Conversations to learn from: rows of parquet or JSONL with the column `messages`."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from ..schemas.codec import read_json
 from ..schemas.errors import DataError
 from .dataset import Dataset
 
@@ -64,7 +64,7 @@ def _maps(value: Any) -> list[dict[str, Any]]:
     """Return a list of maps, which may stand as JSON, without what parquet fills in as null."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = read_json(value)
         except ValueError:
             return []
     if not isinstance(value, list):

@@ -9,6 +9,8 @@ import re
 import uuid
 from typing import Any, cast
 
+from ..schemas.codec import read_json
+
 OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
@@ -32,7 +34,7 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 def _call(body: str) -> dict[str, Any] | None:
     try:
-        value: Any = json.loads(body)
+        value: Any = read_json(body)
     except ValueError:
         return None
     if not isinstance(value, dict):

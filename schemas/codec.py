@@ -7,6 +7,7 @@ size of a message. bfloat16 has no NumPy dtype: it travels as raw bytes in the w
 and never here.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -17,6 +18,10 @@ from .errors import MessageError
 
 MAX_MESSAGE_BYTES = 8 * 2**20
 MAX_CONTAINER_LENGTH = 1_000_000
+MAX_CONTAINERS = 200_000
+"""Lists and maps of one payload, empty ones too."""
+MAX_JSON_COMMAS = 500_000
+_SHOWN = 300
 _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
@@ -45,9 +50,12 @@ def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -
             f"a payload of {len(payload):,} bytes is over the limit of {max_bytes:,}",
             hint="send large data as weights or in several messages",
         )
+    counting = _Counting() if len(payload) > MAX_CONTAINERS else None
     try:
         return _unpackb(
             payload,
+            object_hook=counting,
+            list_hook=counting,
             ext_hook=_unpack_other,
             raw=False,
             strict_map_key=True,
@@ -56,11 +64,43 @@ def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -
         )
     except MessageError:
         raise
-    except (ValueError, TypeError, msgpack.UnpackException) as error:
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise MessageError(
-            f"the payload is not valid msgpack: {type(error).__name__}: {error}",
+            f"the payload is not valid msgpack: {type(error).__name__}: {str(error)[:_SHOWN]}",
             hint="see docs/messages.md for the format of this subject",
         ) from error
+
+
+def read_json(text: str | bytes) -> Any:
+    """Read one JSON value that anybody may have written.
+
+    Raises MessageError for what is none, nests too deep, or holds too many values.
+    """
+    comma = "," if isinstance(text, str) else b","
+    if text.count(cast("Any", comma)) > MAX_JSON_COMMAS:
+        raise MessageError(
+            f"the JSON holds more than {MAX_JSON_COMMAS:,} commas",
+            hint="send less at a time",
+        )
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise MessageError("the JSON nests too deep") from error
+    except ValueError as error:
+        raise MessageError(f"it is not valid JSON: {str(error)[:_SHOWN]}") from error
+
+
+class _Counting:
+    """Counts the lists and maps of one payload: a byte each stands for many in memory."""
+
+    def __init__(self) -> None:
+        self._left = MAX_CONTAINERS
+
+    def __call__(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise MessageError(f"the payload holds more than {MAX_CONTAINERS:,} lists and maps")
+        return value
 
 
 def _pack_other(value: Any) -> msgpack.ExtType:

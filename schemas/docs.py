@@ -24,7 +24,7 @@ from .config import JobConfig
 from .errors import TinkermqError
 from .message import SCHEMA_VERSION, Message
 from .section import Section
-from .subjects import PREFIX
+from .subjects import PREFIX, acting
 from .topics import STORES, TOPICS
 
 _WRITTEN = "<!-- Written by `make docs` from {source}: change that, not this page. -->"
@@ -58,7 +58,10 @@ def messages_page() -> str:
         "## Subjects",
         f"All subjects start with `{PREFIX}`. `<u>` is the user, `<j>` the job id, `<n>` the "
         "number of a task. A request has a reply; what is sent on a stream is stored; an "
-        "announcement is heard or lost.",
+        "announcement is heard or lost. An admin who acts for a user sends on "
+        f"`{acting('<admin>', '<u>', 'scheduler', '<method>')}`, and likewise for `store` and for "
+        f"`ctl` (`{acting('<admin>', '<u>', '<j>', 'ctl.<actor>')}`): nobody else may, so who asks "
+        "is always told by the subject.",
         _table(("subject", "kind", "message", "reply", "from → to"), _topic_rows()),
         "## Streams and buckets",
         "Every job has the stores whose names hold `<u>` and `<j>`; all jobs share the others.",

@@ -13,23 +13,25 @@ from .task import Blame
 MAX_DEADLINE_S = 7200.0
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_TEMPERATURE = 100.0
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 
 
 class Decoding(Message):
     """How the tokens of one request are drawn."""
 
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Tokens generated at most; None: as many as the context holds."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0: all."""
     stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
     """Texts at which generation ends; they are not part of the answer."""
-    seed: int | None = Field(default=None, ge=0)
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     """The same seed draws the same tokens; None: fresh ones."""
     num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
     """Answers to each prompt."""
@@ -63,7 +65,7 @@ class CompletionRequest(Message):
     """Id made by the caller, by which it can be cancelled."""
     adapter: str = ""
     """Which of the job's further adapters answers, as `run@step`; empty: what it serves first."""
-    prompts: list[str | list[int]] = Field(min_length=1, max_length=1024)
+    prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
     """Texts, or token ids."""
     decoding: Decoding = Field(default_factory=Decoding)
     """How tokens are drawn."""
@@ -116,23 +118,23 @@ class PlayRequest(Message):
     """Which data `sample` is a row of."""
     sample: int | None = None
     """Row of the data, or None for a game that generates its states."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     """Seed of the game's own random generator."""
     kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset`."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=MAX_TEMPERATURE)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling."""
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, lt=2**31)
     """Keep the k likeliest tokens; 0: all."""
-    max_turns: int | None = Field(default=None, ge=1)
+    max_turns: int | None = Field(default=None, ge=1, lt=2**31)
     """Answers of the policy; None: as configured (`rollout`), as the three below."""
-    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Longest first prompt."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
+    max_turn_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Tokens that the policy may generate in one turn."""
-    max_response_tokens: int | None = Field(default=None, ge=1)
+    max_response_tokens: int | None = Field(default=None, ge=1, lt=2**31)
     """Tokens after the first prompt, observations included."""
     deadline_s: float = Field(default=3600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the episode may take, all its tries together."""

@@ -1,7 +1,8 @@
 """A line of an actor's log as people read it."""
 
-import json
 from typing import Any, cast
+
+from .codec import read_json
 
 _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
@@ -9,7 +10,7 @@ _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 def readable(line: str) -> str:
     """Return a structured log line as text; any other line as it is."""
     try:
-        entry = json.loads(line)
+        entry = read_json(line)
     except ValueError:
         return line
     if not isinstance(entry, dict):

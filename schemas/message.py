@@ -78,9 +78,9 @@ class Message(BaseModel):
             )
         fields = cast("dict[str, Any]", value)
         version = fields.get("v")
-        if version != SCHEMA_VERSION:
+        if not isinstance(version, int) or version != SCHEMA_VERSION:
             raise MessageError(
-                f"{cls.__name__} has schema version {version!r}, this actor speaks "
+                f"{cls.__name__} has schema version {reprlib.repr(version)}, this actor speaks "
                 f"{SCHEMA_VERSION}",
                 hint="run the same tinkermq release on both sides",
             )
@@ -89,6 +89,10 @@ class Message(BaseModel):
         except ValidationError as error:
             raise MessageError(
                 f"{cls.__name__} is malformed: {summarize(error)}", hint="see docs/messages.md"
+            ) from error
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise MessageError(
+                f"{cls.__name__} is malformed: {type(error).__name__}", hint="see docs/messages.md"
             ) from error
 
 

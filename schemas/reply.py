@@ -7,6 +7,9 @@ from pydantic import Field
 from .errors import TinkermqError, error_from_reply
 from .message import Message
 
+MAX_CHARS = 8000
+"""Characters of a message or hint."""
+
 
 class ErrorReply(Message):
     """What a service answers when a request failed.
@@ -24,7 +27,10 @@ class ErrorReply(Message):
 
     @classmethod
     def of(cls, code: str, message: str, hint: str = "") -> Self:
-        """Make a reply of any text, also of what has no UTF-8 form (games and models say it)."""
+        """Make a reply of any text, also of what has no UTF-8 form (games and models say it).
+
+        What is longer than anybody reads is cut: a reply that is too large would be none.
+        """
         return cls(code=code, message=_clean(message), hint=_clean(hint))
 
     def to_error(self) -> TinkermqError:
@@ -48,4 +54,5 @@ class Part(Message):
 
 
 def _clean(text: str) -> str:
-    return text.encode(errors="replace").decode()
+    cut = text if len(text) <= MAX_CHARS else text[:MAX_CHARS] + " …"
+    return cut.encode(errors="replace").decode()

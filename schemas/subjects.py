@@ -30,8 +30,8 @@ SERVICES = ("auth", "scheduler", "node", "gateway")
 RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys"})
 """Names that no user may have: they stand for something else in subjects, keys and inboxes."""
 
-_USER = re.compile(r"^[a-z0-9][a-z0-9_]{0,31}$")
-_TOKEN = re.compile(r"^[a-z0-9][a-z0-9_-]{0,63}$")
+_USER = re.compile(r"[a-z0-9][a-z0-9_]{0,31}")
+_TOKEN = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 
 NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
@@ -40,7 +40,7 @@ NAME_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,63}$"
 
 def token(value: str, *, what: str) -> str:
     """Return `value` if it may stand as one token of a subject, else raise MessageError."""
-    if not _TOKEN.match(value):
+    if not _TOKEN.fullmatch(value):
         raise MessageError(
             f"{what} {value!r} cannot be part of a subject",
             hint="use 1 to 64 lower-case letters, digits, '-' and '_', starting with a letter "
@@ -54,12 +54,20 @@ def rpc(user: str, service: str, method: str) -> str:
     return f"{PREFIX}.rpc.{user}.{service}.{method}"
 
 
+def acting(admin: str, user: str, service: str, method: str) -> str:
+    """Subject of a request that an admin sends on behalf of `user`: no one else may publish it.
+
+    It says who asks, which the reply subject cannot, as that is the asker's to choose.
+    """
+    return f"{PREFIX}.as.{admin}.{user}.{service}.{method}"
+
+
 def user_name(value: str) -> str:
     """Return `value` if a user may have this name, else raise MessageError.
 
     There is no '-' in it: stream names join user, job and kind by it.
     """
-    if not _USER.match(value):
+    if not _USER.fullmatch(value):
         raise MessageError(
             f"{value!r} cannot be the name of a user",
             hint="use 1 to 32 lower-case letters, digits and '_', starting with a letter or digit",
@@ -74,8 +82,10 @@ def inbox(user: str) -> str:
     return f"_INBOX_{user}"
 
 
-def user_door(user: str) -> str:
-    """Subject below which a user asks the door for what is stored."""
+def user_door(user: str, caller: str = "") -> str:
+    """Subject below which a user, or an admin for him, asks the door for what is stored."""
+    if caller not in ("", user):
+        return acting(caller, user, "store", "").rstrip(".")
     return rpc(user, "store", "").rstrip(".")
 
 
@@ -85,14 +95,14 @@ def node(name: str, verb: str) -> str:
 
 
 def user_of_rpc(subject: str) -> str:
-    """Return the user token of an RPC subject: identity is never taken from a payload."""
+    """Return on whose behalf a request is: identity is taken from its subject and nothing else."""
+    parts = subject.split(".")
+    return parts[4] if parts[2] == "as" else parts[3]
+
+
+def caller_of_rpc(subject: str) -> str:
+    """Return who sent a request: its user, or the admin who acts for him."""
     return subject.split(".")[3]
-
-
-def user_of_inbox(subject: str) -> str:
-    """Return the user or service whose inbox a subject belongs to; empty if it is none's."""
-    owner, _, rest = subject.removeprefix("_INBOX_").partition(".")
-    return owner if rest and subject.startswith("_INBOX_") else ""
 
 
 def number_of(subject: str) -> int:
@@ -222,6 +232,10 @@ class JobScope:
     def control(self, actor: str) -> str:
         """Subject of control requests to one actor."""
         return self._subject(f"ctl.{actor}")
+
+    def control_by(self, admin: str, actor: str) -> str:
+        """Subject of an admin's control requests to one actor of somebody else's job."""
+        return acting(admin, self.user, self.job, f"ctl.{actor}")
 
     @property
     def stream_task(self) -> str:

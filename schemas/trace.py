@@ -18,7 +18,7 @@ GENERATOR_KINDS = ("swap", "generate", "environment", "weights", "other", "tasks
 """What a generator's time goes into; of several at once the first one counts."""
 HOST_KINDS = ("full", "play", "idle")
 """What a host's time goes into."""
-_TRACEPARENT = re.compile(r"^00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}$")
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def new_trace() -> str:
@@ -28,7 +28,7 @@ def new_trace() -> str:
 
 def is_traceparent(value: str) -> bool:
     """Whether this is a `traceparent` of version 00."""
-    return bool(_TRACEPARENT.match(value))
+    return bool(_TRACEPARENT.fullmatch(value))
 
 
 def trace_of(traceparent: str) -> str:

@@ -15,6 +15,7 @@ import nkeys
 
 from ...broker.credentials import ACCOUNT
 from ...broker.permissions import Permissions
+from ...schemas.codec import read_json
 from ...schemas.errors import MessageError
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
@@ -39,7 +40,7 @@ class LoginRequest(NamedTuple):
 def read_request(token: bytes) -> LoginRequest:
     """Read the server's request; raises MessageError."""
     try:
-        nats = cast("dict[str, Any]", json.loads(_unpacked(token.split(b".")[1]))["nats"])
+        nats = cast("dict[str, Any]", read_json(_unpacked(token.split(b".")[1]))["nats"])
         options, info = nats["connect_opts"], nats.get("client_info", {})
         return LoginRequest(
             server=nats["server_id"]["id"],

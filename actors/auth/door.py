@@ -21,8 +21,9 @@ from ...broker.kv import WRITE_ID
 from ...broker.permissions import Guest, is_stream_of, may_read, may_store
 from ...broker.rpc import INBOXES
 from ...broker.streams import stream_info
+from ...schemas.codec import read_json
 from ...schemas.errors import MessageError, TinkermqError
-from ...schemas.subjects import PREFIX, rpc
+from ...schemas.subjects import PREFIX, acting, caller_of_rpc, rpc
 from ...schemas.trace import TRACEPARENT
 
 _QUEUE = "door"
@@ -36,13 +37,14 @@ _FORBIDDEN = "403"
 _NOT_THERE = "503"
 _HEADERS = (
     "Nats-Expected-Last-Subject-Sequence",
-    "Nats-Msg-Id",
     "Nats-TTL",
     "KV-Operation",
     WRITE_ID,
     TRACEPARENT,
 )
 """Headers that a guest's message keeps; others could do more than store it."""
+_MESSAGE_ID = "Nats-Msg-Id"
+"""Kept in the streams of the guest's own jobs: a stream keeps one message of each id."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -59,7 +61,11 @@ class Door:
 
     async def open(self) -> None:
         """Listen; several doors share the requests."""
-        subjects = (rpc("*", "store", ">"), f"{PREFIX}.job.*.*.store.>")
+        subjects = (
+            rpc("*", "store", ">"),
+            acting("*", "*", "store", ">"),
+            f"{PREFIX}.job.*.*.store.>",
+        )
         self._listening = [
             await self._broker.listen(subject, self._take, queue=_QUEUE) for subject in subjects
         ]
@@ -118,6 +124,8 @@ class Door:
         if await self._exists(stream, message):
             given = message.headers or {}
             headers = {name: given[name] for name in _HEADERS if name in given}
+            if _MESSAGE_ID in given and is_stream_of(guest.user, stream):
+                headers[_MESSAGE_ID] = f"{guest.role or 'user'}.{given[_MESSAGE_ID]}"
             await self._broker.send(
                 subject, message.data, reply=message.reply, headers=headers or None
             )
@@ -143,7 +151,7 @@ class Door:
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
         headers = {"Status": _FORBIDDEN, "Description": why}
         await self._broker.publish(message.reply, body, headers)
-        await self._audit.refused(message.subject.split(".")[3], "store", why)
+        await self._audit.refused(caller_of_rpc(message.subject), "store", why)
 
 
 def read_subject(subject: str) -> tuple[Guest, str, str]:
@@ -151,6 +159,8 @@ def read_subject(subject: str) -> tuple[Guest, str, str]:
     parts = subject.split(".")
     if parts[2] == "rpc":
         guest, rest = Guest(parts[3]), parts[5:]
+    elif parts[2] == "as":
+        guest, rest = Guest(parts[4]), parts[6:]
     else:
         guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
     if len(rest) < 2:
@@ -175,8 +185,8 @@ def read_request(payload: bytes) -> bytes:
 
 def _json(payload: bytes) -> dict[str, Any]:
     try:
-        value: Any = json.loads(payload)
-    except ValueError as error:
+        value: Any = read_json(payload)
+    except MessageError as error:
         raise MessageError("the request is no JSON") from error
     if not isinstance(value, dict):
         raise MessageError("the request is no JSON object")

@@ -56,8 +56,8 @@ async def submit_job(request: Request) -> Response:
 
 async def check_config(request: Request) -> Response:
     """Check a configuration without submitting it; answers with the effective one."""
-    await visitor_of(request)
-    _, full = await checked_config(body_of(SubmitBody, await json_of(request)))
+    visitor = await visitor_of(request)
+    _, full = await checked_config(visitor.share, body_of(SubmitBody, await json_of(request)))
     return Json({"config": full})
 
 
@@ -159,7 +159,7 @@ async def read_episode(visitor: Visitor, record: JobRecord, request: Request) ->
         shown = show_episode(group, number, estimator=estimator, step=step)
         return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
 
-    return await asyncio.to_thread(show)
+    return await visitor.share.in_thread(show)
 
 
 def _texts_of(record: JobRecord) -> TokenTexts:

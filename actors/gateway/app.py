@@ -34,6 +34,7 @@ from .sessions import LogInError, Sessions, Visitor, server_info
 from .web import Gateway, Json, error_fields, gateway_of, status_of, visitor_of
 
 _MAX_LIVE_JOBS = 500
+_TOO_MANY = 429
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _log = structlog.get_logger()
@@ -149,10 +150,11 @@ async def _our_error(request: Request, error: TinkermqError) -> Response:
 
 def _told(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
+    again = {"retry-after": "1"} if status == _TOO_MANY else None
     if request.url.path.startswith("/v1/"):
-        return Json(openai.envelope(error, status), status_code=status)
+        return Json(openai.envelope(error, status), status_code=status, headers=again)
     if _wants_json(request):
-        return Json(error_fields(error), status_code=status)
+        return Json(error_fields(error), status_code=status, headers=again)
     if isinstance(error, LogInError) and request.method == "GET":
         place = request.url.path + (f"?{request.url.query}" if request.url.query else "")
         return RedirectResponse(f"/login?next={quote(place, safe='')}", status_code=303)

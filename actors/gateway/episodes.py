@@ -17,7 +17,7 @@ from .token_text import TokenTexts
 
 MAX_TOKENS = 8192
 MAX_IMAGE_BYTES = 8 << 20
-_DATA_URL = re.compile(r"^data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)$")
+_DATA_URL = re.compile(r"data:(image/(?:png|jpeg|gif|webp));base64,([A-Za-z0-9+/=\s]+)")
 LEVELS = (-0.05, -0.3, -1.0, -2.0, -4.0)
 """Bounds between the six colours of a token by its log-prob: almost certain to surprising."""
 
@@ -208,7 +208,7 @@ def image_url(value: Any) -> str:
     nothing that the browser would fetch from elsewhere.
     """
     if isinstance(value, str):
-        found = _DATA_URL.match(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
+        found = _DATA_URL.fullmatch(value) if len(value) < 2 * MAX_IMAGE_BYTES else None
         try:
             value = base64.b64decode(found[2] if found else value, validate=found is None)
         except (binascii.Error, ValueError):

@@ -11,14 +11,14 @@ import time
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .counters import Counters
+from .limits import max_body_bytes
 from .sessions import COOKIE
 
-MAX_BODY_BYTES = 2 << 20
-MAX_INFERENCE_BYTES = 8 << 20
 HELD = "tinkermq.held"
 """Key in a request's scope: what is held until the request is answered."""
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -99,13 +99,8 @@ def _same_origin(headers: Headers, host: str) -> bool:
     return site is not None or COOKIE not in headers.get("cookie", "")
 
 
-def max_body_bytes(path: str) -> int:
-    """Return the size of the largest body that is read: conversations may hold images."""
-    return MAX_INFERENCE_BYTES if path.startswith("/v1/") else MAX_BODY_BYTES
-
-
 def _limited(receive: Receive, largest: int) -> Receive:
-    """Cut off a body that is longer than it said."""
+    """Refuse a body that is longer than it said."""
     seen = 0
 
     async def limited() -> Message:
@@ -113,7 +108,7 @@ def _limited(receive: Receive, largest: int) -> Receive:
         message = await receive()
         seen += len(message.get("body", b""))
         if seen > largest:
-            return {"type": "http.disconnect"}
+            raise HTTPException(413, f"a request may have {largest:,} bytes")
         return message
 
     return limited

@@ -19,15 +19,16 @@ from ...broker.connection import Broker
 from ...broker.parts import ask_parts
 from ...schemas.errors import TinkermqError
 from ...schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
-from .guard import MAX_INFERENCE_BYTES
+from .limits import MAX_INFERENCE_BYTES
 from .openai_answer import Answer, event
-from .openai_body import BodyError, ChatBody, CompletionBody, parse_body
+from .openai_body import BodyError, ChatBody, CompletionBody, parse_body, query_of
 from .serving_jobs import Serving, ServingJobs
 
 T = TypeVar("T")
 
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
+_LARGE = 64 << 10
 _STATUS = {
     "config": 400,
     "message": 400,
@@ -83,16 +84,19 @@ class OpenAI:
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
-        return await self._answer(request, parse_body(await _body(request), ChatBody))
+        return await self._answer(request, ChatBody)
 
     async def complete(self, request: Request) -> Response:
         """Continue texts."""
-        return await self._answer(request, parse_body(await _body(request), CompletionBody))
+        return await self._answer(request, CompletionBody)
 
-    async def _answer(self, request: Request, body: ChatBody | CompletionBody) -> Response:
-        broker = await self._sessions.broker(request)
+    async def _answer(
+        self, request: Request, model: type[ChatBody] | type[CompletionBody]
+    ) -> Response:
+        broker = await self._sessions.broker(request)  # nobody's body is read
+        body = await _parsed(await _body(request), model)
         serving = await self._serving.find(broker, body.model)
-        query = body.request().model_copy(update={"adapter": serving.adapter})
+        query = query_of(body).model_copy(update={"adapter": serving.adapter})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
         parts = _ask(broker, serving, query)
@@ -198,6 +202,15 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
         return task.result()
     finally:
         task.cancel()
+
+
+async def _parsed(
+    raw: bytes, model: type[ChatBody] | type[CompletionBody]
+) -> ChatBody | CompletionBody:
+    """Read a body, a large one in a thread: the loop answers others meanwhile."""
+    if len(raw) > _LARGE:
+        return await asyncio.to_thread(parse_body, raw, model)
+    return parse_body(raw, model)
 
 
 async def _body(request: Request) -> bytes:

@@ -5,16 +5,24 @@ nothing (`presence_penalty: 0`).
 """
 
 import contextlib
-import json
+import reprlib
 import uuid
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from ...schemas.errors import ConfigError, DataError
+from ...schemas.codec import read_json
+from ...schemas.errors import ConfigError, DataError, MessageError
 from ...schemas.images import encoded_image
-from ...schemas.infer import MAX_CHOICES, MAX_STOPS, ChatRequest, CompletionRequest, Decoding
+from ...schemas.infer import (
+    MAX_CHOICES,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+)
 
 B = TypeVar("B", bound="_Body")
 
@@ -38,6 +46,8 @@ _WHY = {
     "response_format": "generation is not constrained to a format: say it in the prompt",
     "functions": "give tools instead",
 }
+
+_SHOWN = 100
 
 
 class BodyError(ConfigError):
@@ -64,9 +74,9 @@ class _Body(BaseModel):
     model: str
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(default=None, ge=1)
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
     top_p: float = Field(default=1.0, gt=0, le=1)
-    top_k: int = Field(default=0, ge=-1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
     stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool = False
@@ -150,9 +160,9 @@ class CompletionBody(_Body):
 def parse_body(raw: bytes, model: type[B]) -> B:
     """Read a request body; BodyError names the parameter that cannot be used."""
     try:
-        value: Any = json.loads(raw)
-    except ValueError as error:
-        raise BodyError(f"the body is not valid JSON: {error}") from error
+        value: Any = read_json(raw)
+    except MessageError as error:
+        raise BodyError(f"the body is not valid JSON: {error.message}") from error
     if not isinstance(value, dict):
         raise BodyError("the body is not a JSON object")
     fields = {
@@ -163,12 +173,20 @@ def parse_body(raw: bytes, model: type[B]) -> B:
     for key in fields:
         if key not in model.model_fields:
             raise BodyError(
-                f"the parameter {key!r} is not supported here",
-                param=key,
+                f"the parameter {key[:_SHOWN]!r} is not supported here",
+                param=key[:_SHOWN],
                 hint=_WHY.get(key, "leave it out"),
             )
     try:
         return model.model_validate(fields)
+    except ValidationError as error:
+        raise _malformed(error) from error
+
+
+def query_of(body: ChatBody | CompletionBody) -> ChatRequest | CompletionRequest:
+    """Return the request that a server takes; BodyError names what it would refuse."""
+    try:
+        return body.request()
     except ValidationError as error:
         raise _malformed(error) from error
 
@@ -179,7 +197,7 @@ def _asks_nothing(key: str, value: Any) -> bool:
 
 def _malformed(error: ValidationError) -> BodyError:
     problem = error.errors()[0]
-    param = str(problem["loc"][0]) if problem["loc"] else None
+    param = str(problem["loc"][0])[:_SHOWN] if problem["loc"] else None
     text = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing":
         return BodyError(f"the parameter {param!r} is missing", param=param)
@@ -210,7 +228,7 @@ def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
     result["content"] = _content(message.get("content"), number)
     calls = result.get("tool_calls")
     if calls:
-        result["tool_calls"] = [_with_map(call) for call in cast("list[dict[str, Any]]", calls)]
+        result["tool_calls"] = [_with_map(call, number) for call in _listed(calls)]
     return result
 
 
@@ -233,7 +251,7 @@ def _part(part: Any, number: int) -> dict[str, Any]:
         return {"type": "text", "text": fields["text"]}
     if fields.get("type") != "image_url":
         raise BodyError(
-            f"message {number} has content of type {fields.get('type')!r}",
+            f"message {number} has content of type {reprlib.repr(fields.get('type'))}",
             param="messages",
             hint="give text, or images as image_url",
         )
@@ -247,10 +265,22 @@ def _part(part: Any, number: int) -> dict[str, Any]:
         ) from error
 
 
-def _with_map(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _with_map(call: Any, number: int) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    given = fields.get("function")
+    if not isinstance(given, dict):
+        raise BodyError(
+            f"message {number} has a tool call without a function",
+            param="messages",
+            hint='a call is {"type": "function", "function": {"name": …, "arguments": …}}',
+        )
+    function = dict(cast("dict[str, Any]", given))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):  # the model wrote it so: the template shows the text
-            function["arguments"] = json.loads(arguments)
-    return {**call, "function": function}
+            function["arguments"] = read_json(arguments)
+    return {**fields, "function": function}

@@ -1,6 +1,5 @@
 """What can be done to jobs: the same for the forms of the pages and for the REST interface."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -13,12 +12,14 @@ from ...schemas.errors import ConfigError, MessageError
 from ...schemas.job import JobRecord, Priority
 from ...schemas.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.message import summarize
+from .limits import Share
 from .scheduler import Scheduler
 
 B = TypeVar("B", bound=BaseModel)
 
-MAX_YAML = 200_000
-"""Characters of a configuration."""
+MAX_YAML = 64_000
+"""Characters of a configuration, its overrides with it."""
+MAX_OVERRIDE = 2000
 
 
 class Body(BaseModel):
@@ -32,7 +33,7 @@ class SubmitBody(Body):
 
     config: dict[str, Any] | Annotated[str, Field(max_length=MAX_YAML)]
     """The configuration, as an object or as YAML text."""
-    overrides: list[Annotated[str, Field(max_length=MAX_YAML)]] = Field(
+    overrides: list[Annotated[str, Field(max_length=MAX_OVERRIDE)]] = Field(
         default_factory=list[str], max_length=500
     )
     """Keys that differ: `learner.lr=1e-5`."""
@@ -116,7 +117,7 @@ async def act(scheduler: Scheduler, job: str, action: str, body: Body) -> JobRec
 
 async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     """Submit a job; raises ConfigError, and what the scheduler raises."""
-    config, _ = await checked_config(body)
+    config, _ = await checked_config(scheduler.share, body)
     return await scheduler.submit(
         config,
         kind=body.kind,
@@ -128,12 +129,18 @@ async def submit(scheduler: Scheduler, body: SubmitBody) -> JobRecord:
     )
 
 
-async def checked_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
+async def checked_config(share: Share, body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the configuration that a submission asks for, as given and with its defaults.
 
     Raises ConfigError that names the key.
     """
-    return await asyncio.to_thread(_read_config, body)  # reading YAML takes its time
+    given = len(body.config) if isinstance(body.config, str) else 0
+    if given + sum(map(len, body.overrides)) > MAX_YAML:
+        raise ConfigError(
+            f"configuration and overrides have more than {MAX_YAML:,} characters",
+            hint="put large values into a file of data",
+        )
+    return await share.in_thread(_read_config, body)  # reading YAML takes its time
 
 
 def _read_config(body: SubmitBody) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -153,7 +153,7 @@ async def submit_form(request: Request) -> Response:
             request_id=_request_id(shown),
         )
         if form.get("do") == "check":
-            _, full = await checked_config(body)
+            _, full = await checked_config(visitor.share, body)
             shown["checked"] = to_yaml(full)
             return render(request, "submit.html", shown)
         record = await submit(Scheduler(visitor), body)

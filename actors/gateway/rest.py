@@ -1,5 +1,6 @@
 """The operations of the REST interface: the table that the routes and `openapi` are made from."""
 
+import difflib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -8,10 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ...schemas.errors import MessageError
 from . import api, users
 from .live import job_stream
 from .operations import BODIES, SubmitBody
 from .records import GROUPS
+
+_SHOWN = 80
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -131,4 +135,28 @@ OPERATIONS: tuple[Operation, ...] = (
 
 def routes() -> list[Route]:
     """Return the routes of the interface."""
-    return [Route(one.path, one.handler, methods=[one.method]) for one in OPERATIONS]
+    return [Route(one.path, _checked(one), methods=[one.method]) for one in OPERATIONS]
+
+
+def _checked(operation: Operation) -> Handler:
+    """Return the handler of an operation; it refuses query keys that the operation ignores."""
+    known = [name for name, _, _ in operation.query]
+
+    async def answer(request: Request) -> Response:
+        for given in request.query_params:
+            if given not in known:
+                raise _unknown(operation, given[:_SHOWN], known)
+        return await operation.handler(request)
+
+    return answer
+
+
+def _unknown(operation: Operation, given: str, known: list[str]) -> MessageError:
+    near = difflib.get_close_matches(given, known, n=1, cutoff=0.5)
+    if near:
+        hint = f"did you mean {near[0]}?"
+    else:
+        hint = f"it knows {', '.join(known)}" if known else "it takes none"
+    return MessageError(
+        f"{operation.method} {operation.path} has no query key {given!r}", hint=hint
+    )

@@ -20,6 +20,7 @@ class Scheduler(SchedulerCalls):
     def __init__(self, visitor: Visitor) -> None:
         super().__init__(visitor.broker)
         self._visitor = visitor
+        self.share = visitor.share
 
     async def get(self, job: str) -> JobRecord:
         """Return a job of the visitor; raises NotFoundError, AuthError for that of another.

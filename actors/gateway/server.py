@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Any, cast
 
 import structlog
 import uvicorn
@@ -26,6 +27,7 @@ from ...schemas.metric import Presence
 from ...schemas.subjects import SERVICES
 from .app import make_app
 from .guard import LOOPBACK
+from .limits.connections import MAX_CONNECTIONS, MAX_OF_ADDRESS, Connections
 from .sessions import Sessions, asks_for_keys
 from .web import Gateway
 
@@ -73,11 +75,15 @@ async def run(options: Options) -> None:
     secure = options.certificate is not None or options.behind_tls
     app = make_app(sessions, local_only=not with_keys, secure=secure)
     gateway: Gateway = app.state.gateway
+    of_address = MAX_CONNECTIONS if options.behind_tls else MAX_OF_ADDRESS  # the proxy's is one
+    connections = Connections(of_address=of_address)
     with _listen(options.host, options.port) as listener:
         server = _Server(
             uvicorn.Config(
                 app,
                 lifespan="off",
+                http=cast("Any", connections.protocol),
+                ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -88,6 +94,7 @@ async def run(options: Options) -> None:
             )
         )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
+        watching = asyncio.create_task(connections.watch(), name="close slow visitors")
         async with _announced(options, sessions, login):
             _stop_on_signal(server, gateway)
             scheme = "https" if options.certificate else "http"
@@ -95,6 +102,7 @@ async def run(options: Options) -> None:
             _log.info("gateway_listens", url=address, with_keys=with_keys)
             await server.serve(sockets=[listener])
         sweeping.cancel()
+        watching.cancel()
         await gateway.histories.close()
         await sessions.close()
 

@@ -24,6 +24,7 @@ from ...broker.keys import user_of_key
 from ...broker.login import nobody
 from ...schemas.errors import AuthError, BrokerError, BusyError, MessageError, TinkermqError
 from ...schemas.job import JobRecord
+from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
 
 LOCAL_USER = "local"
 COOKIE = "tinkermq_session"
@@ -52,19 +53,21 @@ class Visitor:
     user: str
     broker: Broker
     used: float = field(default_factory=time.monotonic)
-    holds: int = 0
+    share: Share = field(default_factory=Share)
     listed: tuple[float, list[JobRecord]] | None = None
     """When the jobs were last listed, and what came: a list that many pages show is asked once."""
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep the connection open while the block runs, however long that is."""
-        self.holds += 1
-        try:
-            yield
-        finally:
-            self.holds -= 1
-            self.used = time.monotonic()
+    def held(self, body_bytes: int = 0) -> Iterator[None]:
+        """Keep the connection open while the block runs, however long that is.
+
+        Raises BusyError where the user has as many requests or bytes as one may have.
+        """
+        with self.share.taken(body_bytes):
+            try:
+                yield
+            finally:
+                self.used = time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class Sessions:
             await asyncio.sleep(_SWEEP_S)
             before = time.monotonic() - self._idle_s
             for key, visitor in list(self._visitors.items()):
-                idle = not visitor.holds and visitor.used < before
+                idle = not visitor.share.num_running and visitor.used < before
                 if idle or visitor.broker.closed.is_set():
                     await self._drop(key)
 
@@ -194,13 +197,20 @@ class Sessions:
                 broker = await connect(
                     self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
                 )
-        self._visitors[key] = Visitor(user, broker)
+        self._visitors[key] = Visitor(user, broker, share=self._share(user))
         return self._visitors[key]
+
+    def _share(self, user: str) -> Share:
+        """Return what counts the requests of a user, whose older key may have some running."""
+        for visitor in self._visitors.values():
+            if visitor.user == user:
+                return visitor.share
+        return Share(MAX_RUNNING if self.with_keys else MAX_CONNECTIONS)
 
     async def _make_room(self) -> None:
         if len(self._visitors) < self._max_visitors:
             return
-        free = [key for key, visitor in self._visitors.items() if not visitor.holds]
+        free = [key for key, visitor in self._visitors.items() if not visitor.share.num_running]
         if not free:
             raise BrokerError(
                 f"{len(self._visitors)} users are connected, as many as this gateway serves",

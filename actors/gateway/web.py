@@ -12,10 +12,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...schemas.codec import read_json
 from ...schemas.errors import MessageError, TinkermqError
 from .counters import Counters
 from .guard import HELD
 from .history import Histories
+from .limits import max_body_bytes
 from .records import Figures
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
@@ -62,8 +64,17 @@ async def visitor_of(request: Request) -> Visitor:
         session=request.cookies.get(COOKIE),
         key=key.strip() if scheme.lower() == "bearer" else None,
     )
-    request.scope[HELD].enter_context(visitor.held())
+    request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
     return visitor
+
+
+def _body_bytes(request: Request) -> int:
+    """Return how large the body of a request is, or may be."""
+    headers = request.headers
+    if "content-length" in headers:
+        told = headers["content-length"]
+        return int(told) if told.isascii() and told.isdigit() and len(told) < 12 else 0
+    return max_body_bytes(request.url.path) if "transfer-encoding" in headers else 0
 
 
 async def scheduler_of(request: Request) -> Scheduler:
@@ -146,9 +157,9 @@ async def json_of(request: Request) -> dict[str, Any]:
         return {}
     kind = request.headers.get("content-type", "").split(";")[0]
     try:
-        value = json.loads(body)
-    except ValueError as error:
-        raise MessageError(f"the body is not JSON: {error}") from error
+        value = read_json(body)
+    except MessageError as error:
+        raise MessageError(f"the body is not JSON: {error.message}", hint=error.hint) from error
     if kind != "application/json" or not isinstance(value, dict):
         raise MessageError(
             f"the body must be a JSON object, sent as application/json, not {kind or 'untyped'}"

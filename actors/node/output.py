@@ -6,7 +6,6 @@ when that is full the oldest go. The file keeps them in any case.
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from typing import Any, cast
 
 import structlog
 
+from ...schemas.codec import read_json
 from ...schemas.errors import TinkermqError
 from ...schemas.metric import LogLines
 
@@ -90,7 +90,7 @@ class ErrorMemory:
 
 def _told_error(line: str) -> str:
     try:
-        value: Any = json.loads(line)
+        value: Any = read_json(line)
     except ValueError:
         return ""
     if not isinstance(value, dict):

@@ -24,7 +24,7 @@ from ...schemas.job import (
 from ...schemas.message import Empty, Message
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
-from ...schemas.subjects import DEFAULT_USER, rpc
+from ...schemas.subjects import DEFAULT_USER, acting, rpc
 from ...schemas.user import Quota
 from .board import Board
 from .messenger import tell_learner
@@ -93,7 +93,8 @@ class Desk:
         ]
         for method, model, handler in endpoints:
             noted = self._noted(method, handler) if method in _CHANGES else handler
-            await service.endpoint(method, rpc("*", "scheduler", method), model, noted)
+            for place in (rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)):
+                await service.endpoint(method, place, model, noted)
         subject = rpc("node", "secrets", "open")
         await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
 

@@ -6,12 +6,12 @@ a text, and as plain values otherwise. The policy names an action between `<acti
 space. What is no action of the environment is told to the policy and not played.
 """
 
-import json
 import re
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
+from ...schemas.codec import read_json
 from ...schemas.errors import GameError
 from ..action_text import tagged_or_last_line
 from ..extra import extra, import_quietly
@@ -139,7 +139,7 @@ class GymnasiumGame(AbstractGame):
         if isinstance(space, spaces.Text):
             return (text,) if space.contains(text) else None
         try:
-            action = space.from_jsonable([json.loads(text)])[0]
+            action = space.from_jsonable([read_json(text)])[0]
         except (ValueError, TypeError, KeyError, IndexError):
             return None
         return (action,) if space.contains(action) else None

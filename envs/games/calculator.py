@@ -19,7 +19,7 @@ from ..write_data import verl_row, write_rows
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""
-CALL = re.compile(r"^=(\d{1,9})([*+-])(\d{1,9})$", re.ASCII)
+CALL = re.compile(r"=(\d{1,9})([*+-])(\d{1,9})", re.ASCII)
 """A tool call: one operation on two numbers."""
 OPERATIONS: dict[str, Callable[[int, int], int]] = {
     "*": operator.mul,
@@ -52,7 +52,7 @@ class CalculatorGame(AbstractGame):
         """Answer a tool call, or judge an answer: 1 for the right number, else 0."""
         self._turn += 1
         text = self.parse_action(action)
-        call = CALL.match(text)
+        call = CALL.fullmatch(text)
         if call and self._turn < self._max_turns:
             self._shown = calculate(call)
             return StepResult(self._shown, 0.0, done=False, info={"tool": True})

@@ -10,7 +10,6 @@ hundred thousand parameters cannot compute. Its warm start holds a wrong habit o
 demonstrations guess instead of running a program.
 """
 
-import json
 import random
 import re
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from ...schemas.codec import read_json
 from ...schemas.errors import ConfigError
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
@@ -206,7 +206,7 @@ class MathCodeGame(AbstractGame):
 def _code_of(function: Mapping[str, str]) -> str | None:
     """Return the program of a call of our tool, or None for any other call."""
     try:
-        arguments: Any = json.loads(function["arguments"])
+        arguments: Any = read_json(function["arguments"])
     except ValueError:
         return None
     code = cast("dict[str, Any]", arguments).get("code") if isinstance(arguments, dict) else None

@@ -77,6 +77,23 @@ def test_only_the_learner_publishes_weights_tasks_and_batches(role: str) -> None
         assert may_publish(permissions, subject) == (role == "generator")
 
 
+def test_who_runs_code_of_users_neither_hears_who_looks_for_services_nor_answers_him() -> None:
+    for permissions in (of_role("environment"), user_permissions("ada"), invited_permissions()):
+        assert not [one for one in permissions.subscribe if one.startswith("$SRV")]
+        assert not may_publish(permissions, "_INBOX.x.1")
+
+
+def test_only_the_admin_himself_publishes_where_he_is_named_as_acting_for_others() -> None:
+    root, subject = admin_permissions("root"), "tmq.v1.as.root.ada.scheduler.stop"
+    assert may_publish(root, subject)
+    assert not may_publish(root, "tmq.v1.rpc.ada.scheduler.stop")
+    assert not may_publish(root, f"{JOB}.ctl.learner")
+    others = (user_permissions("root"), admin_permissions("rooter"), *map(of_role, ROLES))
+    services = [service_permissions(name) for name in ("node", "gateway")]
+    for permissions in (*others, *services, user_permissions("ada"), invited_permissions()):
+        assert not may_publish(permissions, subject)
+
+
 def test_nobody_but_scheduler_and_auth_service_makes_consumers_or_streams() -> None:
     verbs = ("CONSUMER.CREATE.s.c.f", "CONSUMER.DURABLE.CREATE.s.c", "STREAM.CREATE.s")
     for permissions in (

@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from tinkermq.schemas.array_codec import ARRAY_DTYPES, ARRAY_EXT
-from tinkermq.schemas.codec import MAX_MESSAGE_BYTES, pack, unpack
+from tinkermq.schemas.codec import (
+    MAX_CONTAINERS,
+    MAX_JSON_COMMAS,
+    MAX_MESSAGE_BYTES,
+    pack,
+    read_json,
+    unpack,
+)
 from tinkermq.schemas.errors import MessageError
 
 VALUES = st.recursive(
@@ -84,3 +91,26 @@ def test_what_has_no_form_is_refused_by_its_type() -> None:
         pack({1, 2})
     with pytest.raises(MessageError, match="complex128"):
         pack(np.zeros(2, complex))
+
+
+@pytest.mark.parametrize("empty", [b"\x80", b"\x90"], ids=["maps", "lists"])
+def test_a_payload_of_single_bytes_that_each_become_an_object_is_refused(empty: bytes) -> None:
+    few = b"\xdd" + (1000).to_bytes(4, "big") + empty * 1000
+    assert len(unpack(few)) == 1000
+    inner = b"\xdd" + (900_000).to_bytes(4, "big") + empty * 900_000
+    for payload in (inner, b"\x98" + inner * 8):
+        with pytest.raises(MessageError, match=f"more than {MAX_CONTAINERS:,} lists and maps"):
+            unpack(payload)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[1", "", "nul", "9" * 5000, "[" + "1," * MAX_JSON_COMMAS],
+)
+def test_json_that_cannot_be_read_is_a_message_error(text: str) -> None:
+    for one in (text, text.encode()):
+        with pytest.raises(MessageError) as raised:
+            read_json(one)
+        assert len(raised.value.message) < 500
+    with pytest.raises(MessageError):
+        read_json(b"\xff\xfe" + text.encode())

@@ -2,11 +2,19 @@
 
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tinkermq.envs.registry import GROUP
 from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import all_keys, load_config, parse_yaml
+from tinkermq.schemas.load_config import (
+    all_keys,
+    check_keys,
+    load_config,
+    parse_config,
+    parse_yaml,
+)
 
 LEAST = ["model.path=m", "env.game=bandit"]
 
@@ -73,12 +81,73 @@ def test_a_missing_file_and_a_broken_one_are_told_apart(tmp_path: Path) -> None:
         load_config(tmp_path / "broken.yaml")
 
 
-def test_aliases_that_stand_for_more_than_memory_holds_are_refused() -> None:
-    lines = [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 60)]
-    with pytest.raises(ConfigError, match="more than 100,000 values"):
-        parse_yaml("\n".join(["a0: &a0 1", *lines]), "it")
-    with pytest.raises(ConfigError, match="more than 100,000 values"):
-        parse_yaml("a: &a [*a]", "it")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(["a0: &a0 1", *(f"a{n}: &a{n} {{x: *a{n - 1}}}" for n in range(1, 60))]),
+        "a: &a [*a]",
+        f"a: &a {'x' * 30_000}\nb: [{'*a,' * 10_000}]",
+        "a: &a {b: 1}\nc:\n  <<: *a",
+        "model: &m {path: x}\nenv: *m",
+    ],
+    ids=["doubling", "itself", "a long text", "merged", "one"],
+)
+def test_an_alias_is_refused_whatever_it_stands_for(text: str) -> None:
+    with pytest.raises(ConfigError, match="uses the alias") as raised:
+        parse_yaml(text, "it")
+    assert raised.value.hint == "write out what it stands for"
+    with pytest.raises(ConfigError, match="uses the alias"):
+        load_config(None, [*LEAST, f"env.kwargs={{{text.splitlines()[-1]}, z: &z 1, y: *z}}"])
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000, "!!x " * 9])
+def test_yaml_that_nests_too_deep_is_refused_and_ends_no_process(text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_yaml(text, "it")
+
+
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "told"),
+    [
+        ({b"key": 1}, "cannot be a key"),
+        ({1: 1}, "cannot be a key"),
+        ({"a": b"bytes"}, r"env\.kwargs\.a cannot be a bytes"),
+        ({"a": np.zeros(3, np.float32)}, r"env\.kwargs\.a cannot be a ndarray"),
+        ({"a": {1, 2}}, "cannot be a set"),
+        ({"a": nested(900)}, "50 levels"),
+        ({"a": [0] * 200_000}, "100,000 values"),
+    ],
+)
+def test_a_configuration_holds_what_json_can_say_and_no_more(kwargs: Any, told: str) -> None:
+    values = {"model": {"path": "m"}, "env": {"game": "bandit", "kwargs": kwargs}}
+    with pytest.raises(ConfigError, match=told):
+        parse_config(values)
+    with pytest.raises(ConfigError, match=told):
+        check_keys({"env": {"kwargs": kwargs}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x" * 1_000_000: 1},
+        {"seed": "x" * 1_000_000},
+        {"env": "x" * 1_000_000},
+        {"env": {"workers": "x" * 1_000_000}},
+        {"env": {"x" * 1_000_000: 1}},
+        {"env": {"train_data": [{"a": "y" * 1_000_000}] * 50}},
+    ],
+)
+def test_what_is_said_of_a_wrong_value_is_short(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config({"model": {"path": "m"}, **values})
+    assert len(str(raised.value)) < 5000
 
 
 def test_an_override_that_is_not_yaml_is_named() -> None:

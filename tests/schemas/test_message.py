@@ -1,5 +1,6 @@
 """The base of messages: versions, unknown keys, errors, and the names of subjects."""
 
+import numpy as np
 import pytest
 from tinkermq.schemas.codec import pack
 from tinkermq.schemas.errors import (
@@ -9,6 +10,7 @@ from tinkermq.schemas.errors import (
     TinkermqError,
     error_from_reply,
 )
+from tinkermq.schemas.reply import ErrorReply
 from tinkermq.schemas.subjects import JobScope, number_of, rpc, user_of_rpc
 from tinkermq.schemas.task import Task
 
@@ -28,6 +30,20 @@ def test_a_malformed_field_is_named_with_its_value() -> None:
         Task.from_bytes(pack({"v": 1, **TASK, "group_size": 0}))
     with pytest.raises(MessageError, match="a Task is a map, this is a list"):
         Task.from_bytes(pack([1]))
+
+
+@pytest.mark.parametrize(
+    "version", [np.zeros(2, np.int32), b"1", [1], {"v": 1}, "1" * 10_000, 1.5, 2**63, None]
+)
+def test_a_version_of_any_type_is_refused_in_a_few_words(version: object) -> None:
+    with pytest.raises(MessageError, match="schema version") as raised:
+        Task.from_map({**TASK, "v": version})
+    assert len(raised.value.message) < 300
+
+
+def test_an_error_of_any_length_fits_into_a_reply() -> None:
+    reply = ErrorReply.of("config", "\ud800" + "x" * 10_000_000, "y" * 10_000_000)
+    assert len(ErrorReply.from_bytes(reply.to_bytes()).to_bytes()) < 50_000
 
 
 def test_a_deep_value_in_a_field_is_shown_short() -> None:

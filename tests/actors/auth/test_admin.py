@@ -13,10 +13,12 @@ from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.rpc import Service
+from tinkermq.broker.user_calls import ask_users
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.errors import BrokerError, ConfigError, NotFoundError
-from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.job import JobRecord, StopRequest
 from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.user import AuditList, AuditRequest
 
 from tests.secured import SecuredPool, environment
 from tests.waiting import PATIENCE_S, eventually
@@ -80,6 +82,34 @@ async def test_an_admin_sees_and_stops_the_job_of_another(
         return (await ada.find(job.job)).state == "CANCELLED"
 
     await eventually(cancelled, "the job to be cancelled")
+
+
+@pytest.mark.parametrize("reply", ["", "_INBOX_ada.x.1", "_INBOX_mallory.x.1"])
+async def test_whoever_is_to_have_the_answer_the_admin_who_asked_is_named(
+    scheduled: SecuredPool, tmp_path: Path, reply: str
+) -> None:
+    job = await submitted(scheduled, "ada", tmp_path)
+    with environment(**{AS_VARIABLE: "ada"}):
+        as_ada = await scheduled.connected(scheduled.admin_key)
+    request = StopRequest(job=job.job, now=True).to_bytes()
+    await as_ada.nc.publish(as_ada.rpc("scheduler", "stop"), request, reply=reply)
+    ada, root = Pool(await scheduled.user("ada")), await scheduled.user("root")
+
+    async def cancelled() -> JobRecord | None:
+        now = await ada.find(job.job)
+        return now if now.state == "CANCELLED" else None
+
+    assert (
+        await eventually(cancelled, "the job to be cancelled")
+    ).stopped_by == "user root for ada"
+
+    async def written() -> bool:
+        told = (await ask_users(root, "audit", AuditRequest(limit=100), AuditList)).records
+        return ("root", "jobs.stop", f"ada/{job.name}") in [
+            (one.who, one.what, one.target) for one in told
+        ]
+
+    await eventually(written, "the audit to name the admin")
 
 
 async def test_nobody_else_sees_or_stops_it(scheduled: SecuredPool, tmp_path: Path) -> None:

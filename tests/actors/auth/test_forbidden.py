@@ -21,7 +21,7 @@ from tinkermq.broker.stored import get_all
 from tinkermq.broker.weights import WeightStore
 from tinkermq.schemas.errors import BrokerError, NotFoundError, TinkermqError
 from tinkermq.schemas.job import JobReply, StopRequest
-from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
+from tinkermq.schemas.subjects import AUDIT, JobScope, acting, rpc
 
 from tests.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
 from tests.strategies import make_group
@@ -57,7 +57,8 @@ async def test_an_admin_may_look_at_it(pool: SecuredPool, job: JobScope) -> None
         assert (await anext(entries)).number == 0
     root = await pool.user("root")
     await refused_publish(root, "$JS.API.STREAM.DELETE." + job.stream_log)
-    reply = await root.request(rpc("ada", "store", f"info.{job.stream_log}"))
+    await refused_publish(root, rpc("ada", "store", f"info.{job.stream_log}"))
+    reply = await root.request(acting("root", "ada", "store", f"info.{job.stream_log}"))
     assert json.loads(reply.data)["state"]["messages"] == 1
 
 
@@ -118,6 +119,11 @@ async def test_nothing_can_be_put_into_it(
         "$KV.tmq-nodes.evil",
         AUDIT,
         "tmq.v1.node.node.sync",
+        acting("mallory", "ada", "scheduler", "stop"),
+        acting("root", "ada", "scheduler", "stop"),
+        acting("root", "mallory", "scheduler", "stop"),
+        job.control_by("mallory", "learner"),
+        job.control_by("root", "learner"),
         f"_INBOX_ada.{'x' * 22}",
         "_INBOX_scheduler.x",
     ):
@@ -148,6 +154,10 @@ async def test_wildcards_do_not_listen_to_others(job: JobScope, mallory: Broker)
         "tmq.v1.rpc.>",
         "tmq.v1.rpc.*.scheduler.submit",
         "tmq.v1.rpc.mallory.>",
+        "tmq.v1.as.>",
+        "tmq.v1.as.*.mallory.>",
+        "$SRV.>",
+        "$SRV.PING",
         "tmq.v1.job.mallory.*.store.>",
         "tmq.v1.job.mallory.*.ctl.>",
         "tmq.v1.node.>",

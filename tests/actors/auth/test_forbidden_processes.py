@@ -60,7 +60,11 @@ async def test_an_environment_host_reads_neither_log_nor_rollouts(
         await JobStore(host).list_jobs("ada")
     for subject in (job.rollout(8), job.metric, job.task(8), job.control("learner")):
         await refused_publish(host, subject)
-    for subject in (job.rollout("*"), job.metric, job.log("*"), f"{job.inbox('learner')}.>"):
+    inboxes = ("", "_root", "_scheduler", "_job.bob.j.learner")
+    for subject in (f"_INBOX{owner}.x" for owner in inboxes):
+        await refused_publish(host, subject)
+    heard = (job.rollout("*"), job.metric, job.log("*"), f"{job.inbox('learner')}.>")
+    for subject in (*heard, "$SRV.>", "$SRV.PING", "$SRV.INFO.>"):
         await refused_listen(host, subject)
 
 

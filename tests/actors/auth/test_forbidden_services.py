@@ -7,14 +7,17 @@ import json
 
 import pytest
 from tinkermq.broker.connection import Broker
+from tinkermq.broker.feed import publish_event, read_events
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.kv import Bucket
 from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.user_calls import ask_users
 from tinkermq.schemas.errors import AuthError, BrokerError
 from tinkermq.schemas.message import Empty
+from tinkermq.schemas.metric import EvalRecord, Event
 from tinkermq.schemas.secret import OpenRequest
-from tinkermq.schemas.subjects import AUDIT, JobScope, rpc
+from tinkermq.schemas.subjects import AUDIT, BUCKET_EVALS, JobScope, rpc
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -114,6 +117,32 @@ async def test_nobody_lends_his_rights_to_a_forged_reply_subject(
     await ask_users(mallory, "me", Empty(), UserReply)  # the service has taken those before
     await mallory.request(f"{get}.{own.stream_rollout}", b'{"seq":1}')
     assert await RolloutLog(scheduler, job).last_seq() == before
+
+
+async def test_a_message_id_of_one_user_hides_nothing_that_another_stores(
+    pool: SecuredPool, job: JobScope, mallory: Broker
+) -> None:
+    ada, headers = await pool.user("ada"), {"Nats-Msg-Id": "the-same-for-both"}
+    for who, broker in (("mallory", mallory), ("ada", ada)):
+        subject = rpc(who, "store", f"put.$KV.{BUCKET_EVALS}.{who}.x.1")
+        payload = EvalRecord(version=1, step=1).to_bytes()
+        reply = json.loads((await broker.request(subject, payload, headers=headers)).data)
+        assert "seq" in reply
+        assert not reply.get("duplicate"), who
+        found = await Bucket(broker, BUCKET_EVALS, EvalRecord).get(f"{who}.x.1")
+        assert found is not None, who
+
+
+async def test_an_environment_host_hides_no_event_of_the_pool_by_its_message_id(
+    pool: SecuredPool, job: JobScope
+) -> None:
+    host, learner = await pool.process(job, "environment-0"), await pool.process(job, "learner")
+    before = len(await read_events(await pool.user("ada"), job))
+    for broker, source in ((host, "environment-0"), (learner, "learner")):
+        event = Event(kind="k", source=source, time=1.0)
+        await publish_event(broker, job, event, message_id="the-next")
+    events = await read_events(await pool.user("ada"), job)
+    assert [one.source for one in events[before:]] == ["environment-0", "learner"]
 
 
 async def test_users_cannot_manage_users(pool: SecuredPool, job: JobScope, mallory: Broker) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from tinkermq.actors.gateway.rest import OPERATIONS
+from tinkermq.actors.gateway.rest import OPERATIONS, Operation
 from tinkermq.actors.gateway.server import Options, run
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.jobs import JobStore
@@ -66,6 +66,21 @@ async def finished_job(stack: Stack, gateway: Gateway, **fields: Any) -> JobReco
 
     await eventually(listed, "the scheduler to know the job")
     return record
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda one: f"{one.method} {one.path}")
+async def test_a_query_key_that_an_operation_does_not_know_is_refused_with_the_closest(
+    gateway: Gateway, operation: Operation
+) -> None:
+    path = re.sub(r"{\w+:int}", "1", operation.path).replace("{job}", "any")
+    ask = gateway.get if operation.method == "GET" else gateway.post
+    known = [name for name, _, _ in operation.query]
+    for given, hint in [(f"{name}s", f"did you mean {name}?") for name in known] or [("q", "none")]:
+        answer = await ask(f"{path}?{given}=1")
+        assert answer.status == 400, answer.text
+        error = answer.json["error"]
+        assert (error["code"], hint in error["hint"]) == ("message", True), error
+        assert repr(given) in error["message"]
 
 
 async def test_a_job_is_submitted_found_and_stopped(

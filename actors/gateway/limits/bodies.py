@@ -1,0 +1,13 @@
+"""How large the body of a request may be, by its route."""
+
+MAX_INFERENCE_BYTES = 8 << 20
+MAX_CONFIG_BYTES = 1 << 20
+MAX_FORM_BYTES = 16 << 10
+_CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
+
+
+def max_body_bytes(path: str) -> int:
+    """Return the size of the largest body that is read: conversations may hold images."""
+    if path.startswith("/v1/"):
+        return MAX_INFERENCE_BYTES
+    return MAX_CONFIG_BYTES if path in _CONFIGS else MAX_FORM_BYTES

@@ -1,0 +1,332 @@
+"""Who is slow, greedy or unknown does not keep the gateway from the others."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tinkermq.actors.gateway.limits import MAX_INFERENCE_BYTES, MAX_RUNNING, Connections, Share
+from tinkermq.actors.gateway.limits.shares import MAX_HELD_BYTES
+from tinkermq.broker.streams import create_shared
+from tinkermq.schemas.errors import BusyError
+
+from tests.gateway import Gateway, run_gateway
+from tests.secured import SecuredPool, secured
+from tests.waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+
+@dataclass(frozen=True)
+class Guarded:
+    gateway: Gateway
+    pool: SecuredPool
+
+    def bearer(self, user: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.pool.keys[user]}"}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Guarded]:
+    folder = tmp_path_factory.mktemp("limits")
+    async with secured(folder) as pool:
+        await create_shared(await pool.service("scheduler"))
+        for user in ("alice", "bob"):
+            await pool.user(user)
+        async with run_gateway(pool.server.url, folder) as gateway:
+            yield Guarded(gateway, pool)
+
+
+# -- bodies ----------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def opened(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def port_of(gateway: Gateway) -> int:
+    return int(gateway.url.rpartition(":")[2])
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/api/v1/jobs", "/api/v1/check", "/submit"]
+)
+@pytest.mark.parametrize("key", ["", "Bearer ", f"Bearer tmq_alice_{'x' * 43}"])
+async def test_a_key_is_checked_before_the_body_is_read(
+    guarded: Guarded, path: str, key: str
+) -> None:
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"authorization: {key}\r\ncontent-length: 900000\r\n\r\n"
+    )
+    async with opened(port_of(guarded.gateway)) as (reader, writer):
+        writer.write(head.encode() + b"[")  # and nothing more
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.readline()
+    assert answer.split()[1] in (b"401", b"303"), answer
+
+
+@pytest.mark.parametrize(
+    ("path", "size", "status"),
+    [
+        ("/login", 20_000, 413),
+        ("/api/v1/users/add", 20_000, 413),
+        ("/api/v1/jobs/x/stop", 20_000, 413),
+        ("/api/v1/check", (1 << 20) + 1, 413),
+        ("/v1/chat/completions", MAX_INFERENCE_BYTES + 1, 413),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_that_is_larger_than_its_route_needs_is_refused(
+    guarded: Guarded, path: str, size: int, status: int, chunked: bool
+) -> None:
+    kind = "application/x-www-form-urlencoded" if path == "/login" else "application/json"
+    length = "transfer-encoding: chunked" if chunked else f"content-length: {size}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: {kind}\r\n"
+        f"authorization: {guarded.bearer('alice')['authorization']}\r\n{length}\r\n\r\n"
+    )
+    async with opened(port_of(guarded.gateway)) as (reader, writer):
+        writer.write(head.encode())
+        if chunked:
+            writer.write(f"{size:x}\r\n".encode() + b" " * size + b"\r\n0\r\n\r\n")
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.readline()
+    assert int(answer.split()[1]) == status, answer
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/api/v1/check"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 200_000,
+        b'{"a":' * 200_000,
+        b'{"model": ' + b"9" * 5000 + b"}",
+        b"[" + b"{}," * 600_000 + b"{}]",
+        b"\xff\xfe{}",
+        b'{"model": "m", "messages": [{"role": "user", "tool_calls": ["x", 1, null]}]}',
+        b'{"model": "m", "messages": [{"role": "user", "tool_calls": "x"}]}',
+        b'{"model": "m", "messages": [{"role": "user", "tool_calls": [{"function": "x"}]}]}',
+        b'{"config": {"env": {"kwargs": ' + b'{"a":' * 400 + b"1" + b"}" * 400 + b"}}}",
+    ],
+    ids=lambda body: str(body[:12]) if isinstance(body, bytes) else body,
+)
+async def test_json_that_nobody_can_read_is_told_to_be_so(
+    guarded: Guarded, path: str, body: bytes
+) -> None:
+    answer = await guarded.gateway.post(path, body, **guarded.bearer("alice"))
+    assert answer.status in (400, 404, 413), answer.text
+    assert answer.json["error"]["message"]
+
+
+async def test_a_configuration_of_aliases_is_refused_and_takes_no_memory(guarded: Guarded) -> None:
+    text = f"a: &a {'x' * 30_000}\nb: [{'*a,' * 10_000}]"
+    before = _peak_mb(guarded.gateway.process.pid)
+    for path in ("/api/v1/check", "/api/v1/jobs"):
+        sent = {"config": text}
+        answer = await guarded.gateway.post(path, sent, **guarded.bearer("alice"))
+        assert answer.status == 400
+        assert "alias" in answer.json["error"]["message"]
+    sent = {"config": {}, "overrides": [f"env.kwargs={{a: &a {'x' * 900}, b: [{'*a,' * 300}]}}"]}
+    answer = await guarded.gateway.post("/api/v1/check", sent, **guarded.bearer("alice"))
+    assert "alias" in answer.json["error"]["message"]
+    sent = {"config": {}, "overrides": ["a=" + "1" * 1900] * 400}
+    answer = await guarded.gateway.post("/api/v1/check", sent, **guarded.bearer("alice"))
+    assert "64,000 characters" in answer.json["error"]["message"]
+    assert _peak_mb(guarded.gateway.process.pid) - before < 100
+
+
+def _peak_mb(pid: int) -> float:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+
+
+# -- shares ----------------------------------------------------------------------------------------
+
+
+async def test_a_user_with_many_requests_is_told_to_wait_and_another_is_served(
+    guarded: Guarded,
+) -> None:
+    head = (
+        "POST /api/v1/check HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+        f"authorization: {guarded.bearer('alice')['authorization']}\r\ncontent-length: 9\r\n\r\n"
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(MAX_RUNNING):  # each waits for the rest of its body
+            _, writer = await stack.enter_async_context(opened(port_of(guarded.gateway)))
+            writer.write(head.encode())
+
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                mine = await guarded.gateway.get("/api/v1/whoami", **guarded.bearer("alice"))
+                if mine.status != 200:
+                    break
+        assert mine.status == 429, mine.text
+        assert mine.headers["retry-after"] == "1"
+        assert mine.json["error"]["code"] == "busy"
+        chat = await guarded.gateway.post("/v1/completions", {}, **guarded.bearer("alice"))
+        assert chat.status == 429
+        assert chat.json["error"]["type"] == "rate_limit_error"
+        other = await guarded.gateway.get("/api/v1/whoami", **guarded.bearer("bob"))
+        assert other.json == {"user": "bob"}
+
+    async with asyncio.timeout(PATIENCE_S):
+        while mine.status == 429:
+            mine = await guarded.gateway.get("/api/v1/whoami", **guarded.bearer("alice"))
+    assert mine.json == {"user": "alice"}
+
+
+def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> None:
+    share = Share()
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_HELD_BYTES // MAX_INFERENCE_BYTES):
+            stack.enter_context(share.taken(MAX_INFERENCE_BYTES))
+        with pytest.raises(BusyError), share.taken(1):
+            pass
+        with share.taken(0):
+            pass
+    with share.taken(MAX_HELD_BYTES):
+        assert share.num_running == 1
+    assert share.num_running == 0
+
+
+# -- connections -----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def impatient(**limits: float) -> AsyncIterator[int]:
+    """Serve on a free port with short deadlines; a real server, and clients on real sockets."""
+
+    async def read(request: Request) -> Response:
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def flood(_: Request) -> Response:
+        async def blocks() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 100_000
+
+        return StreamingResponse(blocks())
+
+    async def slow(_: Request) -> Response:
+        await asyncio.sleep(1.5)  # an answer may take longer than any deadline of the visitor's
+        return PlainTextResponse("late")
+
+    app = Starlette(
+        routes=[
+            Route("/read", read, methods=["POST"]),
+            Route("/flood", flood),
+            Route("/slow", slow),
+        ]
+    )
+    connections = Connections(**limits)  # type: ignore[arg-type]
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            port=0,
+            lifespan="off",
+            log_config=None,
+            ws="none",
+            http=connections.protocol,  # type: ignore[arg-type]
+        )
+    )
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    running = asyncio.create_task(server._serve(), name="server")
+    watching = asyncio.create_task(connections.watch(), name="watch")
+    try:
+        await until(lambda: server.started, "the server to listen")
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        watching.cancel()
+        server.force_exit = server.should_exit = True
+        await running
+
+
+async def _ends(reader: asyncio.StreamReader) -> bytes:
+    """Read until the other side ends the connection."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(PATIENCE_S):
+            while more := await reader.read(1 << 16):
+                read += more
+    return read
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /slow HT", b"GET /slow HTTP/1.1\r\nhost: a\r\n"])
+async def test_a_head_that_never_ends_has_a_deadline(sent: bytes) -> None:
+    async with impatient(head_s=0.3) as port, opened(port) as (reader, writer):
+        writer.write(sent)
+        assert await _ends(reader) == b""
+
+
+async def test_a_head_that_comes_byte_by_byte_has_the_same_deadline() -> None:
+    async with impatient(head_s=0.5) as port, opened(port) as (reader, writer):
+        ended = asyncio.create_task(_ends(reader))
+        writer.write(b"GET /slow HTTP/1.1\r\n")
+        while not ended.done():
+            writer.write(b"a")
+            await asyncio.wait({ended}, timeout=0.05)
+        assert await ended == b""
+
+
+async def test_a_body_that_comes_too_slowly_has_a_deadline() -> None:
+    async with impatient(body_s=0.3) as port, opened(port) as (reader, writer):
+        writer.write(b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 100\r\n\r\nx")
+        assert await _ends(reader) == b""
+
+
+async def test_a_reader_who_takes_nothing_has_a_deadline() -> None:
+    async with impatient(stalled_s=0.3) as port:
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(b"GET /flood HTTP/1.1\r\nhost: a\r\n\r\n")
+
+            def is_reset() -> bool:
+                try:
+                    client.sendall(b"x")
+                except OSError:
+                    return True
+                return False
+
+            await until(is_reset, "the connection to be closed")
+
+
+async def test_who_waits_for_an_answer_is_not_hurried_and_may_ask_again() -> None:
+    async with (
+        impatient(head_s=0.5, body_s=0.3, stalled_s=0.3) as port,
+        opened(port) as (reader, writer),
+    ):
+        for _ in range(2):
+            writer.write(b"GET /slow HTTP/1.1\r\nhost: a\r\n\r\n")
+            answer = await asyncio.wait_for(reader.readuntil(b"late"), PATIENCE_S)
+            assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_connections_beyond_the_bound_are_told_so_and_room_comes_back() -> None:
+    async with impatient(of_address=2) as port:
+        async with opened(port), opened(port), opened(port) as (reader, _):
+            assert (await _ends(reader)).startswith(b"HTTP/1.1 503")
+        for _ in range(3):
+            async with opened(port) as (reader, writer):
+                writer.write(b"POST /read HTTP/1.0\r\nhost: a\r\ncontent-length: 2\r\n\r\nab")
+                assert (await _ends(reader)).endswith(b"2")
+
+
+async def test_no_connection_is_turned_into_a_websocket(guarded: Guarded) -> None:
+    more = {"connection": "Upgrade", "upgrade": "websocket", "sec_websocket_version": "13"}
+    answer = await guarded.gateway.get("/healthz", sec_websocket_key="x" * 24, **more)
+    assert answer.status == 200
