@@ -11,7 +11,7 @@ from ...schemas.errors import StorageError
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"
 _FEWEST_PARTS = 3
-_PAYLOAD = re.compile(r"^v\d{1,18}-[0-9a-zA-Z-]+\.(safetensors|difference)$")
+_PAYLOAD = re.compile(r"v[0-9]{1,18}-[0-9a-zA-Z-]+\.(safetensors|difference)")
 
 
 def archive_of(run_dir: str) -> Path:
@@ -60,7 +60,7 @@ def remove_weights(run_dir: str, folder: str | None, locations: Iterable[str]) -
     place = Path(folder).expanduser().resolve()
     for location in locations:
         path = Path(location)
-        if _PAYLOAD.match(path.name) and path.parent.resolve() == place:
+        if _PAYLOAD.fullmatch(path.name) and path.parent.resolve() == place:
             path.unlink(missing_ok=True)
 
 

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import structlog
 from starlette.applications import Starlette
+from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
@@ -83,6 +84,21 @@ class _Brokers:
             return (await visitor_of(request)).broker
         except LogInError as error:
             raise HTTPException(401, f"{error.message}: {error.hint}") from error
+
+
+class _Number(Convertor[int]):
+    """Numbers in paths: one of thousands of digits is none of ours, and no page."""
+
+    regex = "[0-9]{1,15}"
+
+    def convert(self, value: str) -> int:
+        return int(value)
+
+    def to_string(self, value: int) -> str:
+        return str(value)
+
+
+register_url_convertor("int", _Number())
 
 
 class _Static(StaticFiles):

@@ -8,7 +8,7 @@ so that no web site can reach the gateway under a name of its own.
 
 import contextlib
 import time
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
@@ -77,7 +77,7 @@ class Guard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if self._local_only and urlsplit(f"//{host}").hostname not in LOOPBACK:
+        if self._local_only and _place(f"//{host}").hostname not in LOOPBACK:
             return _refuse(f"this gateway answers on this machine only, not as {host!r}")
         if scope["method"] in _SAFE:
             return None
@@ -95,8 +95,16 @@ def _same_origin(headers: Headers, host: str) -> bool:
     if site is not None and site not in ("same-origin", "none"):
         return False
     if origin is not None:
-        return urlsplit(origin).netloc == host
+        return bool(host) and _place(origin).netloc == host
     return site is not None or COOKIE not in headers.get("cookie", "")
+
+
+def _place(url: str) -> SplitResult:
+    """Return the parts of what a visitor says is a URL; those of none where it is none."""
+    try:
+        return urlsplit(url)
+    except ValueError:
+        return urlsplit("")
 
 
 def _limited(receive: Receive, largest: int) -> Receive:

@@ -38,8 +38,11 @@ TEXTS = (
 )
 QUERY = ("limit", "state", "of", "from", "before", "step", "sort", "errors", "next", "like")
 FORM = ("key", "config", "overrides", "priority", "do", "now", "role", "count", "user", "x")
-ODD = ("authorization", "cookie", "last-event-id", "accept-encoding", "range", "traceparent")
-ODD_VALUES = ("Bearer ", "Bearer x", "1", "9" * 40, "=;=", "\xff")
+ODD = (
+    *("authorization", "cookie", "last-event-id", "accept-encoding", "range", "traceparent"),
+    *("host", "origin", "sec-fetch-site"),
+)
+ODD_VALUES = ("Bearer ", "Bearer x", "1", "9" * 40, "=;=", "\xff", "http://[", "[", "-1")
 NO_JSON = (b"[" * 10_000, b"{", b"\xff", b"null", b"[1]", b"1e999", b'{"a":NaN}')
 VALUES: tuple[Any, ...] = (
     *(None, True, -1, 2**70, 1.5, float("nan"), float("inf"), "", "x" * 3000, "&a [*a]"),

@@ -192,7 +192,7 @@ async def test_a_user_with_many_requests_is_told_to_wait_and_another_is_served(
     assert mine.json == {"user": "alice"}
 
 
-def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> None:
+async def test_the_bytes_of_a_users_bodies_are_counted_while_they_are_held() -> None:
     share = Share()
     with contextlib.ExitStack() as stack:
         for _ in range(MAX_HELD_BYTES // MAX_INFERENCE_BYTES):
