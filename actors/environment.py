@@ -34,7 +34,11 @@ async def _tell(context: JobContext, host: EnvironmentHost) -> None:
     await host.ready.wait()
     settle_memory()
     context.set_state("running")
+    steps = 0
     while True:
+        if host.counts.steps > steps:
+            steps = host.counts.steps
+            context.progressed()
         context.numbers.update({name: float(n) for name, n in vars(host.counts).items()})
         context.numbers["episodes"] = float(host.num_running)
         spent = host.time_use.totals()

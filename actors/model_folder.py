@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..schemas.errors import ModelError
 from ..schemas.lora import LoraConfig
+from .checkpoints.digests import check_digests
 from .lora import add_adapter, base_of, beside, is_adapter, merge
 
 if TYPE_CHECKING:
@@ -21,9 +22,11 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def check_model_folder(path: str) -> None:
     """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
 
-    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer.
+    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
+    StorageError for a checkpoint with a damaged file.
     """
     folder = Path(path)
+    check_digests(folder)
     if not folder.is_dir():
         if folder.is_file():
             raise ModelError(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import structlog
 import uvloop
@@ -34,7 +34,7 @@ from ..broker.streams import create_shared, wait_for_shared
 from ..broker.systemd import told_to_systemd
 from ..schemas.config import JobConfig
 from ..schemas.control import ControlReply, ControlRequest
-from ..schemas.errors import NotFoundError, StateError, TinkermqError
+from ..schemas.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.job import JobRecord
 from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
@@ -73,6 +73,13 @@ class ActorContext:
     stop_asked: bool = False
     """Somebody asked this actor to end for good, through its control subject."""
     _waits: list[tuple[str, float | None]] = field(default_factory=list[tuple[str, float | None]])
+    on_progress: Callable[[], None] = lambda: None
+
+    def progressed(self) -> None:
+        """Say in the heartbeat that a piece of work is finished: the node asks after a failure."""
+        self.presence = self.presence.model_copy(update={"progress": self.presence.progress + 1})
+        if self.presence.progress == 1:
+            self.on_progress()
 
     def set_state(self, state: str, *, version: int | None = None) -> None:
         """Say in the heartbeat what the actor does now."""
@@ -88,9 +95,9 @@ class ActorContext:
             yield
 
     @contextlib.contextmanager
-    def missing(self, what: str) -> Iterator[None]:
-        """Name a wait for what is not there, and that only somebody outside can bring."""
-        with self._named((what, time.time())):
+    def missing(self, what: str, since: float | None = None) -> Iterator[None]:
+        """Name a wait for what only somebody outside can bring, `since` when (default: now)."""
+        with self._named((what, time.time() if since is None else since)):
             yield
 
     @contextlib.contextmanager
@@ -250,12 +257,14 @@ def run_job_actor(
             record=record,
             config=parse_config(record.config),
         )
-        async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat):
+        async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat) as beat:
+            context.on_progress = beat.hurry
             try:
                 code = await main(context)
             except TinkermqError as error:
                 if not _is_crash(error):
-                    await context.failed(error)
+                    with contextlib.suppress(TinkermqError):  # told by the node, too
+                        await context.failed(error)
                 raise
         await service.stop()
         if code is None and stopping.is_set() and not context.stop_asked:
@@ -369,15 +378,6 @@ def _report_failure(log: structlog.stdlib.BoundLogger, raised: Exception) -> int
 
 def _is_crash(error: TinkermqError) -> bool:
     return error.code in _NOT_PERMANENT
-
-
-def root_cause(raised: BaseException) -> BaseException:
-    """Return the one error inside an exception group, or the group's first."""
-    while isinstance(raised, BaseExceptionGroup):
-        inner = cast("tuple[BaseException, ...]", raised.exceptions)
-        named = [error for error in inner if isinstance(error, TinkermqError)]
-        raised = (named or list(inner))[0]
-    return raised
 
 
 def _stop_on_signal(

@@ -46,7 +46,7 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
             greedy_baseline=False,
             was_issued=lambda _: True,
         )
-        reading = asyncio.create_task(intake.run(1))
+        reading = asyncio.create_task(intake.run())
         issued = taken = 0
         while taken < num_groups:
             wanted = min(taken + in_flight, num_groups) - issued

@@ -11,6 +11,7 @@ _WAITS = 0.25
 _PARKED = 0.3
 _NOTABLE = 0.1
 _FULL_HOST = 0.5
+_ALL_BUSY = 0.9
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,25 @@ class Advice:
     change: tuple[str, ...]
 
 
-def advise(profile: Profile, run: str, bound: str = "training.max_staleness") -> list[Advice]:
+def advise(
+    profile: Profile,
+    run: str,
+    bound: str = "training.max_staleness",
+    *,
+    cores_busy: float = 0.0,
+) -> list[Advice]:
     """Say what holds a run up, what matters most first; never nothing.
 
-    `run` is its name, for commands, `bound` the key that bounds the staleness.
+    `run` is its name, for commands, `bound` the key that bounds the staleness. `cores_busy` is the
+    share of a machine's cores that were busy, where all of the run is on that machine.
     """
     waited = profile.learner.get("wait", 0.0)
-    found = [_learner_waits(profile, run, bound) if waited >= _WAITS else _learner_busy(profile)]
+    if waited < _WAITS:
+        found = [_learner_busy(profile)]
+    elif cores_busy >= _ALL_BUSY and _mostly(profile) != "weights":
+        found = [_machine_busy(waited, cores_busy, run)]
+    else:
+        found = [_learner_waits(profile, run, bound)]
     parked = profile.parked
     if parked >= _PARKED and waited < _WAITS:
         found.append(
@@ -71,10 +84,25 @@ def _learner_busy(profile: Profile) -> Advice:
     return Advice(text, ("learner.ranks", "learner.threads", "learner.dtype=bfloat16"))
 
 
+def _machine_busy(waited: float, cores_busy: float, run: str) -> Advice:
+    """Say that more actors on the same machine would only share its cores."""
+    return Advice(
+        f"the learner waited {waited:.0%} of the time for rollouts, and the cores of this machine "
+        f"are {cores_busy:.0%} busy: more generators here would not help; add a machine, or make "
+        "the work smaller",
+        (f"a node on another machine, then tinkermq scale {run} generators=N", "learner.threads"),
+    )
+
+
+def _mostly(profile: Profile) -> str:
+    """Return what the groups were at most that the learner waited for."""
+    return max(profile.waited_for, key=lambda phase: profile.waited_for[phase], default="other")
+
+
 def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
     """Name what the learner waits for most; whether the bound or the engine is behind it."""
     waited = profile.learner["wait"]
-    mostly = max(profile.waited_for, key=lambda phase: profile.waited_for[phase], default="other")
+    mostly = _mostly(profile)
     says = f"the learner waited {waited:.0%} of the time for rollouts"
     parked = profile.parked
     if not profile.generators:

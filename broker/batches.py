@@ -27,7 +27,7 @@ class BatchLog:
         """Name the log; `streams` has made it."""
         self._broker = broker
         self._scope = scope
-        self._stream = scope.stream_batch
+        self._stream = self.stream = scope.stream_batch
 
     async def append(self, record: BatchRecord, expected_last_seq: int) -> int:
         """Append a record behind `expected_last_seq` (0: it is the first); return its sequence.

@@ -7,6 +7,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.subjects import BUCKET_JOBS, stream_of
 from .addresses import split_servers
 
 TRANSIENT = (
@@ -24,6 +25,15 @@ DOOR = "store"
 NO_STREAM = "Tmq-No-Stream"
 """Header by which the door says that a stream is not there."""
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
+_FROM_A_CHECKPOINT = (
+    "restore it from a back-up, or go on in a new run from a checkpoint: `tinkermq fork RUN@STEP`"
+)
+_BRINGS_BACK = {
+    "rollout": _FROM_A_CHECKPOINT,
+    "batch": _FROM_A_CHECKPOINT,
+    "task": "`tinkermq resume RUN` makes it again, and its tasks are issued again",
+    "weights": "`tinkermq resume RUN` makes it again, and the learner publishes its weights again",
+}
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
 
 
@@ -116,10 +126,21 @@ def too_large(what: str, size: int, most: int) -> MessageError:
 
 def not_stored(subject: str) -> NotFoundError:
     """Return the error of a message that no stream takes."""
-    return NotFoundError(
-        f"no stream stores {subject}",
-        hint="the job may have ended and been removed (`tinkermq ps --all`)",
-    )
+    return missing(stream_of(subject))
+
+
+def missing(stream: str) -> NotFoundError:
+    """Return the error of a stream or bucket that is not there, with what brings it back."""
+    plain = stream.removeprefix("KV_").removeprefix("OBJ_")
+    if plain == BUCKET_JOBS:
+        what = "all job records were in it: restore a back-up (`tinkermq restore`)"
+    elif "-" not in plain.removeprefix("tmq-"):
+        what = "start the scheduler again, or `tinkermq up`: it makes what all jobs share"
+    else:
+        kind = plain.rpartition("-")[2]
+        what = "the run may have been removed (`tinkermq ps --all`); if not, "
+        what += _BRINGS_BACK.get(kind, "`tinkermq resume RUN` makes it again, empty")
+    return NotFoundError(f"there is no stream {stream}", hint=what)
 
 
 def late(url: str, waiting_for: str) -> DeadlineError:

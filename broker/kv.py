@@ -22,6 +22,7 @@ from nats.js.errors import NotFoundError as NatsNotFound
 from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
 from ..schemas.message import Message
 from .connection import Broker, NoResponders
+from .faults import missing
 from .stored import StoredMessage, get_all, get_last, get_last_behind
 
 M = TypeVar("M", bound=Message)
@@ -260,10 +261,7 @@ class Bucket(Generic[M]):
         )
 
     def _missing(self) -> NotFoundError:
-        return NotFoundError(
-            f"there is no bucket {self.name}",
-            hint="start the pool with `tinkermq up`; a job's own buckets end with the job",
-        )
+        return missing(self._stream)
 
 
 def _tell_once(bucket: str, key: str, error: str) -> None:

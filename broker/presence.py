@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from ..schemas.errors import BrokerError, DeadlineError
+from ..schemas.errors import TinkermqError
 from ..schemas.metric import Presence
 from ..schemas.subjects import BUCKET_ACTORS
 from .connection import Broker
@@ -24,7 +24,10 @@ _log = structlog.get_logger()
 
 
 class PresenceBeat:
-    """Writes a heartbeat for as long as its block runs, and takes it away at the end."""
+    """Writes a heartbeat for as long as its block runs, and takes it away at its end.
+
+    The last one of a block that fails stays until its time runs out, as that of a killed process.
+    """
 
     def __init__(
         self,
@@ -41,25 +44,34 @@ class PresenceBeat:
         self._beat = beat
         self._interval_s = interval_s
         self._task: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+
+    def hurry(self) -> None:
+        """Write the next heartbeat now."""
+        self._hurry.set()
 
     async def __aenter__(self) -> "PresenceBeat":
         await self._bucket.put(self._key, self._beat())
         self._task = asyncio.create_task(self._run(), name=f"presence of {self._key}")
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         assert self._task is not None
         self._task.cancel()
         await asyncio.wait({self._task})
-        with contextlib.suppress(BrokerError, DeadlineError):  # the TTL removes it otherwise
+        if kind is not None:  # the node asks what the failed actor had done; the TTL removes it
+            return
+        with contextlib.suppress(TinkermqError):  # the TTL removes it otherwise
             await self._closing.delete(self._key)
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._interval_s)
+            self._hurry.clear()
             try:
                 await self._bucket.put(self._key, self._beat())
-            except (BrokerError, DeadlineError) as error:
+            except TinkermqError as error:
                 _log.warning("presence_failed", key=self._key, error=str(error))
 
 

@@ -21,7 +21,7 @@ from ..schemas.subjects import JobScope, number_of
 from ..schemas.trace import TRACEPARENT
 from .connection import Broker, NoResponders
 from .reader import StreamReader
-from .stored import StoredMessage, get_last, get_seq, missing
+from .stored import StoredMessage, get_last, get_newest, get_seq, missing
 from .streams import numbers_of, stream_info, stream_subjects
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ class RolloutLog:
         """Name the log; `streams` has made it."""
         self._broker = broker
         self._scope = scope
-        self._stream = scope.stream_rollout
+        self._stream = self.stream = scope.stream_rollout
 
     async def append(
         self, group: Group, *, traceparent: str = "", deadline_s: float = APPEND_DEADLINE_S
@@ -147,9 +147,19 @@ class RolloutLog:
         """Return the sequence of the last entry ever appended; 0 for none."""
         return int((await self._state())["last_seq"])
 
+    async def newest_there(self) -> int:
+        """Return the sequence of the newest entry that is still there; 0 for none."""
+        subject = self._scope.rollout("*")
+        newest = await self._retry(lambda: get_newest(self._broker, self._stream, subject))
+        return 0 if newest is None else newest.seq
+
     async def first_seq(self) -> int:
         """Return the sequence of the oldest entry that is still there; 1 for an empty new log."""
         return max(int((await self._state())["first_seq"]), 1)
+
+    async def num_bytes(self) -> int:
+        """Return how many bytes the log holds."""
+        return int((await self._state())["bytes"])
 
     async def _state(self) -> dict[str, Any]:
         try:

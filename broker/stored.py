@@ -13,10 +13,24 @@ from typing import Any, TypeAlias
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError, NotFoundError
+from ..schemas.errors import BrokerError
 from .connection import Broker, ConnectionLost, Listening
-from .faults import nobody_listens
+from .faults import missing, nobody_listens
 from .replies import checked
+
+__all__ = [
+    "Batch",
+    "BatchInbox",
+    "StoredMessage",
+    "get_all",
+    "get_batch",
+    "get_last",
+    "get_last_behind",
+    "get_newest",
+    "get_seq",
+    "missing",
+    "stored_message",
+]
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
@@ -46,6 +60,17 @@ Batch: TypeAlias = tuple[list[StoredMessage], bool]
 async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
     """Return the last message on `subject`, or None; a single attempt."""
     place, request = broker.last_get(stream, subject)
+    return stored_message(await broker.request(place, request))
+
+
+async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessage | None:
+    """Return the newest message that a stream still has on `subjects` (with wildcards), or None.
+
+    A single attempt; in a cluster the stream's leader is asked.
+    """
+    api = f"$JS.API.STREAM.MSG.GET.{stream}"
+    place = api if broker.is_clustered else broker.direct_get(stream)
+    request = json.dumps({"last_by_subj": subjects}).encode()
     return stored_message(await broker.request(place, request))
 
 
@@ -210,11 +235,3 @@ class BatchInbox:
                 raise ConnectionLost("the connection broke during a batched read", hint="try again")
             if reply.subject == inbox:
                 return reply
-
-
-def missing(stream: str) -> NotFoundError:
-    """Return the error of a stream that is not there."""
-    return NotFoundError(
-        f"there is no stream {stream}",
-        hint="the job may have ended and been removed (`tinkermq ps --all`)",
-    )

@@ -15,7 +15,7 @@ from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ..schemas.config import LimitsConfig
-from ..schemas.errors import BrokerError, DeadlineError, MessageError
+from ..schemas.errors import BrokerError, DeadlineError, MessageError, StateError
 from ..schemas.subjects import (
     AUDIT,
     BUCKET_ACTORS,
@@ -145,7 +145,10 @@ async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
 
 
 async def create_shared(broker: Broker) -> None:
-    """Make the buckets that all jobs share; harmless when they are there."""
+    """Make the buckets that all jobs share; harmless when they are there.
+
+    Raises StateError when that of the job records is gone, while there are jobs.
+    """
     shared = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0),
         (BUCKET_NODES, "Nodes of the pool and their slots", 0),
@@ -155,8 +158,27 @@ async def create_shared(broker: Broker) -> None:
         (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0),
         (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
     )
+    await _refuse_without_records(broker)
     for bucket, description, ttl_s in shared:
         await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))
+
+
+async def _refuse_without_records(broker: Broker) -> None:
+    """Raise StateError where jobs have streams, and the bucket of their records is gone.
+
+    An empty one in its place would tell all nodes to stop all that runs.
+    """
+    try:
+        await stream_info(broker, f"KV_{BUCKET_JOBS}")
+    except StreamNotFound:
+        answer = await _ask(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
+        if names := answer.get("streams"):
+            raise StateError(
+                f"there is no stream KV_{BUCKET_JOBS}, which held the records of all jobs, and "
+                f"{answer.get('total', len(names))} jobs have streams, such as {names[0]}",
+                hint="restore a back-up (`tinkermq restore`); to begin anew without these jobs, "
+                "remove their streams (`nats stream rm`)",
+            ) from None
 
 
 async def wait_for_shared(broker: Broker, deadline_s: float) -> None:

@@ -138,6 +138,12 @@ class Payloads:
         await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
         return buffer
 
+    async def holds(self, transport: Transport, location: str) -> bool:
+        """Whether bytes are there: what stores them may have been deleted and made again."""
+        if transport == "file":
+            return await asyncio.to_thread(Path(location).is_file)
+        return await self._objects.info(location) is not None
+
     async def remove(self, transport: Transport, locations: Iterable[str]) -> None:
         """Remove bytes; harmless if they are gone."""
         for location in locations:

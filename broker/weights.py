@@ -201,7 +201,8 @@ class WeightStore:
         if latest is None or latest.version < version:
             return False
         if self._holder is None:
-            return True
+            where = latest.location or latest.differences[-1].location
+            return await self._payloads.holds(latest.transport, where)
         manifest = await self.manifest(version)
         return manifest is not None and await self._holder.holds(manifest.location)
 

@@ -149,7 +149,9 @@ class TrainingConfig(Section):
     save_freq: int = Field(default=0, ge=0)
     """Checkpoint every so many steps; 0: only at the end."""
     keep_last: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept. The rollout log is kept from the one before the newest on,
+    which is gone on from when the newest is damaged, unless it fills three quarters of
+    `limits.rollout_bytes`; with 1 there is none to go back to."""
     keep_every: int = Field(default=0, ge=0)
     """Checkpoints of every so many steps are kept for good; 0: none."""
     keep_rollouts: bool = False
@@ -215,7 +217,9 @@ class LimitsConfig(Section):
     log_bytes: int = Field(default=64 << 20, ge=1 << 16)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0)
-    """An actor that fails more often within ten minutes fails the job."""
+    """An actor that fails more often within ten minutes fails the job; so does one that fails more
+    often in a row, over any time, without having done any work in between: a step, a group, an
+    evaluation, an answer."""
     max_losses: int = Field(default=5, ge=0)
     """A job that loses its node more often is not queued again but fails."""
     idle_s: float = Field(default=86400.0, gt=0)

@@ -4,7 +4,7 @@ Every error says what happened, with which value, and what to do next. The three
 an error reply (`code`, `message`, `hint`) and come back as the same class at the caller.
 """
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 
 class TinkermqError(Exception):
@@ -150,6 +150,15 @@ def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
     for child in base.__subclasses__():
         found += _subclasses(child)
     return found
+
+
+def root_cause(raised: BaseException) -> BaseException:
+    """Return the one error inside an exception group, or the group's first."""
+    while isinstance(raised, BaseExceptionGroup):
+        inner = cast("tuple[BaseException, ...]", raised.exceptions)
+        named = [error for error in inner if isinstance(error, TinkermqError)]
+        raised = (named or list(inner))[0]
+    return raised
 
 
 def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:

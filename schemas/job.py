@@ -53,6 +53,8 @@ class ActorPlacement(Message):
     """What the node last said of it."""
     restarts: int = 0
     """How often the node started it again."""
+    trouble: str = ""
+    """Why it was started again, while it has finished no piece of work since."""
 
 
 class JobRecord(Message):

@@ -89,6 +89,8 @@ class Presence(Message):
     game that a client hosts. In seconds since the epoch."""
     version: int | None = None
     """Policy version it works with."""
+    progress: int = Field(default=0, ge=0)
+    """Pieces of work that this process has finished: steps, groups, evaluations, answers."""
     numbers: dict[str, float] = Field(default_factory=dict[str, float])
     """Its own figures: tokens/s, episodes running, share of time busy …"""
     time: float

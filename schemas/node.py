@@ -38,7 +38,7 @@ class WantedActor(Message):
     secrets: bool = False
     """Whether to ask for secrets at its start."""
     max_restarts: int = Field(default=5, ge=0)
-    """Failing more often within ten minutes is final."""
+    """Failing more often within ten minutes, or in a row without any work done, is final."""
 
 
 class NodeSync(Message):
@@ -76,6 +76,8 @@ class ActorStatus(Message):
     """Exit code of the last process."""
     restarts: int = 0
     """How often it was started again."""
+    fruitless: int = Field(default=0, ge=0)
+    """How often in a row it failed without having finished a piece of work."""
     error: str = ""
     """Last error it told."""
     pid: int | None = None

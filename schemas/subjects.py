@@ -116,6 +116,22 @@ def number_of(subject: str) -> int:
     return int(last)
 
 
+_KIND_OF_STREAM = {"metric": "feed", "event": "feed"}
+
+
+def stream_of(subject: str) -> str:
+    """Return the stream that stores a subject: of a job, a bucket or an object store.
+
+    A subject that none of them stores is returned as it is.
+    """
+    parts = subject.split(".")
+    if parts[0] in ("$KV", "$O") and len(parts) > 2:
+        return f"{'KV' if parts[0] == '$KV' else 'OBJ'}_{parts[1]}"
+    if subject.startswith(f"{PREFIX}.job.") and len(parts) > 5:
+        return f"tmq-{parts[3]}-{parts[4]}-{_KIND_OF_STREAM.get(parts[5], parts[5])}"
+    return subject
+
+
 @dataclass(frozen=True)
 class JobScope:
     """The names of one job of one user."""
@@ -142,6 +158,11 @@ class JobScope:
 
     def _stream(self, kind: str) -> str:
         return f"tmq-{self.user}-{self.job}-{kind}"
+
+    @staticmethod
+    def all_batches() -> str:
+        """Subject of the batch records of all jobs."""
+        return f"{PREFIX}.job.*.*.batch"
 
     def task(self, number: int | str) -> str:
         """Subject of task `number` (`*` for all)."""

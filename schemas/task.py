@@ -27,7 +27,9 @@ class Task(Message):
     chosen_at: int | None = Field(default=None, ge=0)
     """Version after which it chose: by the success rates of the steps up to it."""
     reissue_of: int | None = Field(default=None, ge=0)
-    """Number of the stale task in whose place it stands."""
+    """Number of the dropped task in whose place it stands."""
+    tries: int = Field(default=0, ge=0, le=100)
+    """How often it was issued before and came back as nothing that can be trained."""
     min_version: int = Field(default=0, ge=0)
     """A generator waits until its weights are at this version or newer."""
     group_size: int = Field(ge=1, le=4096)

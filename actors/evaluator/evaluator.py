@@ -26,7 +26,7 @@ from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
 from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.following import load_policies
-from ..generator.generator import config_of_checkpoint, make_chat
+from ..generator.generator import check_weights, config_of_checkpoint, make_chat
 from ..generator.players import Players
 from ..generator.tables import play_table
 from ..job_weights import open_weights
@@ -41,6 +41,7 @@ async def run_evaluator(context: JobContext) -> None:
     """Evaluate what is asked for until told to stop."""
     config = context.config
     is_job_of_its_own = context.record.kind == "eval"
+    await asyncio.to_thread(check_weights, context.record, config)
     if is_job_of_its_own:
         config = config_of_checkpoint(context.record, config)
     chat = make_chat(config)
@@ -139,6 +140,7 @@ class Evaluator:
         entry = await self._bucket.find(key)
         if entry is None or entry.value.state not in ("requested", "running"):
             return
+        self._context.progressed()
         try:
             await self._bucket.update(key, record, entry.revision)
         except ConflictError:

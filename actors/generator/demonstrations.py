@@ -73,6 +73,7 @@ class Demonstrations:
             await append_given_up(context, self._log, failure)
         else:
             await self._log.append(group)
+        context.progressed()
         await lease.done()
 
 

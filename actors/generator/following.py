@@ -11,6 +11,7 @@ from ..job_weights import as_sources
 from .engine import Engine, KvOnSwap
 
 _POLL_S = 30.0
+_GONE_S = 0.1
 _log = structlog.get_logger()
 
 
@@ -44,7 +45,8 @@ class WeightFollower:
                 tensors = await self._store.fetch(manifest)
             except NotFoundError:
                 _log.info("weights_gone", version=manifest.version)
-                continue  # removed under us: a newer one is out
+                await asyncio.sleep(_GONE_S)  # removed under us: a newer one is out, or comes
+                continue
             except DeadlineError as error:  # whatever serves goes on with what it has
                 _log.warning("weights_late", version=manifest.version, error=error.message)
                 continue

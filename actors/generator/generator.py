@@ -27,6 +27,7 @@ from ...schemas.job import JobRecord
 from ...schemas.lora import LoraConfig
 from ...schemas.rollout import Group
 from ...schemas.trace import GENERATOR_KINDS
+from ..checkpoints.digests import check_digests
 from ..job_weights import open_weights
 from ..lora import config_of, is_adapter
 from ..policies import MAIN, policy_folder
@@ -59,6 +60,14 @@ def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
     )
 
 
+def check_weights(record: JobRecord, config: JobConfig) -> None:
+    """Raise StorageError for a damaged checkpoint among what a job loads; reads all of it."""
+    models = [config.model.path, *config.policies.values()]
+    for folder in (record.fork_dir, *record.adapters.values(), *models):
+        if folder:
+            check_digests(Path(folder))
+
+
 def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
     """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
     if not record.fork_dir:
@@ -83,6 +92,7 @@ def make_chat(config: JobConfig) -> ChatTokenizer:
 async def run_generator(context: JobContext) -> None:
     """Run a generator until it is told to stop."""
     config = context.config
+    await asyncio.to_thread(check_weights, context.record, config)
     chat = make_chat(config)
     store = open_weights(context)
     environments = Environments(context.broker, context.scope, config.env, context.missing)
@@ -248,6 +258,7 @@ class Generator:
         except GroupFailed as failure:
             won = await append_given_up(self._context, self._log, failure)
         self._num_groups += int(won)
+        self._context.progressed()
         if not won:
             _log.info("group_was_there", task=task.task)
 

@@ -8,7 +8,6 @@ renamed; `latest` is a link to the newest. Master weights are float32, and so ar
 """
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -16,12 +15,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...schemas.errors import NotFoundError, StorageError
+from ...schemas.batch import Dropped
+from ...schemas.errors import NotFoundError, StorageError, TinkermqError
+from ...schemas.task import Task
 from ..checkpoint_folders import checkpoint_name
+from ..checkpoints.digests import check_digests, write_digests
 from ..lora import policy_tensors
 from .parallel import Parallel, divided, whole
 from .report import Waste
@@ -31,11 +33,14 @@ _STATE = "learner/state.json"
 OPTIMIZER = "learner/optimizer"
 """A folder that several ranks wrote, or with `.pt` the file of one."""
 _REPLACED = ".replaced_"
+_DAMAGED = "damaged_"
 
 
 class LearnerState(BaseModel):
     """What the learner must remember besides weights and optimiser."""
 
+    has_digests: bool = False
+    """Whether the checkpoint was written with the digests of its files."""
     step: int = 0
     """Optimiser steps done; also the policy's version."""
     total_steps: int = 0
@@ -44,6 +49,8 @@ class LearnerState(BaseModel):
     """Sequence of the last batch record that is part of the weights: the frontier."""
     log_seq: int = 1
     """Every earlier entry of the rollout log has been decided on."""
+    decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Later entries that have been decided on, too, as half-open ranges."""
     next_task: int = 0
     """Number of the next task."""
     next_index: int = 0
@@ -56,6 +63,16 @@ class LearnerState(BaseModel):
     """Positions in the data order whose fate is decided, as half-open ranges."""
     owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
     """(number, data position) of dropped tasks that are still to be issued again."""
+    owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, times it came back unusable) of those that did."""
+    owed_tasks: list[Task] = Field(default_factory=list[Task])
+    """Clients' tasks that were dropped and are still to be issued again."""
+    unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
+    """What was dropped since the last batch record; the next one names it."""
+    dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
+    """How many groups were dropped, by reason."""
+    bound: int = 0
+    """The staleness bound in force, where it is chosen; 0: not yet."""
     success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
     """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
     kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
@@ -84,7 +101,9 @@ class CheckpointStore:
         try:
             self._remove_leftovers()
             write(temporary)
+            state.has_digests = True
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
+            write_digests(temporary)
             _flush(temporary)
             self._put_in_place(temporary, final)
             self._point_latest(final)
@@ -105,16 +124,54 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
+        return [step for step in self._named() if (self.path(step) / _STATE).is_file()]
+
+    def _named(self) -> list[int]:
+        """Return the steps after which a folder is named, ascending."""
         if not self.folder.is_dir():
             return []
-        names = [path.name for path in self.folder.iterdir() if (path / _STATE).is_file()]
-        names = [name.removeprefix(_REPLACED) for name in names]
+        names = [path.name.removeprefix(_REPLACED) for path in self.folder.iterdir()]
         return sorted({int(name[5:]) for name in names if name.startswith("step_")})
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint, or None."""
         steps = self.steps()
         return self.path(steps[-1]) if steps else None
+
+    def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
+        """Return the newest checkpoint all of whose files are as they were written, or None.
+
+        Newer ones that are damaged are put aside as `damaged_step_…`, the last one of them is
+        kept; also returns what is wrong with them.
+        """
+        damaged: list[TinkermqError] = []
+        for step in reversed(self._named()):
+            folder = self.path(step)
+            try:
+                load_state(folder)
+            except (StorageError, NotFoundError) as error:
+                damaged.append(error)
+                self._put_aside(folder, step)
+                continue
+            if damaged:
+                self._point_latest(folder)
+            return folder, damaged
+        return None, damaged
+
+    def before_latest(self) -> LearnerState | None:
+        """Return the state of the checkpoint before the newest, unchecked; None where none is."""
+        steps = self.steps()
+        return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
+
+    @property
+    def keeps_one_before(self) -> bool:
+        """Whether another checkpoint is kept beside the newest."""
+        return self._keep_last > 1
+
+    def _put_aside(self, folder: Path, step: int) -> None:
+        for earlier in self.folder.glob(f"{_DAMAGED}*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        folder.rename(self.folder / f"{_DAMAGED}{checkpoint_name(step)}")
 
     def _put_in_place(self, temporary: Path, final: Path) -> None:
         """Give a checkpoint its name; one of the same step counts until the new one is there."""
@@ -147,14 +204,30 @@ class CheckpointStore:
 
 
 def load_state(folder: Path) -> LearnerState:
-    """Read the learner's state of a checkpoint; NotFoundError when it has none."""
+    """Read the learner's state of a checkpoint whose files are as they were written.
+
+    Raises StorageError that names a damaged file, NotFoundError when it has no state.
+    """
+    check_digests(folder)
     file = folder / _STATE
     if not file.is_file():
         raise NotFoundError(
             f"{folder} is not a checkpoint of a learner: it has no {_STATE}",
             hint="name a folder such as outputs/<run>/checkpoints/step_000040",
         )
-    return LearnerState.model_validate(json.loads(file.read_text()))
+    state = _read_state(folder)
+    check_digests(folder, required=state.has_digests)
+    return state
+
+
+def _read_state(folder: Path) -> LearnerState:
+    try:
+        return LearnerState.model_validate_json((folder / _STATE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise StorageError(
+            f"checkpoint {folder} is damaged: {_STATE} cannot be read",
+            hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
+        ) from error
 
 
 def save_policy(

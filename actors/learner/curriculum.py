@@ -73,13 +73,12 @@ class Curriculum:
         return self._order.task_seed(index)
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
-        """Take notice of a group that is not trained; a stale one is to be issued again."""
+        """Take notice of a group that is not trained."""
         if reason != "duplicate":
             self._noted.append(group)
-        if reason == "stale":
-            self._keep(group.task)
 
-    def _keep(self, task: Task) -> None:
+    def keep(self, task: Task) -> None:
+        """Take notice of a task that is to be issued again: it is not chosen anew."""
         if task.index is not None and task.chosen_at is not None and self._knows(task.item):
             assert task.item is not None
             self._kept[task.index] = (task.item, task.chosen_at)

@@ -16,6 +16,7 @@ from ...schemas.batch import DropReason
 from ...schemas.config import TrainingConfig
 from ...schemas.errors import ConfigError, DataError
 from ...schemas.rollout import Group
+from ...schemas.task import Task
 from .checkpoint import LearnerState
 
 
@@ -46,6 +47,10 @@ class TaskOrder(Protocol):
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
         """Take notice of a group that is not trained; it counts from the next step on."""
+        ...
+
+    def keep(self, task: Task) -> None:
+        """Take notice of a task that is to be issued again."""
         ...
 
     def learn(self, trained: Iterable[Group]) -> None:
@@ -85,6 +90,9 @@ class DataOrder:
 
     def pass_over(self, group: Group, reason: DropReason) -> None:
         """Nothing is learnt."""
+
+    def keep(self, task: Task) -> None:
+        """A position stands for the same task whenever it is issued."""
 
     def learn(self, trained: Iterable[Group]) -> None:
         """Nothing is learnt."""

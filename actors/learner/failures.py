@@ -31,8 +31,18 @@ _ERRORS: dict[str, type[TinkermqError]] = {
 }
 
 
-def deserted(idle_s: float) -> GameError:
-    """Return the error of a job of which nothing was heard for too long."""
+def deserted(idle_s: float, *, external: bool = False) -> TinkermqError:
+    """Return the error of a job of which nothing was heard for too long.
+
+    `external`: its tasks or trajectories come from outside.
+    """
+    if external:
+        return DataError(
+            f"nobody published a task or a group for {idle_s:g} s (limits.idle_s), and the run "
+            "needs more of them for its last steps",
+            hint="groups that could not be trained (event `groups_dropped`) have to be replaced: "
+            "resume the run and publish more; it goes on from its last checkpoint",
+        )
     return GameError(
         f"no task was finished for {idle_s:g} s (limits.idle_s): the environments may have gone",
         hint="bring them back and resume the run; it goes on from its last checkpoint",
@@ -43,12 +53,18 @@ class Failures:
     """Counts the tasks that failed since the last one that did not, and the time since any came."""
 
     def __init__(
-        self, batch_size: int, idle_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        batch_size: int,
+        idle_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        external: bool = False,
     ) -> None:
         """Give up after `idle_s` without a task that ended."""
         self._limit = max(LEAST_IN_A_ROW, 2 * batch_size)
         self._num_in_a_row = 0
         self._idle_s = idle_s
+        self._external = external
         self._clock = clock
         self._heard = clock()
 
@@ -56,10 +72,10 @@ class Failures:
         """Take notice that the job is not idle, or not to blame for it."""
         self._heard = self._clock()
 
-    def idle(self) -> GameError | None:
+    def idle(self) -> TinkermqError | None:
         """Return the error of a job of which nothing was heard for too long, or None."""
         late = self._clock() - self._heard >= self._idle_s
-        return deserted(self._idle_s) if late else None
+        return deserted(self._idle_s, external=self._external) if late else None
 
     def note(self, blame: Blame | None) -> None:
         """Take notice of one finished task: why it failed, or None if it did not.

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import pairwise
 
 import structlog
 
 from ...broker.rollouts import LogEntry, RolloutLog
-from ...schemas.errors import DataError, DeadlineError, MessageError
+from ...schemas.errors import DataError, DeadlineError, MessageError, StorageError
 from ...schemas.rollout import Group, check_group
 from ...schemas.task import Blame, Task
 from .batching import Candidate
+from .checkpoint import LearnerState
+from .numbers import NumberSet
 
 _log = structlog.get_logger()
 
@@ -37,6 +40,8 @@ class Entry:
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
+    refusal: str
+    """Why it is malformed, where it is."""
     blame: Blame | None
     """Why its task was given up, where it was."""
     traceparent: str
@@ -52,6 +57,8 @@ class Intake:
         self,
         log: RolloutLog,
         *,
+        from_seq: int = 1,
+        decided: Iterable[tuple[int, int]] = (),
         vocab_size: int,
         max_tokens: int,
         group_size: int,
@@ -59,10 +66,14 @@ class Intake:
         was_issued: Callable[[int], bool],
         check_images: Callable[[Group], None] | None = None,
     ) -> None:
-        """`was_issued` says whether a task number can have been given out; `check_images` raises
+        """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
+
+        `was_issued` says whether a task number can have been given out; `check_images` raises
         DataError for images that the model cannot see.
         """
         self._log = log
+        self._from_seq = from_seq
+        self._decided = NumberSet(decided)
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._group_size = group_size
@@ -72,30 +83,46 @@ class Intake:
         self._entries: dict[int, Entry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
-        self.last_seq = 0
-        """Newest sequence that was read."""
+        self.last_seq = from_seq - 1
+        """Newest sequence that was read, or need not be."""
         self.max_version = 0
-        """Newest version that a group may have been made with."""
+        """Newest version that a group may have been made with: the newest that was recorded."""
         self.bytes_held = 0
-        """Bytes of the log since it was last trimmed."""
+        """Bytes of the log since the last checkpoint."""
         self.arrived: list[Entry] = []
         """Entries that came since the learner last looked."""
 
-    async def run(self, from_seq: int) -> None:
-        """Read the log from a sequence on, for ever."""
-        async with aclosing(self._log.read(from_seq)) as entries:
+    async def run(self) -> None:
+        """Read the log, for ever."""
+        async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:
                 self._take(entry)
+
+    def note_version(self, version: int) -> None:
+        """Take notice that groups may have been made with a version; it never falls.
+
+        While recorded steps are trained again, generators still have newer weights.
+        """
+        self.max_version = max(self.max_version, version)
 
     async def newest(self) -> int:
         """Return the newest sequence of the log, read or not."""
         return await self._log.last_seq()
 
     async def catch_up(self, deadline_s: float) -> None:
-        """Wait until all that is in the log now has been read; raise DeadlineError otherwise."""
-        newest = await self.newest()
-        if newest < await self._log.first_seq():  # nothing is left of it
-            return
+        """Wait until all that is in the log now has been read; raise DeadlineError otherwise.
+
+        Raises StorageError for a log that does not reach to where it is to be read from.
+        """
+        ever = await self.newest()
+        if ever < self._from_seq - 1:
+            raise StorageError(
+                f"the rollout log ends at entry {ever}, the checkpoint knows of "
+                f"{self._from_seq - 1}: stream {self._log.stream} was deleted and made again",
+                hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork "
+                "RUN@STEP`",
+            )
+        newest = await self._log.newest_there()
         try:
             async with asyncio.timeout(deadline_s):
                 while self.last_seq < newest:
@@ -126,12 +153,23 @@ class Intake:
         """Return the first sequence that must stay in the log."""
         return min(self._entries, default=self.last_seq + 1)
 
+    def write_to(self, state: LearnerState) -> None:
+        """Put what has been decided on into the state of a checkpoint."""
+        first = state.log_seq = self.first_undecided()
+        ends = [*sorted(self._entries), self.last_seq + 1]
+        later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
+        known = [(start, end) for start, end in self._decided.ranges() if end > first]
+        state.decided_seqs = NumberSet([*known, *later]).ranges()
+
     def _take(self, raw: LogEntry) -> None:
         if raw.seq <= self.last_seq:
             return
+        self.last_seq = raw.seq
+        if raw.seq in self._decided:
+            self.changed.set()
+            return
         entry = self._check(raw)
         self._entries[raw.seq] = entry
-        self.last_seq = raw.seq
         self.bytes_held += len(raw.payload)
         self.arrived.append(entry)
         self.changed.set()
@@ -147,6 +185,7 @@ class Intake:
             _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
         usable = error is None and group is not None and group.error is None
         return Entry(
+            refusal="" if error is None else error.message,
             seq=raw.seq,
             number=raw.number,
             group=group if usable else None,

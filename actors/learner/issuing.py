@@ -14,6 +14,7 @@ from ...schemas.rollout import Group
 from ...schemas.task import Blame, Task
 from ...schemas.trace import new_trace
 from .admission import min_version
+from .checkpoint import LearnerState
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
 from .staleness import Staleness
@@ -32,27 +33,50 @@ class Issuer:
         order: TaskOrder,
         config: JobConfig,
         total_steps: int,
+        bound: int = 0,
     ) -> None:
+        """`bound` is the staleness bound that was in force, where it is chosen."""
         self._queue = queue
         self._log = log
         self._ledger = ledger
         self._order = order
         self._config = config
         self._total_steps = total_steps
-        self.staleness = Staleness(config.training)
+        self.staleness = Staleness(config.training, bound)
         self._reserved: dict[int, float] = {}
         self.is_open = False
         """Whether the ledger is complete, so that clients may be given numbers."""
 
     async def issue(self, version: int) -> int:
-        """Publish every task that may be issued at `version`; return how many."""
-        if self._config.training.tasks == "external":
-            return 0
-        issues = [self._ledger.next_issue() for _ in range(self.num_issuable(version))]
+        """Publish every task that may be issued at `version`; return how many.
+
+        Those of clients that were dropped come first; where clients bring all tasks, nothing else.
+        """
+        room = self.num_issuable(version)
+        again = min(room, self._ledger.num_owed_tasks)
+        tasks = [self._again(version) for _ in range(again)]
+        if self._config.training.tasks != "external":
+            issues = [self._ledger.next_issue() for _ in range(room - again)]
+            tasks += [self._task(issue, version) for issue in issues]
         async with asyncio.TaskGroup() as publishing:
-            for issue in issues:
-                publishing.create_task(self._publish(self._task(issue, version)))
-        return len(issues)
+            for task in tasks:
+                publishing.create_task(self._publish(task))
+        return len(tasks)
+
+    def _again(self, version: int) -> Task:
+        """Return a client's task that was dropped, under a new number."""
+        task, number, slot = self._ledger.next_owed_task()
+        changes = {
+            "task": number,
+            "issued": time.time(),
+            "reissue_of": task.task,
+            "min_version": self._min_version(slot, version),
+        }
+        return task.model_copy(update=changes)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the staleness bound into the state of a checkpoint."""
+        state.bound = self.staleness.now
 
     def _task(self, issue: Issue, version: int) -> Task:
         chosen = self._order.choose(issue.index, version)
@@ -64,6 +88,7 @@ class Issuer:
             item=chosen.item,
             chosen_at=chosen.chosen_at,
             reissue_of=issue.reissue_of,
+            tries=issue.tries,
             seed=chosen.seed,
             min_version=self._min_version(issue.slot, version),
             group_size=self._config.rollout.group_size,
@@ -138,6 +163,19 @@ class Issuer:
             hint="append within the deadline of the reservation",
         )
         return Group(task=task, error=blame, source="learner")
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Whether nothing is under way, and only somebody outside can bring something."""
+        return self._config.training.tasks == "external" and not self._ledger.min_versions
+
+    def waits_for(self, missing: int) -> str:
+        """Say who is to bring the groups that the next batch lacks."""
+        if self._config.training.tasks != "external":
+            return f"the generators: {missing} more groups"
+        coming, lost = len(self._ledger.min_versions), self._ledger.num_credits
+        why = f" ({lost} that came could not be trained)" if lost else ""
+        return f"{missing} more groups from outside, {coming} of them under way{why}"
 
     def _refuse_while_closed(self) -> None:
         if not self.is_open:

@@ -12,22 +12,19 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import structlog
 
 from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
-from ...broker.stored import get_all
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
 from ...schemas.config import JobConfig
-from ...schemas.errors import MessageError, StorageError
 from ...schemas.rollout import Group
-from ...schemas.task import Task
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
-from .admission import num_admissible
 from .batching import form_batch
 from .checkpoint import CheckpointStore, LearnerState
 from .control import LearnerControl
@@ -39,13 +36,14 @@ from .issuing import Issuer
 from .ledger import Ledger
 from .policies import Policies
 from .publishing import Publisher
+from .recovery.recorded_steps import RecordedSteps
 from .reporting import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
+from .tasks.drops import Drops
 from .torch_trace import TorchTracer
 
 T = TypeVar("T")
-_RECOVERY_S = 300.0
 _EVALUATION_S = 1800.0
 _LOOK_S = 1.0
 _log = structlog.get_logger()
@@ -75,6 +73,8 @@ class Learner:
         self.ledger = Ledger(state)
         self.intake = Intake(
             RolloutLog(broker, scope),
+            from_seq=state.log_seq,
+            decided=state.decided_seqs,
             vocab_size=vocab_size,
             max_tokens=config.rollout.max_tokens,
             group_size=config.rollout.group_size,
@@ -89,19 +89,41 @@ class Learner:
             order,
             config,
             self.total_steps,
+            state.bound,
         )
         self.evaluations = Evaluations(broker, scope, reporter.log_evaluation, config)
         self.publisher = Publisher(context, policies.models, policies.snapshot)
         self._tracer = TorchTracer(context.run_dir / "traces")
         self.control = LearnerControl(
-            context, self.issuer, self.intake, vocab_size, lambda: state.step, self._tracer
+            context,
+            self.issuer,
+            self.intake,
+            vocab_size,
+            lambda: self.intake.max_version,
+            self._tracer,
         )
         self._order = order
         self._policies = policies
         self._reporter = reporter
         self._batches = BatchLog(broker, scope)
-        self._dropped: list[Dropped] = []
-        self._failures = Failures(config.training.batch_size, config.limits.idle_s)
+        self._drops = Drops(
+            self.intake,
+            self.ledger,
+            order,
+            reporter,
+            state,
+            context.event,
+            external=config.training.tasks == "external",
+        )
+        self._recorded = RecordedSteps(
+            context, self._batches, self.intake, self.ledger, self._drops, state
+        )
+        self._failures = Failures(
+            config.training.batch_size,
+            config.limits.idle_s,
+            external=config.training.tasks == "external",
+        )
+        self._left_alone: float | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._time_use = learner_time_use()
         self._saver = Saver(
@@ -110,29 +132,25 @@ class Learner:
             policies,
             tokenizer,
             state,
-            self.ledger,
             self.intake,
-            reporter,
-            order,
+            [self.intake, self.ledger, self.issuer, self._drops, reporter, order],
             self._in_torch,
         )
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
         await self.evaluations.load()
-        records = await self._batches.read_all()
-        self.intake.max_version = records[-1][1].step if records else self.state.step
-        self.ledger.expect(await self._largest_number(records))
+        await self._recorded.read()
         async with asyncio.TaskGroup() as background:
             helpers = [
-                background.create_task(self.intake.run(self.state.log_seq), name="intake"),
+                background.create_task(self.intake.run(), name="intake"),
                 background.create_task(self.evaluations.follow(), name="evaluations"),
                 background.create_task(self._reporter.watch_actors(), name="actors"),
                 background.create_task(self.publisher.serve(), name="weights"),
             ]
             await self.control.serve()
             await self._publish()
-            await self._recover(records)
+            await self._recover()
             await self._request_evaluation()
             settle_memory()
             self._reporter.tracer.forget()
@@ -158,8 +176,6 @@ class Learner:
             if entries is None:
                 return
             await self._train(entries, record=True)
-            if self._saver.is_due:
-                await self._save()
 
     async def _next_batch(self) -> list[Entry] | None:
         """Wait for the groups of the next step; None when told to stop."""
@@ -188,9 +204,10 @@ class Learner:
                 outstanding=self.ledger.min_versions.values(),
             )
             entries = [self.intake[seq] for seq in decision.train]
-            self._drop(
+            self._drops.drop(
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
             )
+            await self._drops.tell()
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
@@ -200,9 +217,18 @@ class Learner:
                 await self._save()
                 raise error
             missing = training.batch_size - len(self.intake.candidates())
-            with self.context.waiting(f"the generators: {max(missing, 0)} more groups"):
+            with self._named_wait(max(missing, 0)):
                 await self._look_again(self.intake.changed)
         return None
+
+    def _named_wait(self, missing: int) -> AbstractContextManager[None]:
+        """Name the wait for so many groups; where it is for somebody outside, with its begin."""
+        name = self.issuer.waits_for(missing)
+        if not self.issuer.is_left_alone:
+            self._left_alone = None
+            return self.context.waiting(name)
+        self._left_alone = self._left_alone or time.time()
+        return self.context.missing(name, self._left_alone)
 
     async def _look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""
@@ -220,14 +246,13 @@ class Learner:
             tasks=[
                 entry.candidate.number for entry in entries if entry.candidate.number is not None
             ],
-            dropped=self._dropped,
+            dropped=self._drops.take_unrecorded(),
             seed=self.config.seed,
             digest=batch_digest(entries),
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
         )
         self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
-        self._dropped = []
 
     async def _train(self, entries: list[Entry], *, record: bool) -> None:
         """One optimiser step, one version, published."""
@@ -241,10 +266,13 @@ class Learner:
             report = await self._in_torch(work)
         self._tracer.step_done()
         self._trained(entries, groups)
-        self.intake.max_version = step
+        if record:
+            self.context.progressed()
+        self.intake.note_version(step)
         with self._time_use.doing("publish"):
             await self._publish()
-        await self._request_evaluation()
+        if record or await self.publisher.has(step):
+            await self._request_evaluation()
         bound = float(self.issuer.staleness.now)
         report.numbers.update({**self._order.numbers(), "staleness/bound": bound})
         spent = self._time_use.take()
@@ -252,12 +280,15 @@ class Learner:
         if record:
             self.issuer.staleness.take(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
+        if self._saver.is_due:
+            await self._save()
 
     def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
         self.state.step += 1
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
         self.ledger.train(entry.number for entry in entries if entry.number is not None)
+        self._failures.heard()
         self._order.learn(groups)
         for group in groups:
             self._reporter.waste.add(group, trained=True)
@@ -280,20 +311,6 @@ class Learner:
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:
                 self._failures.note(entry.blame)
-
-    def _drop(self, dropped: list[Dropped]) -> None:
-        """Decide that entries are never trained; the next batch record says so."""
-        for item in dropped:
-            entry = self.intake[item.seq]
-            if item.task is not None:
-                self.ledger.drop(item.task, item.reason)
-            if entry.group is not None:
-                self._reporter.waste.add(entry.group, trained=False)
-                self._order.pass_over(entry.group, item.reason)
-            self._reporter.waste.add_failed(entry.tokens_wasted)
-            self._reporter.num_dropped[item.reason] += 1
-        self.intake.forget(item.seq for item in dropped)
-        self._dropped += dropped
 
     async def _publish(self) -> None:
         """Snapshot the weights now; sending them goes on while the next batch is trained.
@@ -322,66 +339,17 @@ class Learner:
 
     # -- start and end -------------------------------------------------------------------------
 
-    async def _recover(self, records: list[tuple[int, BatchRecord]]) -> None:
+    async def _recover(self) -> None:
         """Take notice of all that was issued, and train the recorded batches again."""
-        with self.context.waiting("the rollout log to be read"):
-            await self.intake.catch_up(_RECOVERY_S)
-        self._notice_arrivals()
-        broker, scope = self.context.broker, self.context.scope
-        for message in await get_all(broker, scope.stream_task, scope.task("*")):
-            try:
-                self.ledger.note_task(Task.from_bytes(message.payload, at=message.subject))
-            except MessageError as error:
-                _log.error("task_malformed", subject=message.subject, error=error.message)
-        self.ledger.find_missing()
+        await self._recorded.take_notice(self._notice_arrivals)
         self.issuer.is_open = True
-        self.state.batch_seq = max([self.state.batch_seq, *(seq for seq, _ in records[-1:])])
-        behind = [record for _, record in records if record.step > self.state.step]
-        if behind:
-            await self.context.event(
-                "training_recovered",
-                f"training {len(behind)} recorded steps again",
-                step=self.state.step,
-            )
-        for record in behind:
-            await self._train_again(record)
-
-    async def _largest_number(self, records: list[tuple[int, BatchRecord]]) -> int:
-        """Bound the numbers that were given out before a crash: each log entry may be a credit."""
-        training = self.config.training
-        num_read = await self.intake.newest() + 1 - self.state.log_seq
-        by_gate = num_admissible(
-            self.intake.max_version,
-            training.largest_staleness,
-            training.batch_size,
-            self.ledger.num_credits + max(num_read, 0),
-        )
-        return max([by_gate, *(number + 1 for _, record in records for number in record.tasks)])
-
-    async def _train_again(self, record: BatchRecord) -> None:
-        """Train one recorded batch; its metrics were reported, unless the crash came first."""
-        lost = [seq for seq in record.seqs if seq not in self.intake]
-        if lost:
-            raise StorageError(
-                f"step {record.step} trained log entries {lost[:5]} that the rollout log no "
-                "longer has",
-                hint="resume from a checkpoint that is at least that new, or fork the run",
-            )
-        self._drop([item for item in record.dropped if item.seq in self.intake])
-        self._dropped = []
-        entries = [self.intake[seq] for seq in record.seqs]
-        if batch_digest(entries) != record.digest:
-            raise StorageError(f"the groups of step {record.step} are not the recorded ones")
-        if refused := [entry.seq for entry in entries if entry.group is None]:
-            raise StorageError(
-                f"step {record.step} trained log entries {refused[:5]} that cannot be trained now",
-                hint="was the configuration changed in the middle of the run?",
-            )
-        await self._train(entries, record=False)
+        await self._recorded.train(self._train)
+        self._failures.heard()
 
     async def _finish(self) -> None:
         """Last checkpoint, last evaluation, last word."""
         self._notice_arrivals()
+        await self._drops.tell(now=True)
         self._tracer.finish()
         self.control.checkpoint_done(await self._saver.save_at_the_end())
         await self.publisher.wait()

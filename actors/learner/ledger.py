@@ -15,6 +15,19 @@ from .batching import returns_credit
 from .checkpoint import LearnerState
 from .numbers import NumberSet
 
+MAX_TRIES = 3
+"""A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""
+
+
+def is_issued_again(reason: DropReason, tries: int) -> bool:
+    """Whether a task is issued again that was dropped for `reason`, after so many failed tries.
+
+    Where all returns are equal, they may be equal for ever: another task takes its place.
+    """
+    if reason == "stale":
+        return True
+    return reason in ("failed", "malformed") and tries + 1 < MAX_TRIES
+
 
 @dataclass(frozen=True)
 class Issue:
@@ -24,6 +37,7 @@ class Issue:
     index: int
     reissue_of: int | None
     slot: int
+    tries: int = 0
 
 
 class Ledger:
@@ -36,6 +50,9 @@ class Ledger:
         self._next_index = state.next_index
         self._indices = NumberSet(state.indices)
         self._owed: dict[int, int] = dict(state.owed)
+        self._tries: dict[int, int] = dict(state.owed_tries)
+        self._client_tasks: dict[int, Task] = {}
+        self._owed_tasks: dict[int, Task] = {task.task: task for task in state.owed_tasks}
         self._index_of: dict[int, int] = {}
         self._in_log: set[int] = set()
         self._reissued = NumberSet()
@@ -94,13 +111,22 @@ class Ledger:
         if task is None:
             return
         if task.reissue_of is not None and task.reissue_of < number:
-            self._owed.pop(task.reissue_of, None)
+            if self._owed.pop(task.reissue_of, None) is not None:
+                self._tries.pop(task.reissue_of, None)
+            self._owed_tasks.pop(task.reissue_of, None)
             self._reissued.add(task.reissue_of)
         # No position is issued under a smaller number than its own.
         if task.index is not None and task.index <= number:
+            for old in [n for n, at in self._owed.items() if at == task.index and n < number]:
+                del self._owed[old]
+                self._tries.pop(old, None)
             self._next_index = max(self._next_index, task.index + 1)
             if number not in self:
                 self._index_of[number] = task.index
+                if task.tries:
+                    self._tries[number] = task.tries
+        if task.index is None and task.issued and number not in self:
+            self._client_tasks[number] = task
 
     def find_missing(self) -> None:
         """List the numbers and data positions that were given out and are nowhere.
@@ -125,17 +151,48 @@ class Ledger:
             self.trained.add(number)
             self._settle(number)
 
-    def drop(self, number: int, reason: DropReason) -> None:
-        """Decide: this one is never trained; its credit returns, once."""
+    def drop(self, number: int, reason: DropReason, *, hopeless: bool = False) -> bool:
+        """Decide: this group is never trained; its credit returns, once.
+
+        Returns whether its task, a position of the data order or a client's, will be issued again
+        under another number; a `hopeless` one never is.
+        """
         if not returns_credit(reason) or number in self:
-            return
+            return False
         self.dropped.add(number)
-        if reason == "stale" and number in self._index_of and number not in self._reissued:
+        tries = self._tries.pop(number, 0)
+        task = self._client_tasks.pop(number, None)
+        if task is not None:
+            tries = task.tries
+        if elsewhere := self._is_elsewhere(number):
+            self._index_of.pop(number, None)
+        again = not hopeless and is_issued_again(reason, tries) and not elsewhere
+        tries += reason != "stale"
+        if again and task is not None:
+            self._owed_tasks[number] = task.model_copy(update={"tries": tries})
+        elif again and number in self._index_of:
             self._owed[number] = self._index_of.pop(number)
+            if tries:
+                self._tries[number] = tries
         self._settle(number)
+        return number in self._owed or number in self._owed_tasks
+
+    def _is_elsewhere(self, number: int) -> bool:
+        """Whether a task has been issued again, or its position stands under another number.
+
+        An unreadable group does not tell in whose place it stood, but the one after it does.
+        """
+        index = self._index_of.get(number)
+        if number in self._reissued or index is None:
+            return number in self._reissued
+        held = any(at == index and n != number for n, at in self._index_of.items())
+        return held or index in self._indices
 
     def _settle(self, number: int) -> None:
         index = self._index_of.pop(number, None)
+        self._client_tasks.pop(number, None)
+        if number not in self._owed:
+            self._tries.pop(number, None)
         if index is not None and number not in self._reissued:
             self._indices.add(index)
         self._in_log.discard(number)
@@ -159,12 +216,22 @@ class Ledger:
             self.next_task += 1
         return number, max(0, number - self.dropped.count_below(number))
 
+    @property
+    def num_owed_tasks(self) -> int:
+        """Clients' tasks that are to be issued again."""
+        return len(self._owed_tasks)
+
+    def next_owed_task(self) -> tuple[Task, int, int]:
+        """Give out the next number for the oldest of them; return it with number and slot."""
+        number, slot = self.reserve()
+        return self._owed_tasks.pop(min(self._owed_tasks)), number, slot
+
     def next_issue(self) -> Issue:
         """Give out the next number with the data position it stands for."""
         number, slot = self.reserve()
         if self._owed:
             old = min(self._owed)
-            return Issue(number, self._owed.pop(old), old, slot)
+            return Issue(number, self._owed.pop(old), old, slot, self._tries.pop(old, 0))
         if self._lost:
             return Issue(number, self._lost.pop(0), None, slot)
         index = self._next_index
@@ -179,3 +246,5 @@ class Ledger:
         state.next_task = self.next_task
         state.next_index = self._next_index
         state.owed = sorted(self._owed.items())
+        state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
+        state.owed_tries = sorted((one, n) for one, n in self._tries.items() if one in self._owed)

@@ -58,6 +58,10 @@ class Publisher:
             await self._sender.open(self._service)
             await self._sender.serve()
 
+    async def has(self, version: int) -> bool:
+        """Whether a version can be fetched now."""
+        return await self._store.manifest(version) is not None
+
     def pin(self, version: int) -> None:
         """Keep a version until its evaluation is reported."""
         self._pinned.add(version)

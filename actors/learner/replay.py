@@ -71,7 +71,7 @@ async def replay(
         )
     last_step = checkpoints.steps()[-1]
     nothing = CheckpointStore(Path(record.run_dir) / "none", keep_last=1, keep_every=0)
-    folder, state = starting_point(nothing, record.fork_dir)
+    folder, state, _ = starting_point(nothing, record.fork_dir)
     models = load_models(config, folder)
     records = [item for _, item in await BatchLog(broker, scope).read_all()]
     total_steps = load_state(newest).total_steps

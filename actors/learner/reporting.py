@@ -10,15 +10,18 @@ from pathlib import Path
 
 from ...broker.advice import advise, bound_key
 from ...broker.feed import publish_metric, publish_trace
+from ...broker.kv import Entry
 from ...broker.presence import list_presences
 from ...broker.profile import profile_of
 from ...broker.tracking import Tracker
-from ...schemas.metric import Metric
+from ...schemas.errors import TinkermqError
+from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.trace import StepTrace
 from ..runtime import JobContext
 from .checkpoint import LearnerState
 from .intake import Intake
+from .machine.cores import CoreUse
 from .report import Waste, demonstration_numbers, group_numbers
 from .step import StepReport
 from .step_trace import StepTracer
@@ -34,6 +37,8 @@ class Generators:
 
     tokens_per_s: float = 0.0
     count: int = 0
+    hosts: frozenset[str] = frozenset()
+    """The machines they are on."""
 
 
 @dataclass
@@ -51,6 +56,7 @@ class Reporter:
     tracer: StepTracer = field(default_factory=StepTracer)
     _traces: deque[StepTrace] = field(default_factory=lambda: deque[StepTrace](maxlen=_WINDOW))
     _told: float = 0.0
+    _cores: CoreUse = field(default_factory=CoreUse)
 
     async def report(
         self,
@@ -98,16 +104,22 @@ class Reporter:
     async def watch_actors(self) -> None:
         """Read the heartbeats of generators and environment hosts, for ever."""
         while True:
-            entries = await list_presences(self.context.broker, f"{self.context.scope.key}.")
-            found = [entry.value for entry in entries if entry.value.role == "generator"]
-            self.generators = Generators(
-                tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
-                count=len(found),
-            )
-            for entry in entries:
-                if entry.value.role == "environment":
-                    self.tracer.take_host(entry.value)
+            try:
+                self._look(await list_presences(self.context.broker, f"{self.context.scope.key}."))
+            except TinkermqError as error:  # training does not depend on it
+                self.context.log.warning("actors_unknown", error=error.message, hint=error.hint)
             await asyncio.sleep(_LOOK_S)
+
+    def _look(self, entries: Sequence[Entry[Presence]]) -> None:
+        found = [entry.value for entry in entries if entry.value.role == "generator"]
+        self.generators = Generators(
+            tokens_per_s=sum(item.numbers.get("tokens_per_s", 0.0) for item in found),
+            count=len(found),
+            hosts=frozenset(item.host for item in found),
+        )
+        for entry in entries:
+            if entry.value.role == "environment":
+                self.tracer.take_host(entry.value)
 
     def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Hand an evaluation's result to the trackers."""
@@ -117,6 +129,7 @@ class Reporter:
     def write_to(self, state: LearnerState) -> None:
         """Put the counters into the state of a checkpoint."""
         state.waste = self.waste.model_copy()
+        state.dropped_by_reason = dict(self.num_dropped)
 
     def finish(self) -> None:
         """Close the trackers."""
@@ -148,7 +161,11 @@ class Reporter:
         self._told = now
         record = self.context.record
         found = profile_of(list(self._traces))
-        first = advise(found, record.name, bound_key(record.config))[0]
+        busy = self._cores.look()
+        here = self.generators.hosts <= {self.context.presence.host}
+        first = advise(
+            found, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
+        )[0]
         await self.context.event("bottleneck", first.text)
 
 

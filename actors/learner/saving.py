@@ -2,24 +2,29 @@
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
 
 from ...broker.rollouts import RolloutLog
 from ...schemas.errors import StorageError
 from ..runtime import JobContext
 from .checkpoint import CheckpointStore, LearnerState
-from .data_order import TaskOrder
 from .intake import Intake
-from .ledger import Ledger
 from .policies import Policies
-from .reporting import Reporter
 
 _FINAL_TRIES = 12
 _FINAL_PAUSE_S = 5.0
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
+
+
+class Part(Protocol):
+    """A part of the learner that remembers something besides the weights."""
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put it into the state of a checkpoint."""
+        ...
 
 
 class Saver:
@@ -32,23 +37,21 @@ class Saver:
         policies: Policies,
         tokenizer: Any,
         state: LearnerState,
-        ledger: Ledger,
         intake: Intake,
-        reporter: Reporter,
-        order: TaskOrder,
+        parts: Sequence[Part],
         in_torch: InTorch,
     ) -> None:
+        """`parts` write what they remember into the state of a checkpoint."""
         self._context = context
         self._checkpoints = checkpoints
         self._policies = policies
         self._tokenizer = tokenizer
         self._state = state
-        self._ledger = ledger
         self._intake = intake
-        self._reporter = reporter
-        self._order = order
+        self._parts = parts
         self._in_torch = in_torch
-        self._trim_bytes = context.config.limits.rollout_bytes // 2
+        self._due_bytes = context.config.limits.rollout_bytes // 4
+        self._most_bytes = context.config.limits.rollout_bytes * 3 // 4
 
     @property
     def is_due(self) -> bool:
@@ -56,7 +59,7 @@ class Saver:
         training, step = self._context.config.training, self._state.step
         if step == self._policies.total_steps:
             return False  # the last one is written when the learner ends
-        log_is_filling = self._intake.bytes_held > self._trim_bytes and not training.keep_rollouts
+        log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
 
     async def save(self, *, keep_bytes: int = 0) -> str | None:
@@ -67,10 +70,8 @@ class Saver:
         A full disk does not end the run: the failure is an event, and None is returned.
         """
         context, state = self._context, self._state
-        self._ledger.write_to(state)
-        state.log_seq = self._intake.first_undecided()
-        self._reporter.write_to(state)
-        self._order.write_to(state)
+        for part in self._parts:
+            part.write_to(state)
         write = functools.partial(
             self._checkpoints.save,
             state,
@@ -82,11 +83,32 @@ class Saver:
             await context.event("checkpoint_failed", str(error), step=state.step)
             return None
         await context.event("checkpoint_saved", str(folder), step=state.step)
+        self._intake.bytes_held = 0
         if not context.config.training.keep_rollouts:
-            log = RolloutLog(context.broker, context.scope)
-            await log.trim(state.log_seq, keep_bytes=keep_bytes)
-            self._intake.bytes_held = 0
+            await self._trim(keep_bytes)
         return str(folder)
+
+    async def _trim(self, keep_bytes: int) -> None:
+        """Trim the log behind the checkpoint before this one, which may turn out to be damaged.
+
+        Where the log has no room for that, behind this one.
+        """
+        log = RolloutLog(self._context.broker, self._context.scope)
+        before = await asyncio.to_thread(self._first_needed)
+        if before > 1:
+            await log.trim(before, keep_bytes=keep_bytes)
+        if before < self._state.log_seq and await log.num_bytes() > self._most_bytes:
+            await log.trim(self._state.log_seq, keep_bytes=keep_bytes)
+
+    def _first_needed(self) -> int:
+        """Return the first entry of the log that training again may need."""
+        if not self._checkpoints.keeps_one_before:
+            return self._state.log_seq
+        try:
+            before = self._checkpoints.before_latest()
+        except StorageError:
+            return self._state.log_seq
+        return 1 if before is None else before.log_seq
 
     async def save_at_the_end(self) -> str:
         """Write the last checkpoint, waiting for room on the disk for a while; return its folder.

@@ -41,12 +41,12 @@ class Pace:
 class Staleness:
     """The bound of one learner."""
 
-    def __init__(self, training: TrainingConfig) -> None:
-        """Begin at 1 where the bound is chosen: close to on-policy."""
+    def __init__(self, training: TrainingConfig, bound: int = 0) -> None:
+        """Begin at 1 where the bound is chosen, close to on-policy, or with the last `bound`."""
         self.largest = training.largest_staleness
         """No group with a larger lag is trained (unless the policy is `train`)."""
         self._is_auto = training.max_staleness == "auto"
-        self.now = 1 if self._is_auto else self.largest
+        self.now = min(max(bound, 1), self.largest) if self._is_auto else self.largest
         """How far generation may run ahead now."""
         self._traces: list[StepTrace] = []
         self._trial: tuple[int, float] | None = None

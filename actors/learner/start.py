@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from ...broker.rollouts import RolloutLog
 from ...broker.tracking import Tracker, make_trackers
 from ...envs.chat_data import ChatData
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
+from ...schemas.errors import StorageError, TinkermqError
 from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
 from ..policies import MAIN
@@ -50,7 +54,9 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         keep_last=config.training.keep_last,
         keep_every=config.training.keep_every,
     )
-    folder, state = starting_point(checkpoints, context.record.fork_dir)
+    start = await asyncio.to_thread(starting_point, checkpoints, context.record.fork_dir)
+    folder, state = start.folder, start.state
+    await _tell_damaged(context, start)
     if folder is not None:
         refuse_other_kind(folder, config.lora)
     loading = asyncio.to_thread(load_models, config, folder)
@@ -71,6 +77,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     )
     state.total_steps = steps
     reporter.waste = state.waste.model_copy()
+    reporter.num_dropped = Counter(state.dropped_by_reason)
     for tracker in reporter.trackers:
         tracker.log_config(config.model_dump(mode="json"))
     return Learner(
@@ -97,18 +104,55 @@ def task_order(config: JobConfig, num_rows: int | None, state: LearnerState) -> 
     return Curriculum(order, settings, state)
 
 
-def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> tuple[Path | None, LearnerState]:
-    """Return the checkpoint to start from, or None for the initial model, and the state.
+_FRESH_LOG: dict[str, Any] = {
+    "batch_seq": 0,
+    "log_seq": 1,
+    "decided_seqs": [],
+    "unrecorded": [],
+}
+"""What a fork's state says of its log, which is new."""
 
-    A fork starts from another run's checkpoint: its log is new, so its frontier is, too.
+
+class StartingPoint(NamedTuple):
+    """Where a learner starts."""
+
+    folder: Path | None
+    """The checkpoint; None for the initial model."""
+    state: LearnerState
+    damaged: list[TinkermqError]
+    """What is wrong with newer checkpoints."""
+
+
+def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint:
+    """Return the newest checkpoint that is whole, or what the run started from.
+
+    A fork starts from another run's checkpoint: its log is new, so its frontier is, too. Raises
+    StorageError when that one is damaged.
     """
-    latest = checkpoints.latest()
+    latest, damaged = checkpoints.latest_whole()
     if latest is not None:
-        return latest, load_state(latest)
+        return StartingPoint(latest, load_state(latest), damaged)
     if not fork_dir:
-        return None, LearnerState()
+        return StartingPoint(None, LearnerState(), damaged)
     folder = Path(fork_dir)
-    return folder, load_state(folder).model_copy(update={"batch_seq": 0, "log_seq": 1})
+    state = load_state(folder).model_copy(update=_FRESH_LOG)
+    return StartingPoint(folder, state, damaged)
+
+
+async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:
+    """Tell which checkpoints are damaged; raise when what came after the good one is gone, too."""
+    for error in start.damaged:
+        taken = start.folder or "the model that the run began with"
+        await context.event("checkpoint_damaged", f"{error.message}; taken instead: {taken}")
+    if start.damaged:
+        there = await RolloutLog(context.broker, context.scope).first_seq()
+        if there > start.state.log_seq:
+            raise StorageError(
+                f"{start.damaged[0].message}; the checkpoint before is of step "
+                f"{start.state.step}, and the rollout log was trimmed behind it",
+                hint="restore the file, or fork the run from a checkpoint that is whole; "
+                "training.keep_last and limits.rollout_bytes say how far one can go back",
+            )
 
 
 async def _num_rows(context: JobContext) -> int | None:

@@ -19,16 +19,16 @@ from ...broker.feed import publish_log
 from ...broker.kv import Bucket
 from ...broker.rpc import Service, call
 from ...schemas.errors import (
-    BrokerError,
     DeadlineError,
     FencedError,
     NotFoundError,
     StateError,
+    TinkermqError,
 )
 from ...schemas.message import Empty
-from ...schemas.metric import LogLines
+from ...schemas.metric import LogLines, Presence
 from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
-from ...schemas.subjects import BUCKET_NODES, JobScope
+from ...schemas.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
 from ...schemas.subjects import node as node_subject
 from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
@@ -38,6 +38,7 @@ from .process import STOP_DEADLINE_S, ActorProcess
 
 RECORD_S = 2.0
 _RECORD_PAUSE_S = 0.05
+_BEAT_DEADLINE_S = 2.0
 _DRAIN_S = STOP_DEADLINE_S + 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -78,6 +79,7 @@ class Node:
         self._draining = False
         self._records = Bucket(broker, BUCKET_NODES, NodeStatus)
         self._changed = asyncio.Event()
+        self._beats = Bucket(broker, BUCKET_ACTORS, Presence, deadline_s=_BEAT_DEADLINE_S)
 
     def status(self) -> NodeStatus:
         """What the node is and runs."""
@@ -138,6 +140,10 @@ class Node:
         async def send(lines: LogLines) -> None:
             await publish_log(self._broker, scope, lines)
 
+        async def last_beat() -> Presence | None:
+            entry = await self._beats.get(f"{scope.key}.{wanted.name}")
+            return None if entry is None else entry.value
+
         actor = ActorProcess(
             wanted,
             start=self._start_child,
@@ -146,6 +152,7 @@ class Node:
             gpus=self._gpus.numbers(wanted.devices) if self._gpus else None,
             stop_deadline_s=self._stop_deadline_s,
             changed=self._changed.set,
+            last_beat=last_beat,
         )
         self._actors[key] = actor
         self._tasks.create_task(actor.run(), name=f"actor {'.'.join(key)}")
@@ -210,7 +217,7 @@ class Node:
                 self._gpu_use = await asyncio.to_thread(self._gpus.read)  # the driver may be slow
             try:
                 await self._records.put(self.name, self.status())
-            except (BrokerError, DeadlineError) as error:
+            except TinkermqError as error:
                 _log.warning("node_record_failed", error=str(error))
             await asyncio.sleep(_RECORD_PAUSE_S)
             with contextlib.suppress(TimeoutError):
@@ -230,7 +237,7 @@ class Node:
         """Take the record away, so that schedulers need not wait for the silence."""
         try:
             await self._records.delete(self.name)
-        except (BrokerError, DeadlineError) as error:
+        except TinkermqError as error:
             _log.warning("node_record_failed", error=str(error))
 
 

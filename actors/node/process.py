@@ -12,12 +12,14 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import structlog
 
+from ...schemas.errors import TinkermqError
+from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
 from ..runtime import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
@@ -28,6 +30,13 @@ from .output import ActorOutput, LogFile, SendLines
 STOP_DEADLINE_S = 20.0
 _PIPE_DEADLINE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+ReadBeat = Callable[[], Awaitable[Presence | None]]
+
+
+async def no_beat() -> None:
+    """Know of no heartbeat."""
 
 
 class ActorProcess:
@@ -43,8 +52,12 @@ class ActorProcess:
         gpus: Sequence[int] | None = None,
         stop_deadline_s: float = STOP_DEADLINE_S,
         changed: Callable[[], None] = lambda: None,
+        last_beat: ReadBeat = no_beat,
     ) -> None:
-        """`changed` is called whenever `status` tells something new."""
+        """`changed` is called whenever `status` tells something new; `last_beat` reads the last
+        heartbeat of the actor.
+        """
+        self._last_beat = last_beat
         self.wanted = wanted
         self._changed = changed
         self.stopping = False
@@ -59,6 +72,7 @@ class ActorProcess:
         )
         self._state: Literal["running", "restarting", "exited", "failed"] = "restarting"
         self._num_starts = 0
+        self._started = 0.0
         self._exit_code: int | None = None
         self._error = ""
         self._process: Child | None = None
@@ -80,6 +94,7 @@ class ActorProcess:
             exit_code=self._exit_code,
             restarts=max(self._num_starts - 1, 0),
             error=self._error,
+            fruitless=self._backoff.num_fruitless,
             pid=self._process.pid if self._process and self._state == "running" else None,
         )
 
@@ -96,7 +111,7 @@ class ActorProcess:
         try:
             while not self._stop.is_set():
                 self._exit_code = await self._run_once()
-                delay_s = self._judge(self._exit_code)
+                delay_s = self._judge(self._exit_code, await self._progress(self._exit_code))
                 if delay_s is None:
                     break
                 await _wait(self._stop, delay_s)
@@ -110,12 +125,29 @@ class ActorProcess:
             self.ended = True
             self._changed()
 
-    def _judge(self, exit_code: int) -> float | None:
+    async def _progress(self, exit_code: int) -> bool | None:
+        """Whether the process that has ended had finished a piece of work; None: unknown.
+
+        What was ready and then killed from outside may have had nothing to do.
+        """
+        if self.stopping or exit_code in (EXIT_DONE, EXIT_DRAINED):
+            return None
+        try:
+            beat = await self._last_beat()
+        except TinkermqError:
+            return None
+        if beat is None or beat.time < self._started:  # of an earlier process
+            return False
+        if exit_code < 0 and not beat.progress and beat.state != "starting":
+            return None
+        return beat.progress > 0
+
+    def _judge(self, exit_code: int, progress: bool | None) -> float | None:
         """Note how a process ended; return the delay before the next start, None for no more."""
         if exit_code == EXIT_DONE or self.stopping:
             self._state = "exited"
             return None
-        delay_s = self._delay_s(exit_code)
+        delay_s = self._delay_s(exit_code, progress)
         self._state = "failed" if delay_s is None else "restarting"
         self._changed()
         _log.warning(
@@ -127,17 +159,23 @@ class ActorProcess:
         )
         return delay_s
 
-    def _delay_s(self, exit_code: int) -> float | None:
+    def _delay_s(self, exit_code: int, progress: bool | None) -> float | None:
         """Remember the error and count the failure; None when it is final."""
         if exit_code == EXIT_DRAINED:
             return FIRST_DELAY_S
         self._error = self._output.errors.reason(exit_code)
         if exit_code == EXIT_FAILED:
             return None
-        delay_s = self._backoff.after_failure(time.monotonic())
+        delay_s = self._backoff.after_failure(time.monotonic(), progress=progress)
         if delay_s is None:
-            self._error = f"crashed {self._backoff.num_failures} times: {self._error}"
+            self._error = f"crashed {self._crashes()}: {self._error}"
         return delay_s
+
+    def _crashes(self) -> str:
+        """Say how often it failed, and whether it did anything meanwhile."""
+        if self._backoff.is_hasty:
+            return f"{self._backoff.num_failures} times"
+        return f"{self._backoff.num_fruitless} times in a row without finishing any work"
 
     async def _run_once(self) -> int:
         """Run one process from start to end and return its exit code.
@@ -147,6 +185,7 @@ class ActorProcess:
         """
         self._output.errors.forget()
         self._num_starts += 1
+        self._started = time.time()
         reading, writing = os.pipe()
         try:
             process = await self._start_child(self.wanted, self._environment, writing)

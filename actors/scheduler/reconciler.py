@@ -127,7 +127,7 @@ class Reconciler:
                     if self._lease.is_fresh:
                         await self._turn(group)
                 except TinkermqError as error:
-                    _log.warning("turn_failed", error=error.message)
+                    _log.warning("turn_failed", error=error.message, hint=error.hint)
                 took_s = time.monotonic() - started
                 hurry = asyncio.create_task(self._hurry.wait())
                 await asyncio.wait(

@@ -8,7 +8,7 @@ import asyncio
 
 from ...broker.jobs import JobStore
 from ...broker.rpc import Service
-from ...schemas.errors import BrokerError, DeadlineError, FencedError
+from ...schemas.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
 from .board import Board
 from .desk import Desk
@@ -76,5 +76,5 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
 async def _release(context: ActorContext, lease: Lease) -> None:
     try:
         await lease.release()
-    except (BrokerError, DeadlineError) as error:  # it runs out by itself
+    except TinkermqError as error:  # it runs out by itself
         context.log.warning("lease_not_released", error=error.message)

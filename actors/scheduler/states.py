@@ -8,6 +8,7 @@ from ...schemas.node import ActorStatus
 from .roster import main_actor
 
 ACTIVE = HOLDING_STATES
+MOST_CHARACTERS = 500
 
 
 @dataclass(frozen=True)
@@ -136,4 +137,14 @@ def _told(
     if status is None or status.attempt != record.attempt or actor.node is None:
         return actor
     state = "running" if status.state == "restarting" else status.state
-    return actor.model_copy(update={"state": state, "restarts": status.restarts})
+    told = {"state": state, "restarts": status.restarts, "trouble": _trouble(status)}
+    return actor.model_copy(update=told)
+
+
+def _trouble(status: ActorStatus) -> str:
+    """Say of an actor that fails again and again without doing any work how it does."""
+    if not status.fruitless:
+        return ""
+    times = "once" if status.fruitless == 1 else f"{status.fruitless} times"
+    error = status.error.splitlines()[0] if status.error else "for an unknown reason"
+    return f"{status.name} failed {times} with no work done: {error}"[:MOST_CHARACTERS]

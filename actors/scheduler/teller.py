@@ -7,15 +7,17 @@ next scheduler.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Iterable
 
 import structlog
 from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
-from ...broker.streams import settle_job_streams
-from ...schemas.errors import TinkermqError
+from ...broker.streams import settle_job_streams, stream_info
+from ...schemas.errors import NotFoundError, TinkermqError
 from ...schemas.job import JobRecord
 from .records.versions import last_version
 
@@ -55,7 +57,18 @@ class Teller:
                     await settle_job_streams(self._broker, record.scope)
                     version = await last_version(self._broker, record)
                 await self._jobs.told(record, version)
+        except NotFoundError as error:
+            await self._give_up(record, error)
         except _LATER as error:  # next turn
             _log.warning("events_wait", job=record.job, error=str(error))
         finally:
             del self._telling[key]
+
+    async def _give_up(self, record: JobRecord, error: NotFoundError) -> None:
+        """Forget events whose stream somebody has deleted; they would wait for ever."""
+        _log.warning("events_wait", job=record.job, error=error.message, hint=error.hint)
+        with contextlib.suppress(*_LATER):
+            try:
+                await stream_info(self._broker, record.scope.stream_feed)
+            except StreamNotFound:
+                await self._jobs.told(record)

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...broker.parts import Tell
-from ...schemas.errors import BusyError, ConfigError, DeadlineError
+from ...schemas.errors import BusyError, ConfigError, DeadlineError, root_cause
 from ...schemas.images import images_of
 from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ..generator.chat import ChatTokenizer
 from ..generator.engine import Drawn, Engine, Generation, Sampling
-from ..runtime import root_cause
 from .text_stream import TextStream
 
 Request = ChatRequest | CompletionRequest

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from nats.aio.msg import Msg
 
@@ -28,6 +29,7 @@ from ...schemas.job import JobRecord
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
 from ..generator.generator import (
+    check_weights,
     config_of_checkpoint,
     config_of_folder,
     make_chat,
@@ -41,6 +43,7 @@ from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player
 
+P = TypeVar("P")
 _STATS_S = 1.0
 _DRAIN_S = 20.0
 _QUEUED_PER_ROW = 4
@@ -50,6 +53,7 @@ _QUEUED_PER_ROW = 4
 async def run_server(context: JobContext) -> None:
     """Serve until told to stop."""
     await context.serve_control()
+    await asyncio.to_thread(check_weights, context.record, context.config)
     config = config_of_checkpoint(context.record, context.config)
     chat = await asyncio.to_thread(make_chat, config)
     engines = await start_engines(context.record, config)
@@ -174,10 +178,14 @@ class Server:
         return WeightFollower(store, {MAIN: self._engine}, context.config.generator.kv_on_swap)
 
     async def _chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
-        return await self._of(request.adapter).chat(request, tell)
+        return self._finished(await self._of(request.adapter).chat(request, tell))
 
     async def _complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
-        return await self._of(request.adapter).complete(request, tell)
+        return self._finished(await self._of(request.adapter).complete(request, tell))
+
+    def _finished(self, part: P) -> P:
+        self._context.progressed()
+        return part
 
     def _of(self, adapter: str) -> Answers:
         if adapter not in self._answers:
@@ -189,7 +197,7 @@ class Server:
 
     async def _play(self, request: PlayRequest, tell: object) -> PlayPart:
         del tell  # an episode is told whole
-        part = await self._player.play(request)
+        part = self._finished(await self._player.play(request))
         name = served_name(self._context.record, self._engine.version)
         return part.model_copy(update={"model": name})
 

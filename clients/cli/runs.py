@@ -127,6 +127,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
         "total_steps": values.get("training/total_steps", RunProgress(record).total_steps),
         "serves": record.serves,
         "tokens_per_s": _throughput(record, values, actors) if live else None,
+        "trouble": _trouble(record, actors) if live else "",
         "waits_for": learner.waits_for if learner is not None else "",
         "missing": _missing(actors),
         "run_dir": record.run_dir,
@@ -140,6 +141,13 @@ def _missing(actors: Sequence[Presence]) -> str:
         return ""
     since, first = min(waits, key=lambda wait: wait[0])
     return f"{first.actor} waits for {first.waits_for}, for {duration(time.time() - since)}"
+
+
+def _trouble(record: JobRecord, actors: Sequence[Presence]) -> str:
+    """Say which actor fails again and again, unless it has done some work by now."""
+    working = {one.actor for one in actors if one.progress}
+    told = (one.trouble for one in record.actors if one.trouble and one.name not in working)
+    return next(told, "")
 
 
 def _throughput(
@@ -167,9 +175,11 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _why(row: dict[str, Any]) -> str:
-    """Say in a line why a run does not run, or does not go on."""
+    """Say in a line why a run does not run, or does not get on."""
     if row["missing"]:
         return str(row["missing"])
+    if row["trouble"]:
+        return str(row["trouble"])[:_WHY_CHARACTERS]
     first = row["reason"].splitlines()[0] if row["reason"] else ""
     return first[:_WHY_CHARACTERS] if row["state"] in _EXPLAINED else ""
 

@@ -10,9 +10,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED, root_cause
+from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED
 from tinkermq.broker.connection import Broker
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.errors import ConfigError, root_cause
 
 from tests.waiting import PATIENCE_S
 

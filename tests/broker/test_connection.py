@@ -125,7 +125,7 @@ async def test_the_largest_payload_with_headers_is_taken(broker: Broker) -> None
 
 
 async def test_storing_where_no_stream_listens_says_so(broker: Broker) -> None:
-    with pytest.raises(NotFoundError, match="no stream stores nowhere"):
+    with pytest.raises(NotFoundError, match="there is no stream nowhere"):
         await broker.append("nowhere", b"", deadline_s=5, waiting_for="test")
 
 

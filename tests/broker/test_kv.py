@@ -156,11 +156,11 @@ async def test_what_cannot_be_a_key_is_refused(bucket: Bucket[RequestRecord], ke
 
 async def test_a_missing_bucket_is_named(broker: Broker) -> None:
     bucket = Bucket(broker, "no-such-bucket", RequestRecord)
-    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+    with pytest.raises(NotFoundError, match="there is no stream KV_no-such-bucket"):
         await bucket.get("a")
-    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+    with pytest.raises(NotFoundError, match="there is no stream KV_no-such-bucket"):
         await bucket.put("a", _value("x"))
-    with pytest.raises(NotFoundError, match="there is no bucket no-such-bucket"):
+    with pytest.raises(NotFoundError, match="there is no stream KV_no-such-bucket"):
         await bucket.items()
 
 

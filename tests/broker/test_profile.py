@@ -173,6 +173,15 @@ def test_the_first_advice_names_what_holds_the_run_up(
     assert not change or change in first.change
 
 
+def test_generators_are_not_advised_where_all_cores_are_busy() -> None:
+    found = shares(0.6, {"generate": 0.5})
+    assert "add generators" in advise(found, "RUN", cores_busy=0.5)[0].text
+    told = advise(found, "RUN", cores_busy=0.97)[0].text
+    assert "the cores of this machine are 97% busy: more generators here would not help" in told
+    parked = advise(shares(0.6, {"weights": 0.5}), "RUN", cores_busy=1.0)[0].text
+    assert "raise training.max_staleness" in parked
+
+
 def test_what_costs_besides_is_told_behind_it() -> None:
     found = shares(
         0.1,

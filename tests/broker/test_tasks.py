@@ -204,7 +204,7 @@ async def test_the_queue_of_a_removed_job_is_named(broker: Broker, scope: JobSco
     await delete_job_streams(broker, scope)
     with pytest.raises(NotFoundError, match=f"there is no stream {scope.stream_task}"):
         await pulling
-    with pytest.raises(NotFoundError, match="no stream stores"):
+    with pytest.raises(NotFoundError, match="there is no stream tmq-"):
         await queue.publish(make_task(1))
     with pytest.raises(NotFoundError):
         await queue.pending_numbers()

@@ -31,7 +31,7 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
     stack: Stack, model: Path
 ) -> None:
     env = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
-    training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 18}
+    training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 30}
     job = await stack.submit(small_job(model, env=env, training=training))
     await _mirror(stack, job.scope.stream_rollout, BACKUP)
     pid = await job.pid("learner")

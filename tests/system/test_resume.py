@@ -44,6 +44,9 @@ async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
     assert sent.stored_bytes < sent.num_bytes / 8
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
+    await job.resume()  # with nothing left to decide on
+    await job.until("COMPLETED")
+    assert job.record.attempt == 3
 
     await fork.until("COMPLETED")
     assert [record.step for record in await fork.batches()] == list(range(step + 1, step + 5))

@@ -76,6 +76,7 @@ def test_it_goes_on_from_a_checkpoint_with_the_same_choices() -> None:
     rng, curriculum = np.random.default_rng(0), _curriculum()
     stale = _group(3, 0, 0, index=99)
     curriculum.pass_over(stale, "stale")
+    curriculum.keep(stale.task)
     for step in range(40):
         rewards = rng.integers(0, 2, 4).tolist()
         curriculum.learn([_group(int(rng.integers(NUM_ITEMS)), *rewards, index=step)])

@@ -64,3 +64,13 @@ def test_a_job_of_which_nothing_is_heard_is_given_up() -> None:
     assert failures.idle() is None
     now = 249.0
     assert "no task was finished for 60 s" in str(failures.idle())
+
+
+def test_a_run_that_nobody_publishes_for_says_that_groups_are_missing() -> None:
+    now = 0.0
+    failures = Failures(batch_size=1, idle_s=60, clock=lambda: now, external=True)
+    now = 60.0
+    error = failures.idle()
+    assert isinstance(error, DataError)
+    assert "nobody published a task or a group for 60 s" in error.message
+    assert "publish more" in error.hint

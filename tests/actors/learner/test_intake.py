@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.learner.batching import form_batch
+from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.intake import Entry, Intake, batch_digest
 from tinkermq.actors.learner.training_batch import assemble
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.rollouts import RolloutLog, read_entry
 from tinkermq.broker.stored import StoredMessage
+from tinkermq.schemas.errors import StorageError
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Blame
@@ -34,7 +36,7 @@ def _intake(broker: Broker | None = None, scope: JobScope = SCOPE, **options: An
         **options,
     }
     intake = Intake(RolloutLog(broker, scope), **settings)
-    intake.max_version = 3
+    intake.note_version(3)
     return intake
 
 
@@ -170,7 +172,7 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
     future = _good(number=2)
     future.trajectories[0].versions[2] = 9
     async with asyncio.TaskGroup() as tasks:
-        reading = tasks.create_task(intake.run(1))
+        reading = tasks.create_task(intake.run())
         assert await log.append(_good(number=0))
         assert await log.append_payload(1, b"nonsense")
         assert await log.append(future)
@@ -190,6 +192,69 @@ async def test_malformed_entries_harm_nothing_in_a_live_log(
     assert intake.first_undecided() == 4
     intake.forget([4])
     assert intake.first_undecided() == 5
+
+
+def test_what_newer_weights_made_is_trained_while_recorded_steps_are_trained_again() -> None:
+    intake = _intake()
+    intake.note_version(1)  # the step that is trained again
+    intake._take(read_entry(StoredMessage(SCOPE.rollout(0), 7, _good().to_bytes(), {})))
+    assert intake[7].candidate.unusable is None
+
+
+async def _caught_up(intake: Intake) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        reading = tasks.create_task(intake.run())
+        async with asyncio.timeout(PATIENCE_S):
+            await intake.catch_up(2 * PATIENCE_S)
+        reading.cancel()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 3], ids=["all there", "newest gone", "trimmed"])
+async def test_a_log_in_which_all_is_decided_has_been_read(
+    broker: Broker, scope: JobScope, lost: int
+) -> None:
+    log = RolloutLog(broker, scope)
+    for number in range(3):
+        assert await log.append(_good(number=number))
+    if lost == 1:
+        await broker.api(f"STREAM.MSG.DELETE.{scope.stream_rollout}", {"seq": 3})
+    elif lost == 3:
+        await log.trim(4)
+    behind = _intake(broker, scope, from_seq=4)
+    await _caught_up(behind)
+    assert behind.first_undecided() == 4
+    if lost != 3:
+        last = _intake(broker, scope, from_seq=3 - lost)
+        await _caught_up(last)
+        assert last.candidates()
+
+
+async def test_what_was_decided_on_behind_an_undecided_entry_is_not_decided_on_again(
+    broker: Broker, scope: JobScope
+) -> None:
+    log = RolloutLog(broker, scope)
+    for number in range(5):
+        assert await log.append(_good(number=number))
+    intake = _intake(broker, scope)
+    await _caught_up(intake)
+    intake.forget([1, 3, 4])
+    state = LearnerState()
+    intake.write_to(state)
+    assert (state.log_seq, state.decided_seqs) == (2, [(3, 5)])
+    again = _intake(broker, scope, from_seq=state.log_seq, decided=state.decided_seqs)
+    await _caught_up(again)
+    assert [one.seq for one in again.candidates()] == [2, 5]
+    again.forget([5])
+    again.write_to(state)
+    assert (state.log_seq, state.decided_seqs) == (2, [(3, 6)])
+
+
+async def test_a_log_that_ends_before_the_checkpoint_is_named(
+    broker: Broker, scope: JobScope
+) -> None:
+    assert await RolloutLog(broker, scope).append(_good())
+    with pytest.raises(StorageError, match=f"knows of 8: stream {scope.stream_rollout} was"):
+        await _intake(broker, scope, from_seq=9).catch_up(PATIENCE_S)
 
 
 def test_the_digest_tells_groups_and_their_order_apart() -> None:

@@ -150,6 +150,21 @@ async def test_a_reservation_that_is_not_kept_is_closed(broker: Broker, scope: J
     assert (await log.find(kept)).group.error is None
 
 
+async def test_a_clients_task_that_came_to_nothing_is_published_again(
+    broker: Broker, scope: JobScope
+) -> None:
+    ledger = Ledger(LearnerState())
+    issuer = _issuer(broker, scope, ledger, tasks="external")
+    await issuer.publish_for_client(PublishTasksRequest(tasks=[TaskSpec(sample=7, seed=3)]), 0)
+    ledger.note_in_log(0, None)
+    ledger.drop(0, "malformed")
+    assert issuer.waits_for(2).startswith("2 more groups from outside, 0 of them under way (1 that")
+    assert await issuer.issue(0) == 1
+    assert await issuer.issue(0) == 0
+    (again,) = [task for task in await _queued(broker, scope) if task.task == 1]
+    assert (again.sample, again.seed, again.reissue_of, again.tries) == (7, 3, 0, 1)
+
+
 async def test_a_narrower_gate_lets_nothing_through_until_training_has_caught_up(
     broker: Broker, scope: JobScope
 ) -> None:

@@ -9,6 +9,7 @@ checkpoint, the batch records and the checkpoint.
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from tinkermq.actors.learner.admission import min_version, num_admissible
 from tinkermq.actors.learner.batching import Candidate, StalenessPolicy, form_batch
 from tinkermq.actors.learner.checkpoint import LearnerState
-from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.ledger import MAX_TRIES, Ledger
 from tinkermq.schemas.batch import DropReason
 from tinkermq.schemas.task import Task
 
@@ -41,6 +42,7 @@ class Entry:
     task: Task
     oldest: int
     failed: bool = False
+    unreadable: bool = False
 
 
 @dataclass
@@ -54,6 +56,10 @@ class World:
     """Every task that was ever queued."""
     done: set[int] = field(default_factory=set[int])
     """Numbers that have been in the log."""
+    failures: Counter[int] = field(default_factory=Counter[int])
+    """How often each position came back as nothing that can be trained."""
+    unreadable: set[int] = field(default_factory=set[int])
+    """Positions of which a group was unreadable."""
     records: list[Record] = field(default_factory=list[Record])
     checkpoint: str = LearnerState().model_dump_json()
     published_version: int = 0
@@ -83,8 +89,12 @@ class World:
             return
         self.done.add(task.task)
         oldest = task.min_version if self.rng.random() < dawdle else self.published_version
-        failed = self.rng.random() < failing
-        self.log[self.last_seq + 1] = Entry(task, oldest, failed)
+        failed, unreadable = (self.rng.random() < failing for _ in range(2))
+        assert task.index is not None
+        self.failures[task.index] += failed or unreadable
+        if unreadable:
+            self.unreadable.add(task.index)
+        self.log[self.last_seq + 1] = Entry(task, oldest, failed, unreadable)
 
     @property
     def last_seq(self) -> int:
@@ -132,7 +142,7 @@ class Learner:
             entry = self.held[seq] = self.world.log[seq]
             number = entry.task.task
             assert self.ledger.was_issued(number)
-            self.ledger.note_in_log(number, entry.task)
+            self.ledger.note_in_log(number, None if entry.unreadable else entry.task)
         self.read = max(self.read, self.world.last_seq)
 
     def drop(self, dropped: list[tuple[int, DropReason]]) -> None:
@@ -161,6 +171,7 @@ class Learner:
                     task=issue.number,
                     index=issue.index,
                     reissue_of=issue.reissue_of,
+                    tries=issue.tries,
                     seed=0,
                     min_version=oldest,
                     group_size=1,
@@ -184,7 +195,7 @@ class Learner:
                     entry.task.task,
                     min_token_version=entry.oldest,
                     max_token_version=entry.oldest,
-                    unusable="failed" if entry.failed else None,
+                    unusable=_unusable(entry),
                 )
                 for seq, entry in self.held.items()
             ],
@@ -218,6 +229,12 @@ class Learner:
         for seq in [seq for seq in self.world.log if seq < self.state.log_seq]:
             if seq != self.world.last_seq:
                 del self.world.log[seq]
+
+
+def _unusable(entry: Entry) -> Literal["failed", "malformed"] | None:
+    if entry.unreadable:
+        return "malformed"
+    return "failed" if entry.failed else None
 
 
 def run(seed: int, job: Job, *, kills: int, dawdle: float, failing: float) -> World:
@@ -281,8 +298,12 @@ def test_every_data_position_is_trained_once_or_given_up_whatever_is_killed(
         if seq >= state.log_seq and entry.task.task not in ledger
     ]
     accounted = Counter([*decided, *(index for _, index in state.owed), *set(underway)])
-    assert set(accounted) == set(range(state.next_index))
+    # What a crash forgot of an unreadable group is issued again as soon as there is a credit.
+    assert set(accounted) | world.unreadable >= set(range(state.next_index))
     assert max(accounted.values(), default=1) == 1
+    # Nothing is given up before its last try.
+    given_up = set(decided) - set(trained)
+    assert all(world.failures[index] >= MAX_TRIES for index in given_up)
 
 
 @pytest.mark.parametrize("policy", ["drop", "wait"])
@@ -318,6 +339,66 @@ def test_a_stale_task_is_issued_again_once_although_the_crash_forgot_the_drop() 
     ledger.train([1])
     ledger.write_to(state)
     assert state.indices == [(0, 1)]
+
+
+@pytest.mark.parametrize("reason", ["failed", "malformed"])
+def test_a_position_whose_groups_cannot_be_trained_is_issued_three_times(
+    reason: DropReason,
+) -> None:
+    ledger = Ledger(LearnerState())
+    for tries in range(MAX_TRIES):
+        issue = ledger.next_issue()
+        assert (issue.index, issue.tries) == (0, tries)
+        task = _task(issue.number, issue.index, issue.reissue_of)
+        ledger.note_task(task.model_copy(update={"tries": issue.tries}))
+        assert ledger.drop(issue.number, reason) == (tries < MAX_TRIES - 1)
+        state = LearnerState()
+        ledger.write_to(state)
+        ledger = Ledger(state)  # a crash in between changes nothing
+        ledger.find_missing()
+    assert state.indices == [(0, 1)]
+    assert ledger.next_issue().index == 1
+    assert ledger.num_credits == MAX_TRIES
+
+
+def test_what_can_never_be_played_and_what_teaches_nothing_is_not_issued_again() -> None:
+    ledger = Ledger(LearnerState())
+    for _ in range(2):
+        issue = ledger.next_issue()
+        ledger.note_task(_task(issue.number, issue.index))
+    assert not ledger.drop(0, "failed", hopeless=True)
+    assert not ledger.drop(1, "equal_rewards")
+    assert ledger.next_issue().index == 2
+
+
+@pytest.mark.parametrize(("reason", "tries"), [("stale", 0), ("failed", 1), ("malformed", 1)])
+def test_a_clients_task_that_was_dropped_is_issued_again_whatever_is_killed(
+    reason: DropReason, tries: int
+) -> None:
+    ledger = Ledger(LearnerState())
+    task = _task(ledger.reserve()[0], None).model_copy(update={"sample": 7, "issued": 1.0})
+    ledger.note_task(task)
+    ledger.note_in_log(0, None)
+    assert ledger.drop(0, reason)
+    state = LearnerState()
+    ledger.write_to(state)
+    ledger = Ledger(LearnerState.model_validate_json(state.model_dump_json()))
+    assert ledger.num_owed_tasks == 1
+    again, number, slot = ledger.next_owed_task()
+    assert (again.task, again.sample, again.tries, number, slot) == (0, 7, tries, 1, 0)
+    ledger = Ledger(state)
+    ledger.note_task(task.model_copy(update={"task": 1, "reissue_of": 0}))  # it was queued
+    assert ledger.num_owed_tasks == 0
+
+
+def test_a_number_that_an_agent_reserved_is_nobodys_to_issue_again() -> None:
+    ledger = Ledger(LearnerState())
+    number, _ = ledger.reserve()
+    ledger.min_versions[number] = 0
+    ledger.note_in_log(number, _task(number, None).model_copy(update={"issued": 1.0}))
+    assert not ledger.drop(number, "malformed")
+    assert ledger.num_owed_tasks == 0
+    assert ledger.num_credits == 1
 
 
 def test_what_is_owed_is_part_of_a_checkpoint() -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.node.children import programs
-from tinkermq.actors.node.process import ActorProcess
-from tinkermq.schemas.metric import LogLines
+from tinkermq.actors.node.process import ActorProcess, ReadBeat, no_beat
+from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
@@ -38,13 +38,21 @@ class Sink:
         self.lines += lines.lines
 
 
-def process(run_dir: Path, text: str, sink: Sink | None = None, **changes: object) -> ActorProcess:
+def process(
+    run_dir: Path,
+    text: str,
+    sink: Sink | None = None,
+    *,
+    last_beat: ReadBeat = no_beat,
+    **changes: object,
+) -> ActorProcess:
     return ActorProcess(
         wanted(run_dir, **changes),
         start=programs(script(text)),
         nats_url="nats://127.0.0.1:1",
         send=sink or Sink(),
         stop_deadline_s=0.5,
+        last_beat=last_beat,
     )
 
 
@@ -87,6 +95,30 @@ async def test_too_many_crashes_are_final_and_show_the_end_of_the_output(tmp_pat
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert (actor.status.state, actor.status.restarts) == ("failed", 1)
     assert actor.status.error == "crashed 2 times: exit code 1\nlast words"
+
+
+async def test_a_failed_actor_is_asked_what_it_had_done_before_it_is_counted(
+    tmp_path: Path,
+) -> None:
+    asked: list[int] = []
+
+    async def last_beat() -> Presence:
+        asked.append(actor.status.fruitless)
+        when = 0.0 if len(asked) == 3 else time.time()  # that of an earlier process
+        return Presence(
+            actor="learner",
+            role="learner",
+            host="here",
+            pid=1,
+            state="working",
+            progress=5 if len(asked) in (2, 3) else 0,
+            time=when,
+        )
+
+    actor = process(tmp_path, "import sys; sys.exit(1)", last_beat=last_beat, max_restarts=3)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert asked == [0, 1, 0, 1]
+    assert actor.status.fruitless == 2
 
 
 async def test_a_drain_that_nobody_here_asked_for_is_no_failure(tmp_path: Path) -> None:

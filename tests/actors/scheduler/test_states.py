@@ -150,3 +150,7 @@ def test_what_nodes_say_is_entered_in_the_record() -> None:
     statuses = {"generator-0": said("generator-0", "restarting", restarts=3)}
     _, generator = told_placements(record("RUNNING"), statuses, NOBODY)
     assert (generator.state, generator.restarts) == ("running", 3)
+    assert generator.trouble == ""
+    failing = said("learner", "running", restarts=2, fruitless=2, error="deadline: too late\n  x")
+    learner, _ = told_placements(record("RUNNING"), {"learner": failing}, NOBODY)
+    assert learner.trouble == "learner failed 2 times with no work done: deadline: too late"

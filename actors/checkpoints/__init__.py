@@ -1,0 +1,1 @@
+"""Checkpoints as files: what is needed without torch."""

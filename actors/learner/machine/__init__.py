@@ -1,0 +1,1 @@
+"""What a learner knows of the machine that it runs on."""

@@ -1,0 +1,1 @@
+"""How a learner that starts again comes to where the run was."""

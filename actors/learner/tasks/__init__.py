@@ -1,0 +1,1 @@
+"""What becomes of the tasks that a learner has issued."""

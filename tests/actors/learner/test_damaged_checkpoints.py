@@ -1,0 +1,101 @@
+"""A checkpoint with a damaged file is noticed and named, and the one before is taken."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tinkermq.actors.checkpoints.digests import TABLE, check_digests
+from tinkermq.actors.learner.checkpoint import CheckpointStore, LearnerState, load_state
+from tinkermq.actors.learner.start import starting_point
+from tinkermq.actors.model_folder import check_model_folder
+from tinkermq.schemas.errors import StorageError
+
+FILES = (
+    "adapter_model.safetensors",
+    "config.json",
+    "learner/critic.safetensors",
+    "learner/optimizer.pt",
+    "learner/optimizer/__0_0.distcp",
+    "learner/optimizer/__1_0.distcp",
+    "model.safetensors",
+    "policies/second/learner/optimizer.pt",
+    "policies/second/model.safetensors",
+    "tokenizer.json",
+)
+"""What learners of every kind write: adapters, critics, ranks, several policies."""
+
+
+def _write(folder: Path) -> None:
+    for number, name in enumerate(FILES):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([number]) * 1000)
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 4
+    file.write_bytes(data)
+
+
+def _store(run: Path, steps: range) -> CheckpointStore:
+    store = CheckpointStore(run, keep_last=3, keep_every=0)
+    for step in steps:
+        store.save(LearnerState(step=step, batch_seq=step), _write)
+    return store
+
+
+@pytest.mark.parametrize("name", [*FILES, "learner/state.json", TABLE])
+@pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink], ids=["cut", "flipped", "gone"])
+def test_whichever_file_is_damaged_the_checkpoint_before_is_taken_and_the_file_is_named(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    store = _store(tmp_path, range(1, 4))
+    damage(store.path(3) / name)
+    with pytest.raises((StorageError, ValueError)) as raised:
+        load_state(store.path(3))
+    assert name in str(raised.value)
+    start = starting_point(store, "")
+    assert start.folder == store.path(2)
+    assert start.state.step == 2
+    assert [name in error.message for error in start.damaged] == [True]
+    assert store.steps() == [1, 2]
+    assert (tmp_path / "latest").resolve() == store.path(2).resolve()
+    assert (store.folder / "damaged_step_000003").is_dir()
+    assert starting_point(store, "").damaged == []
+    assert store.save(LearnerState(step=3), _write) == store.path(3)  # trained again
+
+
+def test_damaged_ones_are_passed_over_one_after_the_other(tmp_path: Path) -> None:
+    store = _store(tmp_path, range(1, 3))
+    for step in (1, 2):
+        _flip(store.path(step) / "model.safetensors")
+    start = starting_point(store, "")
+    assert (start.folder, start.state.step, len(start.damaged)) == (None, 0, 2)
+    assert len(list(store.folder.glob("damaged_*"))) == 1
+
+
+def test_what_starts_from_a_damaged_checkpoint_is_told_the_file(tmp_path: Path) -> None:
+    store = _store(tmp_path / "run", range(1, 2))
+    whole, served = store.path(1), tmp_path / "fork"
+    shutil.copytree(whole, served, ignore=shutil.ignore_patterns("learner"))
+    check_model_folder(str(served))  # a copy without the learner's state is whole
+    fork = tmp_path / "other"
+    shutil.copytree(whole, fork)
+    _cut(fork / "tokenizer.json")
+    for start in (
+        lambda: starting_point(CheckpointStore(tmp_path, keep_last=1, keep_every=0), str(fork)),
+        lambda: check_model_folder(str(fork)),
+    ):
+        with pytest.raises(StorageError, match=r"other is damaged: tokenizer.json is not as"):
+            start()
+
+
+def test_a_folder_that_was_written_without_digests_is_taken_as_it_is(tmp_path: Path) -> None:
+    _write(tmp_path)
+    check_digests(tmp_path)

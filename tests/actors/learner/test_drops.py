@@ -1,0 +1,96 @@
+"""Dropped groups are told as events that cannot flood the job's stream, with examples."""
+
+from typing import Any, cast
+
+from tinkermq.actors.learner.checkpoint import LearnerState
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.intake import Intake
+from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.reporting import Reporter
+from tinkermq.actors.learner.tasks.drops import TOLD_EVERY_S, Drops
+from tinkermq.broker.rollouts import RolloutLog, read_entry
+from tinkermq.broker.stored import StoredMessage
+from tinkermq.schemas.batch import Dropped, DropReason
+from tinkermq.schemas.subjects import JobScope
+
+SCOPE = JobScope("local", "drops")
+
+
+class World:
+    """A learner's bookkeeping about groups that cannot be read, and the events it tells."""
+
+    def __init__(self, state: LearnerState | None = None, *, external: bool = False) -> None:
+        self.now = 0.0
+        self.told: list[tuple[str, str, dict[str, Any]]] = []
+        self.ledger = Ledger(LearnerState())
+        self.intake = Intake(
+            RolloutLog(cast(Any, None), SCOPE),
+            vocab_size=10,
+            max_tokens=10,
+            group_size=1,
+            greedy_baseline=False,
+            was_issued=lambda _: True,
+        )
+        self.reporter = Reporter(context=cast(Any, None), trackers=[], total_steps=1)
+        self.drops = Drops(
+            self.intake,
+            self.ledger,
+            DataOrder(0, None),
+            self.reporter,
+            state or LearnerState(),
+            self.tell,
+            lambda: self.now,
+            external=external,
+        )
+
+    async def tell(self, kind: str, message: str, **data: Any) -> None:
+        self.told.append((kind, message, data))
+
+    def drop(self, number: int, reason: DropReason = "malformed", *, told: bool = False) -> None:
+        seq = number + 1
+        self.intake._take(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
+        self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], told=told)
+
+
+async def test_the_first_is_told_at_once_and_many_in_one_event() -> None:
+    world = World()
+    world.drop(0)
+    await world.drops.tell()
+    [(kind, message, data)] = world.told
+    assert kind == "groups_dropped"
+    assert message.startswith("1 group was dropped (1 malformed); the tasks of 0 are issued again")
+    assert "task 0: " in message
+    assert data == {"dropped": {"malformed": 1}, "issued_again": 0}
+    for number in range(1, 1000):
+        world.drop(number)
+        await world.drops.tell()
+    assert len(world.told) == 1
+    world.now = TOLD_EVERY_S
+    await world.drops.tell()
+    assert world.told[1][2]["dropped"] == {"malformed": 999}
+    assert len(world.told[1][1].splitlines()) == 4  # with three examples
+    world.now = 10 * TOLD_EVERY_S
+    await world.drops.tell(now=True)
+    assert len(world.told) == 2
+    assert world.reporter.num_dropped == {"malformed": 1000}
+
+
+async def test_what_is_asked_for_or_was_told_before_is_not_told() -> None:
+    world = World(external=True)
+    world.drop(0, "equal_rewards")
+    world.drop(1, "duplicate")
+    world.drop(2, told=True)
+    await world.drops.tell(now=True)
+    assert world.told == []
+    world.drop(3)
+    await world.drops.tell()
+    assert world.told[0][1].endswith("publish 1 more, or the run waits for them")
+
+
+def test_what_no_batch_record_names_yet_outlives_a_crash() -> None:
+    world, state = World(), LearnerState()
+    world.drop(4)
+    world.drops.write_to(state)
+    again = World(LearnerState.model_validate_json(state.model_dump_json()))
+    assert again.drops.take_unrecorded() == [Dropped(seq=5, task=4, reason="malformed")]
+    assert again.drops.take_unrecorded() == []

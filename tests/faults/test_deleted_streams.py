@@ -1,0 +1,138 @@
+"""Streams and buckets that somebody deletes are told by name, with what brings them back."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.connection import connect
+from tinkermq.broker.rpc import call
+from tinkermq.broker.streams import create_shared, delete_stream
+from tinkermq.schemas.errors import NotFoundError, StateError
+from tinkermq.schemas.job import JobReply, SubmitRequest
+from tinkermq.schemas.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    BUCKET_LEASES,
+    BUCKET_NODES,
+    BUCKET_REQUESTS,
+    BUCKET_SECRETS,
+    rpc,
+)
+
+from tests.configs import small_job
+from tests.jobs import Job
+from tests.stack import Stack
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
+
+SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+
+
+async def _started(stack: Stack, model: Path) -> Job:
+    job = await stack.submit(
+        small_job(
+            model,
+            env=SLOW,
+            generator={"segment_tokens": 3},
+            training={"num_steps": 30, "save_freq": 2},
+        )
+    )
+    await job.until_step(4)
+    return job
+
+
+def _named(job: Job, kind: str) -> str:
+    return kind.format(f"tmq-{job.scope.user}-{job.scope.job}")
+
+
+@pytest.mark.parametrize(
+    "kind", ["{}-task", "{}-feed", "{}-segment", "KV_{}-weights", "OBJ_{}-weights"]
+)
+async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_resumed(
+    stack: Stack, model: Path, kind: str
+) -> None:
+    job = await _started(stack, model)
+    name = _named(job, kind)
+    await delete_stream(stack.broker, name)
+    record = await job.until("FAILED")
+    assert f"there is no stream {name}" in record.reason
+    assert "`tinkermq resume RUN` makes it again" in record.reason
+    await job.resume()
+    await job.until("COMPLETED")
+
+
+@pytest.mark.parametrize("kind", ["{}-rollout", "{}-batch"])
+async def test_a_run_without_its_log_names_it_and_does_not_begin_another(
+    stack: Stack, model: Path, kind: str
+) -> None:
+    job = await _started(stack, model)
+    name = _named(job, kind)
+    await delete_stream(stack.broker, name)
+    record = await job.until("FAILED")
+    assert f"there is no stream {name}" in record.reason
+    assert "`tinkermq fork RUN@STEP`" in record.reason
+    await job.resume()
+    record = await job.until("FAILED")
+    assert f"stream {name} was deleted and made again" in record.reason
+
+
+@pytest.mark.parametrize("kind", ["{}-trace", "{}-log", "{}-dead"])
+async def test_a_run_needs_no_stream_that_only_tells_of_it(
+    stack: Stack, model: Path, kind: str
+) -> None:
+    job = await _started(stack, model)
+    await delete_stream(stack.broker, _named(job, kind))
+    await job.until("COMPLETED")
+
+
+async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        job = await _started(stack, model)
+        for bucket in (BUCKET_ACTORS, BUCKET_NODES, BUCKET_REQUESTS, BUCKET_SECRETS):
+            await delete_stream(stack.broker, f"KV_{bucket}")
+        await stack.restart("scheduler")
+        step = (await job.metrics())[-1].step
+        await job.until_step(step + 3)
+        await delete_stream(stack.broker, f"KV_{BUCKET_LEASES}")
+        await stack.restart("scheduler")
+        await delete_stream(stack.broker, f"KV_{BUCKET_EVALS}")
+        record = await job.until("FAILED")
+        assert f"there is no stream KV_{BUCKET_EVALS}" in record.reason
+        assert "start the scheduler again" in record.reason
+        await stack.restart("scheduler")
+        await job.resume()
+        await job.until("COMPLETED")
+
+
+async def test_a_pool_without_the_records_of_its_jobs_stops_nothing_and_says_what_is_gone(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        await _started(stack, model)
+        await delete_stream(stack.broker, f"KV_{BUCKET_JOBS}")
+        request = SubmitRequest(request_id="another", config=small_job(model))
+        with pytest.raises(NotFoundError, match=f"there is no stream KV_{BUCKET_JOBS}") as raised:
+            await call(
+                stack.broker,
+                rpc(stack.broker.user, "scheduler", "submit"),
+                request,
+                JobReply,
+                timeout_s=60,
+                waiting_for="the scheduler",
+            )
+        assert "tinkermq restore" in raised.value.hint
+        stack.kill("scheduler")
+        with pytest.raises(StateError, match="held the records of all jobs, and 1 jobs"):
+            async with await connect(stack.server.url, name="scheduler") as broker:
+                await create_shared(broker)
+        stack.start("scheduler")
+        log = stack.folder / "scheduler.log"
+
+        async def told() -> bool:
+            return "held the records of all jobs" in await asyncio.to_thread(log.read_text)
+
+        await eventually(told, "the scheduler to say what is gone")
