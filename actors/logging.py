@@ -1,11 +1,29 @@
 """Structured logs of an actor: JSON lines in services, coloured lines on a terminal."""
 
+import contextlib
 import logging
 import os
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+
+class _Patient:
+    """A stream whose file may be on a full disk: what cannot be written waits in its buffer."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        """Write, or keep for later."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        """Bring to the file what there is room for."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def configure_logging(**bound: Any) -> structlog.stdlib.BoundLogger:
@@ -31,7 +49,7 @@ def configure_logging(**bound: Any) -> structlog.stdlib.BoundLogger:
     structlog.configure(
         processors=[*processors, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Patient(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")

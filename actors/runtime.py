@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 import structlog
 import uvloop
 
-from ..broker.connection import Broker, connect
+from ..broker.connection import Broker
 from ..broker.feed import publish_event
 from ..broker.kv import Bucket
 from ..broker.login import take_login
+from ..broker.outages.first_connection import first_connection, give_up_at
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import RequestContext, Service
 from ..broker.streams import create_shared, wait_for_shared
@@ -49,7 +50,6 @@ EXIT_DRAINED = 3
 SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
 """Services without the right to make the buckets that all jobs share: they wait for them."""
-_CONNECT_DEADLINE_S = 30.0
 _SHARED_DEADLINE_S = 60.0
 _NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
 
@@ -123,6 +123,8 @@ class ActorContext:
         """Return the heartbeat as of now."""
         missing = [wait for wait in self._waits if wait[1] is not None]
         waits_for, since = (missing or self._waits or [("", None)])[0 if missing else -1]
+        if (trouble := self.broker.availability.trouble) is not None:
+            waits_for, since = trouble
         state = "draining" if self.stopping.is_set() else self.presence.state
         return self.presence.model_copy(
             update={
@@ -344,11 +346,15 @@ def _run(
         loop = asyncio.get_running_loop()
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
-        login, name = take_login(), bound["actor"]
-        broker = await connect(nats, name=name, login=login, deadline_s=_CONNECT_DEADLINE_S)
+        job, login, name = "job" in bound, take_login(), bound["actor"]
+        broker = await first_connection(nats, name, stopping, login=login, for_ever=job)
+        if broker is None:
+            return EXIT_DRAINED
+        hurrying = asyncio.create_task(give_up_at(stopping, broker), name="end of patience")
         try:
             return await body(broker, stopping)
         finally:
+            hurrying.cancel()
             await broker.close()
 
     return run_process(log, main)

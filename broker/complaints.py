@@ -1,7 +1,7 @@
 """What nats-py tells only to a callback, turned into errors; and what it should have refused.
 
 A server that refuses a user who was let in before is asked again more slowly, for its auth service
-may be starting; after half a minute the connection is closed for good.
+may be starting; after half a minute the connection is closed for good, unless it is an actor's.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ from nats.aio.client import Client
 from ..schemas.errors import BrokerError
 from . import faults
 from .listening import Callbacks
+from .outages.availability import Availability
 from .replies import Replies
 
 RECONNECT_WAIT_S = 0.05
@@ -71,7 +72,15 @@ class CarefulClient(Client):
 class Complaints:
     """Takes the errors of one connection."""
 
-    def __init__(self, url: str, user: str, client: Client, replies: Callable[[], Replies]) -> None:
+    def __init__(
+        self,
+        url: str,
+        user: str,
+        client: Client,
+        replies: Callable[[], Replies],
+        availability: Availability,
+    ) -> None:
+        self._availability = availability
         self.callbacks = Callbacks[Callable[[BrokerError], None]]()
         self.last: Exception | None = None
         """The last error since the connection was up."""
@@ -119,7 +128,9 @@ class Complaints:
             self._refused_since = now
             self._client.options["reconnect_time_wait"] = REFUSED_WAIT_S
             self.report("connection_refused", refusal)
-        elif now - self._refused_since > REFUSED_FOR_S and not self._client.is_closed:
+        elif self._availability.outlasts_refusal or self._client.is_closed:
+            return
+        elif now - self._refused_since > REFUSED_FOR_S:
             self._closing = asyncio.create_task(self._client.close(), name="close refused")
 
     def report(self, event: str, error: BrokerError) -> None:

@@ -3,7 +3,8 @@
 nats-py carries the bytes; this module adds what a long-lived actor needs. The first connect is
 bounded and says why it failed. Later losses of the connection heal by themselves within some ten
 milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
-that idempotent ones (`retry`) are sent again as soon as the server is back. Errors that NATS tells
+that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
+away if the connection is patient (`outages/availability.py`). Errors that NATS tells
 only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
 subject raises. Payloads are measured before they are sent, because the server closes the
 connection of who sends too much.
@@ -12,7 +13,6 @@ connection of who sends too much.
 import asyncio
 import contextlib
 import json
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -31,14 +31,15 @@ from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
 from .listening import Callbacks, Listening
 from .login import Login, find_login, tls_options
+from .outages.availability import Availability
+from .outages.persistence import RETRY_PAUSE_S, persist
 from .replies import Replies, checked
 
-__all__ = ["Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
+__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 T = TypeVar("T")
 
 REQUEST_TIMEOUT_S = 5.0
-RETRY_PAUSE_S = 0.05
 RECONNECT_GRACE_S = 2.0
 PENDING_BYTES = 64 * 2**20
 _HEADER_ROOM = 1024
@@ -64,13 +65,14 @@ class Broker:
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, on purpose or not."""
         self._closing = False
-        self._connected = asyncio.Event()
-        self._reconnected_at = float("-inf")
+        self.availability = Availability()
         self._replies = Replies("")
         self._was_open = False
         self._on_reconnect = Callbacks[Callable[[], None]]()
         self._on_disconnect = Callbacks[Callable[[], None]]()
-        self._complaints = Complaints(url, login.user, self.nc, lambda: self._replies)
+        self._complaints = Complaints(
+            url, login.user, self.nc, lambda: self._replies, self.availability
+        )
 
     @property
     def max_payload_bytes(self) -> int:
@@ -90,7 +92,16 @@ class Broker:
     @property
     def settled(self) -> bool:
         """Whether those who listened before the last reconnect have had time to come back."""
-        return time.monotonic() - self._reconnected_at > RECONNECT_GRACE_S
+        return self.availability.up_for(RECONNECT_GRACE_S)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether waits for the broker last as long as it takes."""
+        return self.availability.is_patient
+
+    def clock(self) -> float:
+        """Return the time by which deadlines count: it stands still while a patient one is away."""
+        return self.availability.clock()
 
     def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` after each reconnect; returns a function that takes it off again."""
@@ -125,16 +136,14 @@ class Broker:
             raise faults.closed(self.url, self._complaints.last or self.nc.last_error)
 
     async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
-        """Wait until the connection is up; `deadline` is a loop time.
+        """Wait until the connection is up; `deadline` is one of `clock`.
 
         Raises DeadlineError, which names `waiting_for`, and BrokerError once it is closed.
         """
-        if not self._connected.is_set():  # usually it is, and this is called for each request
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._connected.wait()
-            except TimeoutError:
-                raise self._late(waiting_for) from None
+        try:
+            await self.availability.wait(deadline, self.closed)
+        except TimeoutError:
+            raise self.late(waiting_for) from None
         self.check_open()
 
     def check_size(self, size: int, *, what: str) -> None:
@@ -230,27 +239,11 @@ class Broker:
     ) -> T:
         """Do something idempotent again and again until the broker answers.
 
-        Raises DeadlineError, which names `waiting_for`, when it has not by then, and NoResponders
-        when nobody listens, although whoever reconnects or is elected has had the time to.
+        Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
+        connection is patient), and NoResponders when nobody listens, although whoever reconnects
+        or is elected has had the time to.
         """
-        loop = asyncio.get_running_loop()
-        deadline, missed = loop.time() + deadline_s, float("inf")
-        while True:
-            await self.wait_connected(deadline, waiting_for=waiting_for)
-            try:
-                return await attempt()
-            except NoResponders:
-                missed = min(missed, loop.time())
-                absent_s = faults.absence_s(is_guest=self.is_guest, is_clustered=self.is_clustered)
-                if self.settled and loop.time() >= min(missed + absent_s, deadline):
-                    raise
-            except APIError as error:
-                if not faults.is_unsettled(error) or loop.time() + RETRY_PAUSE_S >= deadline:
-                    raise
-            except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
-                if loop.time() + RETRY_PAUSE_S >= deadline:
-                    raise self._late(waiting_for) from error
-            await asyncio.sleep(RETRY_PAUSE_S)
+        return await persist(self, attempt, deadline_s, waiting_for)
 
     async def append(
         self,
@@ -275,7 +268,8 @@ class Broker:
         except NoResponders as error:
             raise faults.not_stored(subject) from error
 
-    def _late(self, waiting_for: str) -> DeadlineError:
+    def late(self, waiting_for: str) -> DeadlineError:
+        """Return the error of a wait that ran out; raises BrokerError once it is closed."""
         self.check_open()
         return faults.late(self.url, waiting_for)
 
@@ -324,27 +318,26 @@ class Broker:
         self._replies = Replies(inbox)
         await self.listen(f"{inbox}.*", self._replies.take)
         self._was_open = True
-        self._connected.set()
+        self.availability.came()
 
     async def _disconnected(self) -> None:
-        if self._connected.is_set() and not self._closing:
+        if self.availability.is_connected and not self._closing:
             _log.warning("broker_disconnected", url=shown_url(self.url))
-        self._connected.clear()
+        self.availability.went()
         self._replies.fail(lambda subject: faults.broken(self.url, subject))
         for callback in self._on_disconnect:
             callback()
 
     async def _reconnected(self) -> None:
         _log.info("broker_reconnected", url=shown_url(self.url))
-        self._reconnected_at = time.monotonic()
         self._complaints.forget()
-        self._connected.set()
+        self.availability.came()
         for callback in self._on_reconnect:
             callback()
 
     async def _closed(self) -> None:
         self.closed.set()
-        self._connected.set()  # wakes those who wait; they find it closed
+        self.availability.wake()  # those who wait find it closed
         if not self._closing and self._was_open:
             error = self.nc.last_error or self._complaints.last
             self._complaints.report("broker_connection_closed", faults.closed(self.url, error))

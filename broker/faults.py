@@ -20,6 +20,8 @@ TRANSIENT = (
 """Errors of nats-py after which the same request may succeed."""
 _UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
 """What a cluster answers while it has no leader, or too few servers for a new stream."""
+_PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
+"""What a cluster without a quorum answers, and a server whose storage is all in use."""
 _STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
 NO_STREAM = "Tmq-No-Stream"
@@ -93,6 +95,11 @@ def check_url(url: str) -> None:
 def is_unsettled(error: APIError) -> bool:
     """Whether a cluster refuses only until it has elected a leader, or a server is back."""
     return error.err_code in _UNSETTLED
+
+
+def is_passing(error: APIError) -> bool:
+    """Whether the broker stores nothing now, and will once servers or room are back."""
+    return error.err_code in _PASSING
 
 
 def denied_subject(error: Exception) -> tuple[str, str] | None:

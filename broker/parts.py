@@ -186,9 +186,7 @@ async def ask_parts(
     listening = await broker.listen(inbox, arrived.put_nowait)
     ended = False
     try:
-        await broker.wait_connected(
-            asyncio.get_running_loop().time() + silence_s, waiting_for=waiting_for
-        )
+        await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)
         payload = request.to_bytes()
         broker.check_size(len(payload), what=f"a request on {subject}")
         await broker.send(subject, payload, reply=inbox)

@@ -20,6 +20,7 @@ from ..schemas.rollout import Group
 from ..schemas.subjects import JobScope, number_of
 from ..schemas.trace import TRACEPARENT
 from .connection import Broker, NoResponders
+from .outages.availability import Unanswered
 from .reader import StreamReader
 from .stored import StoredMessage, get_last, get_newest, get_seq, missing
 from .streams import numbers_of, stream_info, stream_subjects
@@ -31,6 +32,10 @@ _API_DEADLINE_S = 60.0
 _FULL_PAUSE_S = 0.2
 _WRONG_SEQUENCE = (10071, 10164)
 _STORE_FAILED = 10077
+_FULL_HINT = (
+    "raise limits.rollout_bytes, or see why the learner does not trim the log "
+    "(it does so behind each checkpoint: training.save_freq, keep_rollouts)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,9 @@ class RolloutLog:
     ) -> bool:
         """Append a group; return False if the log has one for this task already.
 
-        Waits while the log is full or the server is away. Raises MessageError for a group that is
-        larger than the server takes, BrokerError when the log stays full, DeadlineError,
-        NotFoundError when the job is gone.
+        Waits while the log is full or the server is away, on a patient connection for as long as
+        that is. Raises MessageError for a group that is larger than the server takes, BrokerError
+        when the log stays full, DeadlineError, NotFoundError when the job is gone.
         """
         return await self.append_payload(
             group.task.task, group.to_bytes(), traceparent=traceparent, deadline_s=deadline_s
@@ -86,24 +91,27 @@ class RolloutLog:
         headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
         if traceparent:
             headers[TRACEPARENT] = traceparent
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
-        while True:
-            try:
-                await self._broker.append(
-                    self._scope.rollout(number),
-                    payload,
-                    headers=headers,
-                    deadline_s=deadline - loop.time(),
-                    waiting_for=f"the group of task {number} to be appended",
-                )
-                return True
-            except APIError as error:
-                if _is_there(error):
-                    return False
-                if error.err_code != _STORE_FAILED or loop.time() > deadline - _FULL_PAUSE_S:
-                    raise self._refused(number, error, deadline_s) from error
-            await asyncio.sleep(_FULL_PAUSE_S)
+        broker, what = self._broker, f"the group of task {number} to be appended"
+        deadline = broker.clock() + deadline_s
+        with Unanswered(broker.availability, what) as unanswered:
+            while True:
+                try:
+                    await broker.append(
+                        self._scope.rollout(number),
+                        payload,
+                        headers=headers,
+                        deadline_s=deadline - broker.clock(),
+                        waiting_for=what,
+                    )
+                    return True
+                except APIError as error:
+                    if _is_there(error):
+                        return False
+                    late = not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S
+                    if error.err_code != _STORE_FAILED or late:
+                        raise self._refused(number, error, deadline_s) from error
+                    unanswered.note(f"the rollout log is full ({_FULL_HINT})")
+                await asyncio.sleep(_FULL_PAUSE_S)
 
     async def contains(self, number: int) -> bool:
         """Whether the log has a group of this task."""
@@ -202,8 +210,7 @@ class RolloutLog:
             return BrokerError(
                 f"the group of task {number} waited {deadline_s:g} s for room in the rollout log "
                 f"of job {self._scope.job}: {error.description}",
-                hint="raise limits.rollout_bytes, or see why the learner does not trim the log "
-                "(it does so behind each checkpoint: training.save_freq, keep_rollouts)",
+                hint=_FULL_HINT,
             )
         return BrokerError(
             f"the group of task {number} of job {self._scope.job} was refused: {error.description}",

@@ -266,7 +266,7 @@ async def call(
     """
     payload = request.to_bytes()
     headers = {TRACEPARENT: traceparent} if traceparent else None
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    deadline = broker.clock() + timeout_s
     try:
         reply = await _send(broker, subject, payload, headers, deadline, waiting_for, idempotent)
     except TimeoutError:
@@ -293,11 +293,10 @@ async def _send(
     waiting_for: str,
     idempotent: bool,
 ) -> Msg:
-    loop = asyncio.get_running_loop()
     while True:
         await broker.wait_connected(deadline, waiting_for=waiting_for)
         try:
-            timeout_s = deadline - loop.time()
+            timeout_s = deadline - broker.clock()
             return await broker.request(subject, payload, headers=headers, timeout_s=timeout_s)
         except ConnectionLost:
             if not idempotent:
@@ -305,7 +304,7 @@ async def _send(
         except NoResponders:
             if broker.settled:
                 raise  # otherwise the service may be reconnecting, too
-        if loop.time() + RETRY_PAUSE_S > deadline:
+        if broker.clock() + RETRY_PAUSE_S > deadline:
             raise TimeoutError
         await asyncio.sleep(RETRY_PAUSE_S)
 

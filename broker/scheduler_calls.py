@@ -146,6 +146,10 @@ class SchedulerCalls:
         """Return the user's records that cannot be read; of the whole pool for admins."""
         return await self._ask("damaged", Empty(), DamagedRecords)
 
+    async def trouble(self) -> str:
+        """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
+        return (await self._ask("nodes", Empty(), NodeList)).trouble
+
     async def quota(self) -> Quota:
         """Return what the user's jobs may hold at once."""
         return await self._ask("quota", Empty(), Quota)

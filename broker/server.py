@@ -11,11 +11,14 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -24,7 +27,8 @@ from .login import without_secrets
 from .process import die_with
 
 MAX_PAYLOAD_BYTES = 8 * 2**20
-_MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
+ROOM_BYTES = 2 * MAX_PAYLOAD_BYTES
+MAX_STORE_BYTES = 2**50  # streams reserve their bounds; what the disk holds ends them before
 _MEMORY_LIMIT = "128MiB"
 """From here on the server collects its garbage eagerly; it takes more where it holds more."""
 _EVERY_ADDRESS = frozenset({"0.0.0.0", "::"})  # noqa: S104  compared with, not listened on
@@ -51,6 +55,7 @@ class NatsServer:
         jetstream: bool = True,
         die_with_parent: bool = True,
         max_payload_bytes: int = MAX_PAYLOAD_BYTES,
+        max_store_bytes: int = MAX_STORE_BYTES,
         tls: tuple[Path, Path] | None = None,
         extra_config: str = "",
     ) -> None:
@@ -65,6 +70,7 @@ class NatsServer:
         self._jetstream = jetstream
         self._die_with_parent = die_with_parent
         self._max_payload_bytes = max_payload_bytes
+        self._max_store_bytes = max_store_bytes
         self._tls = tls
         self._extra_config = extra_config
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,6 +141,27 @@ class NatsServer:
         self.stop()
         self.start()
 
+    def trouble(self) -> str:
+        """Ask the server whether it stores: what it says of a stream that it cannot write.
+
+        A stream that met a full disk takes nothing any more, with room or without, until the
+        server is started again. Blocks for a moment.
+        """
+        try:
+            with urllib.request.urlopen(f"{self.monitor_url}/healthz", timeout=1):  # noqa: S310
+                return ""
+        except urllib.error.HTTPError as error:
+            with contextlib.suppress(OSError, ValueError):
+                told = json.loads(error.read())
+                return f"nats-server does not store: {told.get('error', told)}"
+        except OSError:
+            pass  # it is being started, or busy: the next look tells
+        return ""
+
+    def has_room(self) -> bool:
+        """Whether there is room on the disk of the store for some messages of any size."""
+        return shutil.disk_usage(self.store_dir).free >= ROOM_BYTES
+
     def __enter__(self) -> "NatsServer":
         self.start()
         return self
@@ -161,7 +188,9 @@ class NatsServer:
         ]
         if self._jetstream:
             store = json.dumps(str(self.store_dir / "jetstream"))
-            lines.append(f"jetstream {{ store_dir: {store}, max_file_store: {_MAX_STORE_BYTES} }}")
+            lines.append(
+                f"jetstream {{ store_dir: {store}, max_file_store: {self._max_store_bytes} }}"
+            )
         if self._tls is not None:
             certificate, key = (json.dumps(str(path)) for path in self._tls)
             lines.append(f"tls {{ cert_file: {certificate}, key_file: {key} }}")

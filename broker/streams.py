@@ -183,14 +183,13 @@ async def _refuse_without_records(broker: Broker) -> None:
 
 async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
     """Wait until the scheduler has made the shared buckets; raises DeadlineError."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + deadline_s
+    deadline = broker.clock() + deadline_s
     key = f"$KV.{BUCKET_ACTORS}.pool.scheduler"
     while True:
         try:
             await broker.request(f"{broker.direct_get(f'KV_{BUCKET_ACTORS}')}.{key}")
         except (NoResponders, ConnectionLost, TimeoutError) as error:
-            if loop.time() > deadline:
+            if broker.clock() > deadline:
                 raise DeadlineError(
                     f"the buckets of the pool were not made within {deadline_s:g} s",
                     hint="start a scheduler: `tinkermq up`",

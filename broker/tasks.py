@@ -21,6 +21,7 @@ from ..schemas.subjects import TASK_CONSUMER, JobScope
 from ..schemas.task import Task
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .outages.availability import Unanswered
 from .pull import NS, ConsumerGone, PullInbox
 from .stored import missing
 from .streams import (
@@ -59,6 +60,14 @@ class Lease:
     def traceparent(self) -> str:
         """W3C trace context that came with the task; empty for none."""
         return (self._message.headers or {}).get(TRACEPARENT, "")
+
+    def replace(self, newer: "Lease") -> None:
+        """Go on with a later delivery of the same task to the same holder.
+
+        The lease ran out, as while the broker was away, and whoever is at work on the task got it
+        again.
+        """
+        self.num_delivered, self._message = newer.num_delivered, newer._message
 
     async def keep(self) -> None:
         """Renew the lease; call it every third of `ack_wait_s`."""
@@ -113,31 +122,34 @@ class TaskQueue:
     ) -> bool:
         """Queue a task; return False if its number is queued or held already.
 
-        Waits while the queue is full. Raises DeadlineError, BrokerError when it stays full,
-        NotFoundError when the job is gone.
+        Waits while the queue is full, on a patient connection for as long as it is. Raises
+        DeadlineError, BrokerError when it stays full, NotFoundError when the job is gone.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + deadline_s
+        broker, what = self._broker, f"task {task.task} to be queued"
+        deadline = broker.clock() + deadline_s
         payload = task.to_bytes()
         headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
         if traceparent:
             headers[TRACEPARENT] = traceparent
-        while True:
-            try:
-                await self._broker.append(
-                    self._scope.task(task.task),
-                    payload,
-                    headers=headers,
-                    deadline_s=deadline - loop.time(),
-                    waiting_for=f"task {task.task} to be queued",
-                )
-                return True
-            except APIError as error:
-                if _is_there(error):
-                    return False
-                if error.err_code != _STORE_FAILED or loop.time() > deadline - _FULL_PAUSE_S:
-                    raise self._refused(task, error) from error
-            await asyncio.sleep(_FULL_PAUSE_S)
+        with Unanswered(broker.availability, what) as unanswered:
+            while True:
+                try:
+                    await broker.append(
+                        self._scope.task(task.task),
+                        payload,
+                        headers=headers,
+                        deadline_s=deadline - broker.clock(),
+                        waiting_for=what,
+                    )
+                    return True
+                except APIError as error:
+                    if _is_there(error):
+                        return False
+                    late = not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S
+                    if error.err_code != _STORE_FAILED or late:
+                        raise self._refused(task, error) from error
+                    unanswered.note(self._refused(task, error).hint)
+                await asyncio.sleep(_FULL_PAUSE_S)
 
     async def pull(self, num: int, timeout_s: float) -> list[Lease]:
         """Return up to `num` tasks as soon as there is one; none after `timeout_s`.
@@ -180,7 +192,7 @@ class TaskQueue:
     async def _pull(self, num: int, timeout_s: float) -> list[Msg]:
         """Take what is there at once; if nothing is, wait for the first and look again."""
         await self._broker.wait_connected(
-            asyncio.get_running_loop().time() + _API_DEADLINE_S,
+            self._broker.clock() + _API_DEADLINE_S,
             waiting_for=f"tasks of job {self._scope.job}",
         )
         await self._inbox.open()

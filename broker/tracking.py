@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from threading import Lock
+from typing import Any, Protocol
 
 from ..schemas.errors import ConfigError, StorageError
 from ..schemas.metric import Metric
+from .disk.lines import append_lines
 
 BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "trackio")
 _ON_CONSOLE = (
@@ -107,7 +109,9 @@ class JsonlTracker:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._file = _open_for_append(folder, "metrics.jsonl")
+        self._file = folder / "metrics.jsonl"
+        self._lock = Lock()
+        _check_writable(self._file)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write `config.json`."""
@@ -115,15 +119,14 @@ class JsonlTracker:
         (self._folder / "config.json").write_text(text + "\n", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line; NaN and infinity become null."""
+        """Append one line; NaN and infinity become null. Raises OSError."""
         numbers = {name: _json_number(value) for name, value in metrics.items()}
         line = json.dumps({"step": step, "time": time.time(), **numbers}, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        with self._lock:
+            append_lines(self._file, [line])
 
     def finish(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Nothing is held back."""
 
 
 class TensorboardTracker:
@@ -231,13 +234,12 @@ def _package(name: str, *, extra: str) -> Any:
         ) from error
 
 
-def _open_for_append(folder: Path, name: str) -> TextIO:
+def _check_writable(file: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / name).open("a", encoding="utf-8")
+        append_lines(file, [])
     except OSError as error:
         raise StorageError(
-            f"cannot write {folder / name}: {error.strerror}",
+            f"cannot write {file}: {error.strerror}",
             hint="choose another output_dir, or free the disk",
         ) from error
 

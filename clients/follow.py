@@ -1,6 +1,7 @@
 """Follow a run from its first step to its end: metrics, events and the job's states."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
@@ -28,10 +29,15 @@ async def follow_run(
     """Yield metrics and events of a run in order, and its record whenever it has changed.
 
     `with_crew` also yields its actors every two seconds, while it runs. The last update is the
-    record in its final state. Survives restarts of broker and scheduler. Leave it through
-    `contextlib.aclosing`. Raises NotFoundError when the job is removed.
+    record in its final state. A broker that is away is waited for, and told of by the events
+    `broker_away` and `broker_back`. Leave it through `contextlib.aclosing`. Raises NotFoundError
+    when the job is removed.
     """
+    broker = pool.broker
+    was_patient = broker.is_patient
+    broker.availability.set_patient(True)
     follower = _Follower(pool, record, from_start)
+    removals = (broker.on_disconnect(follower.tell_away), broker.on_reconnect(follower.tell_back))
     parts: list[Coroutine[Any, Any, None]] = [follower.pump(), follower.watch()]
     if with_crew:
         parts.append(follower.ask_crew())
@@ -45,9 +51,12 @@ async def follow_run(
             if isinstance(update, JobRecord) and update.state in FINAL_STATES:
                 return
     finally:
+        for remove in removals:
+            remove()
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        broker.availability.set_patient(was_patient)
 
 
 class _Follower:
@@ -59,6 +68,24 @@ class _Follower:
         self._record = record
         self._from_start = from_start
         self._heard = time.monotonic()
+        self._is_away = False
+
+    def tell_away(self) -> None:
+        """Tell that the broker is away, once for each time."""
+        if self._is_away:
+            return
+        self._is_away = True
+        self._tell("broker_away", "it is waited for; what runs in the pool waits, too")
+
+    def tell_back(self) -> None:
+        """Tell that the broker is back."""
+        self._is_away = False
+        self._tell("broker_back", "the run is followed on")
+
+    def _tell(self, kind: str, message: str) -> None:
+        event = Event(kind=kind, source="client", message=message, time=time.time())
+        with contextlib.suppress(asyncio.QueueFull):  # whoever reads is far behind anyway
+            self.updates.put_nowait(event)
 
     async def guard(self, part: Coroutine[Any, Any, None]) -> None:
         """Run one reader; what it raises goes to whoever reads the queue."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..broker.connection import ConnectionLost
+from ..broker.disk.room import with_room
 from ..broker.parts import ask_parts, last_part
 from ..envs.evaluation import is_success, kind_of, summarize
 from ..envs.remote import Environments
@@ -264,7 +265,7 @@ class _Inference:
         async def work() -> None:
             for task, sample in left:
                 result = await self._episode(chosen, task, sample, session)
-                file.add(result)
+                await _kept(file, result)
                 if result.error is not None:
                     failed.append(result)
                 if on_result is not None:
@@ -343,3 +344,12 @@ class _Inference:
 
 def _unnamed(_: str) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext()
+
+
+async def _kept(file: ResultFile, result: EpisodeResult) -> None:
+    """Write a result as soon as there is room for it."""
+
+    async def add() -> None:
+        file.add(result)
+
+    await with_room(add, f"the result of task {result.task}", lambda _: contextlib.nullcontext())

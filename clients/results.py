@@ -13,9 +13,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
 
+import structlog
+
+from ..broker.disk.lines import append_lines
+from ..broker.disk.room import is_full
 from ..envs.evaluation import Scored
 from ..schemas.codec import pack
 from ..schemas.errors import ConfigError, StorageError
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 Key = tuple[int, int]
 """Task and number of the sample."""
@@ -86,15 +92,13 @@ class ResultFile:
         self._digest = hashlib.sha256(pack(dict(settings))).hexdigest()[:12]
         self.done: dict[Key, EpisodeResult] = {}
         """Episodes that need not be played again."""
-        self._file: Any = None
-        if self._path is not None:
+        if self._path is not None and self._path.exists():
             self._read(self._path)
 
     def __enter__(self) -> Self:
         if self._path is not None:
             try:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self._path.open("a", encoding="utf-8")
+                append_lines(self._path, [])
             except OSError as error:
                 raise _unwritable(self._path, error) from error
         return self
@@ -105,31 +109,30 @@ class ResultFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if self._file is not None:
-            self._file.close()
+        """Nothing is held back."""
 
     def add(self, result: EpisodeResult) -> None:
         """Append one result; it is on disk when this returns."""
         if result.error is None:
             self.done[result.key] = result
-        if self._file is None or self._path is None:
+        if self._path is None:
             return
         line = json.dumps({**_plain(result.to_dict()), "settings": self._digest})
         try:
-            self._file.write(line + "\n")
-            self._file.flush()
+            append_lines(self._path, [line])
         except OSError as error:
             raise _unwritable(self._path, error) from error
 
     def _read(self, path: Path) -> None:
-        if not path.exists():
-            return
         raw = path.read_bytes()
         whole = raw.rfind(b"\n") + 1
         if whole < len(raw):  # a line that was cut off
             with path.open("r+b") as file:
                 file.truncate(whole)
         for number, line in enumerate(raw[:whole].splitlines(), 1):
+            if line.startswith(b"{") and not line.endswith(b"}"):  # as a death left it
+                _log.warning("line_cut", file=str(path), line=number)
+                continue
             self._take(line, f"line {number} of {path}")
 
     def _take(self, line: bytes, where: str) -> None:
@@ -153,7 +156,10 @@ class ResultFile:
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"{path} cannot be written: {error.strerror}", hint="choose another path")
+    said = f"{path} cannot be written: {error.strerror}"
+    refusal = StorageError(said, hint="choose another path, or make room there")
+    refusal.is_full = is_full(error)
+    return refusal
 
 
 def _plain(value: Any) -> Any:

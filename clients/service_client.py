@@ -5,12 +5,14 @@ it to its end; a client that dies and comes back finds the run going on, and `fi
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
+from ..broker.disk.room import in_thread, with_room
 from ..broker.tracking import ConsoleTracker, Tracker, make_trackers
 from ..schemas.errors import ConfigError
 from ..schemas.job import FINAL_STATES, JobRecord
@@ -283,6 +285,11 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
 
+def _untold(_: str) -> AbstractContextManager[None]:
+    """Name no wait: the log says it."""
+    return contextlib.nullcontext()
+
+
 async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -> dict[str, float]:
     """Log every metric until the run ends; return those of the last training step.
 
@@ -293,7 +300,8 @@ async def _log_run(pool: Pool, record: JobRecord, trackers: Sequence[Tracker]) -
         async for update in updates:
             if isinstance(update, Metric):
                 for tracker in trackers:
-                    await asyncio.to_thread(tracker.log, update.values, update.step)
+                    log = in_thread(tracker.log, update.values, update.step)
+                    await with_room(log, f"metrics of step {update.step}", _untold)
                 last = dict(update.values) if REWARD in update.values or not last else last
             elif isinstance(update, JobRecord) and update.state in FINAL_STATES - {"COMPLETED"}:
                 raise failure(update)

@@ -127,15 +127,18 @@ class EnvironmentHost:
 
         Raises GameError or DataError at once when the game or its data cannot be used.
         """
+        self._broker.availability.set_patient(True)
         self._data = await asyncio.to_thread(HostData, self._config, self._seed)
         try:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
+                forget = self._broker.on_reconnect(self._renew)
                 try:
                     self._game, self._tools, self._roles = await self._runner.start()
                     async with self._rewards or contextlib.nullcontext():
                         await self._serve(stopping)
                 finally:
+                    forget()
                     keeper.cancel()
                     await self._runner.stop()
         finally:
@@ -182,10 +185,15 @@ class EnvironmentHost:
         while True:
             self._runner.reap()
             now = time.monotonic()
-            if now >= next_check:
+            if now >= next_check and self._broker.is_connected:
                 self._expire(now)
                 next_check = now + min(1.0, self._config.lease_s / _LEASE_CHECKS)
             await asyncio.sleep(_KEEP_S)
+
+    def _renew(self) -> None:
+        """Begin all leases anew: while the broker was away nobody could have stepped."""
+        for held in self._held.values():
+            held.touch()
 
     def _expire(self, now: float) -> None:
         lease_s = self._config.lease_s

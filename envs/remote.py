@@ -10,7 +10,6 @@ next such question.
 import asyncio
 import contextlib
 import math
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -187,11 +186,11 @@ class Environments:
         return patience_s
 
     async def _step(self, host: str, asked: Action, patience_s: float) -> StepResult:
-        deadline = time.monotonic() + patience_s
+        deadline = self._broker.clock() + patience_s
         try:
             answer = await self._steps.ask(host, asked)
             while answer is None:
-                _check(deadline, host, "step")
+                self._check(deadline, host, "step")
                 (answer,) = await self._ask_steps(host, [asked], _HOLD_S)
                 if isinstance(answer, TinkermqError):
                     raise answer
@@ -207,7 +206,7 @@ class Environments:
 
     async def _opened(self, answer: Started | str, episode: str, start: Start) -> Started:
         """Ask a host after an episode until it is ready."""
-        deadline = time.monotonic() + self._config.reset_timeout_s + _MARGIN_S
+        deadline = self._broker.clock() + self._config.reset_timeout_s + _MARGIN_S
         while isinstance(answer, str):
             answer = await self._ask_after_reset(answer, episode, start, deadline)
         return answer
@@ -255,7 +254,7 @@ class Environments:
         self, host: str, episode: str, start: Start, deadline: float
     ) -> Started | str:
         """Ask the host that holds an episode whether it is ready; returns the host if not."""
-        _check(deadline, host, "reset")
+        self._check(deadline, host, "reset")
         request = start.request([episode], _HOLD_S)
         try:
             reply = await self._call(self._scope.env(host, "reset"), request, ResetReply, host)
@@ -304,6 +303,11 @@ class Environments:
             idempotent=True,
             traceparent=traceparent,
         )
+
+    def _check(self, deadline: float, host: str, what: str) -> None:
+        if self._broker.clock() > deadline:
+            late = DeadlineError(f"it did not finish a {what} in time", hint="see the host's log")
+            raise _gone(host, late)
 
     async def _close(self, host: str, episode: str) -> None:
         await self._broker.publish(
@@ -364,12 +368,6 @@ def _results(reply: StepReply) -> list[StepResult | TinkermqError | None]:
     for failed in reply.failed:
         results[failed.index] = failed.error.to_error()
     return results
-
-
-def _check(deadline: float, host: str, what: str) -> None:
-    if time.monotonic() > deadline:
-        late = DeadlineError(f"it did not finish a {what} in time", hint="see the host's log")
-        raise _gone(host, late)
 
 
 def _gone(host: str, error: TinkermqError) -> HostGone:

@@ -143,6 +143,8 @@ class StorageError(TinkermqError):
     """A file could not be written or read: a full disk, a missing right."""
 
     code = "storage"
+    is_full: bool = False
+    """Whether it is room that is missing: the same may succeed later."""
 
 
 def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:

@@ -86,7 +86,7 @@ class Presence(Message):
     """Name of the wait it is in, and of whom it waits for."""
     missing_since: float | None = None
     """Since when that is not there at all, and only somebody outside can bring it: the host of a
-    game that a client hosts. In seconds since the epoch."""
+    game that a client hosts, room on a disk. In seconds since the epoch."""
     version: int | None = None
     """Policy version it works with."""
     progress: int = Field(default=0, ge=0)

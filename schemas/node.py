@@ -136,6 +136,8 @@ class NodeList(Message):
 
     nodes: list[NodeStatus]
     """Their last answers, by name."""
+    trouble: str = ""
+    """What keeps the pool from going on, as the scheduler sees it; empty while all is well."""
 
 
 class RemoveRun(Message):

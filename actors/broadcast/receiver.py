@@ -5,7 +5,6 @@ servers. It stays in its group until the learner names another.
 """
 
 import asyncio
-import time
 import uuid
 from functools import partial
 from typing import cast
@@ -86,9 +85,9 @@ class Receiver:
 
     async def _place(self, manifest: Manifest) -> Round:
         """Ask for a place until the learner has one: it may be away, or not so far again."""
-        deadline = time.monotonic() + self._patience_s
+        deadline = self._broker.clock() + self._patience_s
         waits_for = "the learner"
-        while time.monotonic() < deadline:
+        while self._broker.clock() < deadline:
             try:
                 place = await self._ask(manifest)
             except (NotFoundError, DeadlineError) as error:  # it was not the learner who said so

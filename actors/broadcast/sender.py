@@ -146,7 +146,7 @@ class Sender:
 
     async def open(self, service: Service) -> None:
         """Answer receivers from now on; `serve` sends to them. Raises DeadlineError."""
-        deadline = asyncio.get_running_loop().time() + _CONNECTED_S
+        deadline = self._broker.clock() + _CONNECTED_S
         await self._broker.wait_connected(deadline, waiting_for="the broker")
         self._address = await asyncio.to_thread(own_address, *_server_of(self._broker))
         self._store = await asyncio.to_thread(open_store, self._address)

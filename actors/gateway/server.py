@@ -186,6 +186,8 @@ async def _announced(options: Options, sessions: Sessions, login: Login) -> Asyn
             yield
         return
     async with await connect(options.nats, name=options.name, login=login) as broker:
+        broker.availability.set_patient(True)
+        broker.availability.outlasts_refusal = True
         if sessions.with_keys:
             await wait_for_shared(broker, options.patience_s)
         else:

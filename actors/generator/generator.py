@@ -189,6 +189,9 @@ class Generator:
                 continue
             leases = await context.unless_stopping(self._queue.pull(free, _PULL_TIMEOUT_S))
             for lease in leases or []:
+                if (held := self._held.get(lease.task.task)) is not None:
+                    held.replace(lease)
+                    continue
                 self._held[lease.task.task] = lease
                 groups.create_task(self._handle(lease), name=f"task {lease.task.task}")
 

@@ -327,7 +327,9 @@ def _storage_error(final: Path, error: Exception) -> StorageError | None:
     if not is_full and not isinstance(error, OSError | RuntimeError | SafetensorError):
         return None
     reason = "the disk is full" if is_full else str(error)
-    return StorageError(
+    failure = StorageError(
         f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
         hint="free some space; earlier checkpoints are whole and training goes on",
     )
+    failure.is_full = is_full
+    return failure

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from ...broker.connection import Broker
 from ...broker.feed import publish_metric
@@ -24,7 +24,7 @@ class Evaluations:
         self,
         broker: Broker,
         scope: JobScope,
-        tell: Callable[[int, dict[str, float]], None],
+        tell: Callable[[int, dict[str, float]], Awaitable[None]],
         config: JobConfig,
     ) -> None:
         """`tell` is given the step and values of every result; without validation tasks the job
@@ -108,7 +108,7 @@ class Evaluations:
         if record.values:
             metric = Metric(step=record.step, values=record.values, time=time.time())
             await publish_metric(self._broker, self._scope, metric)
-            await asyncio.to_thread(self._tell, record.step, record.values)
+            await self._tell(record.step, record.values)
         reported = record.model_copy(
             update={"state": "reported" if record.state == "done" else "given_up"}
         )

@@ -121,6 +121,7 @@ class Learner:
         self._failures = Failures(
             config.training.batch_size,
             config.limits.idle_s,
+            broker.clock,
             external=config.training.tasks == "external",
         )
         self._left_alone: float | None = None
@@ -211,7 +212,7 @@ class Learner:
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
-            if decision.dropped:
+            if decision.dropped or await self._saver.catches_up(self._save, self._failures.heard):
                 continue
             if (error := self._failures.idle()) is not None:
                 await self._save()

@@ -3,11 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Set
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ...broker.disk.room import with_room
 from ...broker.weights import TensorBytes
 from ..job_weights import make_sender, open_weights
 from ..lora import has_adapter
@@ -29,6 +31,7 @@ class Publisher:
         """`models` by policy; `take` copies what changes of them."""
         config = context.config
         self._service = context.service
+        self._waiting = context.missing
         self._sender = make_sender(context)
         self._store = open_weights(context, self._sender)
         self._take = take
@@ -74,7 +77,8 @@ class Publisher:
 
     async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
         started = time.perf_counter()
-        await self._store.publish(version, tensors, kind=self._kind)
+        publish = partial(self._store.publish, version, tensors, kind=self._kind)
+        await with_room(publish, f"the weights of version {version}", self._waiting)
         self.send_s = time.perf_counter() - started
         await self._store.keep(self._pinned | keep, newest=_KEEP_NEWEST)
 

@@ -1,14 +1,15 @@
 """Telling what a step did: to the feed, to the trackers, and in one line what holds it up."""
 
 import asyncio
-import json
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...broker.advice import advise, bound_key
+from ...broker.disk.lines import read_objects
+from ...broker.disk.room import in_thread, with_room
 from ...broker.feed import publish_metric, publish_trace
 from ...broker.kv import Entry
 from ...broker.presence import list_presences
@@ -97,9 +98,18 @@ class Reporter:
         await publish_trace(self.context.broker, self.context.scope, trace)
         metric = Metric(step=step, values=numbers, time=time.time())
         await publish_metric(self.context.broker, self.context.scope, metric)
-        for tracker in self.trackers:
-            await asyncio.to_thread(tracker.log, numbers, step)
+        await self._log(step, numbers)
         await self._tell_bottleneck()
+
+    async def _log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand numbers to the trackers, each once; a full disk is waited for."""
+
+        async def say(word: str) -> None:
+            await self.context.event("disk_full", word, step=step)
+
+        for tracker in self.trackers:
+            log = in_thread(tracker.log, values, step)
+            await with_room(log, f"metrics of step {step}", self.context.missing, first_word=say)
 
     async def watch_actors(self) -> None:
         """Read the heartbeats of generators and environment hosts, for ever."""
@@ -121,10 +131,9 @@ class Reporter:
             if entry.value.role == "environment":
                 self.tracer.take_host(entry.value)
 
-    def log_evaluation(self, step: int, values: dict[str, float]) -> None:
+    async def log_evaluation(self, step: int, values: dict[str, float]) -> None:
         """Hand an evaluation's result to the trackers."""
-        for tracker in self.trackers:
-            tracker.log(values, step)
+        await self._log(step, values)
 
     def write_to(self, state: LearnerState) -> None:
         """Put the counters into the state of a checkpoint."""
@@ -174,12 +183,5 @@ def last_reported_step(run_dir: Path) -> int:
     file = run_dir / "metrics.jsonl"
     if not file.is_file():
         return 0
-    steps = [0]
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # the crash cut the last line short
-        if "training/global_step" in record:
-            steps.append(int(record["step"]))
-    return max(steps)
+    told = (one for one in read_objects(file) if "training/global_step" in one)
+    return max((int(one["step"]) for one in told), default=0)

@@ -1,7 +1,9 @@
 """When the learner writes a checkpoint, and what it does with the log behind one."""
 
 import asyncio
+import contextlib
 import functools
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,9 +15,10 @@ from .intake import Intake
 from .policies import Policies
 
 _FINAL_TRIES = 12
-_FINAL_PAUSE_S = 5.0
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
+_PAUSE_S = 5.0
+_LOOK_S = 1.0
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
@@ -52,6 +55,8 @@ class Saver:
         self._in_torch = in_torch
         self._due_bytes = context.config.limits.rollout_bytes // 4
         self._most_bytes = context.config.limits.rollout_bytes * 3 // 4
+        self._failed: StorageError | None = None
+        self._next_try = 0.0
 
     @property
     def is_due(self) -> bool:
@@ -62,12 +67,38 @@ class Saver:
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
 
+    @property
+    def lacks_room(self) -> bool:
+        """Whether the last checkpoint is missing because its disk is full."""
+        return self._failed is not None and self._failed.is_full
+
+    async def catches_up(
+        self, save: Callable[[], Awaitable[str | None]], heard: Callable[[], None]
+    ) -> bool:
+        """Try now and then to write the checkpoint for which there was no room; False if none was.
+
+        Without one the log is not trimmed, and the groups of the next step may be waiting for room
+        in it: `heard` is told that the job is not idle. Returns after a moment, so that whoever
+        calls looks at what has come meanwhile.
+        """
+        if not self.lacks_room:
+            return False
+        heard()
+        if time.monotonic() >= self._next_try:
+            await save()
+        with self._context.missing("room on the disk for a checkpoint"):
+            self._intake.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                coming = self._context.unless_stopping(self._intake.changed.wait())
+                await asyncio.wait_for(coming, _LOOK_S)
+        return True
+
     async def save(self, *, keep_bytes: int = 0) -> str | None:
         """Write a checkpoint and trim the log behind it; return its folder.
 
         Of what was trained so many bytes stay in the log; nobody trains them again, since the
         checkpoint says from where on the log counts.
-        A full disk does not end the run: the failure is an event, and None is returned.
+        A full disk does not end the run: the first failure is an event, and None is returned.
         """
         context, state = self._context, self._state
         for part in self._parts:
@@ -80,8 +111,12 @@ class Saver:
         try:
             folder = await self._in_torch(write)
         except StorageError as error:
-            await context.event("checkpoint_failed", str(error), step=state.step)
+            first, self._failed = self._failed is None, error
+            self._next_try = time.monotonic() + _PAUSE_S
+            if first:
+                await context.event("checkpoint_failed", str(error), step=state.step)
             return None
+        self._failed = None
         await context.event("checkpoint_saved", str(folder), step=state.step)
         self._intake.bytes_held = 0
         if not context.config.training.keep_rollouts:
@@ -111,18 +146,19 @@ class Saver:
         return 1 if before is None else before.log_seq
 
     async def save_at_the_end(self) -> str:
-        """Write the last checkpoint, waiting for room on the disk for a while; return its folder.
+        """Write the last checkpoint, waiting for room on the disk; return its folder.
 
-        Raises StorageError when there is none.
+        Raises StorageError when something else than room is missing for a minute.
         """
         kept = min(_LAST_ROLLOUTS_BYTES, self._context.config.limits.rollout_bytes // 4)
-        for left in reversed(range(_FINAL_TRIES)):
+        left = _FINAL_TRIES
+        while left:
             folder = await self.save(keep_bytes=kept)
             if folder is not None:
                 return folder
-            if left:
-                with self._context.waiting("room on the disk for the last checkpoint"):
-                    await asyncio.sleep(_FINAL_PAUSE_S)
+            left -= not self.lacks_room
+            with self._context.missing("room on the disk for the last checkpoint"):
+                await asyncio.sleep(_PAUSE_S)
         raise StorageError(
             f"the last checkpoint of step {self._state.step} could not be written",
             hint=f"free space under {self._checkpoints.folder}, then `tinkermq resume` the run",

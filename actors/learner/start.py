@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...broker.disk.room import in_thread, with_room
 from ...broker.rollouts import RolloutLog
 from ...broker.tracking import Tracker, make_trackers
 from ...envs.chat_data import ChatData
@@ -78,8 +79,10 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     state.total_steps = steps
     reporter.waste = state.waste.model_copy()
     reporter.num_dropped = Counter(state.dropped_by_reason)
+    shown = config.model_dump(mode="json")
     for tracker in reporter.trackers:
-        tracker.log_config(config.model_dump(mode="json"))
+        log = in_thread(tracker.log_config, shown)
+        await with_room(log, "the run's config.json", context.missing)
     return Learner(
         context,
         policies,

@@ -46,6 +46,10 @@ class Child(Protocol):
         ...
 
 
+class NotStarted(OSError):
+    """An actor could not be started now for a reason that is not its own: it is tried again."""
+
+
 StartChild = Callable[[WantedActor, Mapping[str, str], int], Awaitable[Child]]
 """`await start(wanted, environment, output)`: start an actor whose output goes to a descriptor.
 

@@ -17,12 +17,12 @@ from ...schemas.node import WantedActor
 from ...schemas.secret import OpenedSecrets, OpenRequest
 from ...schemas.subjects import rpc
 from ...schemas.user import JobKeyRequest, NewKey
-from .children import Child, StartChild
+from .children import Child, NotStarted, StartChild
 
 R = TypeVar("R", bound=Message)
 
 _TIMEOUT_S = 5.0
-_KEY_PATIENCE_S = 60.0
+_KEY_PATIENCE_S = 15.0
 _PAUSE_S = 0.5
 
 
@@ -73,7 +73,11 @@ async def _ask(
     service: str,
     patience_s: float = 0.0,
 ) -> R:
-    """Ask until `service` answers; raises OSError, upon which the actor is started again later."""
+    """Ask until `service` answers.
+
+    Raises NotStarted while it does not, which is no failure of the actor, and OSError when it
+    refuses.
+    """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience_s
     while True:
@@ -88,6 +92,8 @@ async def _ask(
                 idempotent=True,
             )
         except TinkermqError as error:
-            if isinstance(error, AuthError) or loop.time() >= deadline:
+            if isinstance(error, AuthError):
                 raise OSError(f"{service} gave nothing: {error.message}") from error
+            if loop.time() >= deadline:
+                raise NotStarted(f"{service} gave nothing: {error.message}") from error
         await asyncio.sleep(_PAUSE_S)

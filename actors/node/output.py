@@ -11,10 +11,12 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import structlog
 
+from ...broker.disk.lines import append_lines
 from ...schemas.codec import read_json
 from ...schemas.errors import TinkermqError
 from ...schemas.metric import LogLines
@@ -112,16 +114,13 @@ class LogFile:
     def __init__(self, path: Path, max_bytes: int = MAX_FILE_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
+        self._lock = Lock()
 
     def append(self, lines: list[str]) -> None:
-        """Write lines; an OSError (full disk, no right) is the caller's."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        data = "".join(f"{line}\n" for line in lines).encode()
-        with self._path.open("ab") as file:
-            file.write(data)
-            size = file.tell()
-        if size >= self._max_bytes:
-            self._path.replace(self._path.with_name(f"{self._path.name}.1"))
+        """Write lines, all or none; an OSError (full disk, no right) is the caller's."""
+        with self._lock:
+            if append_lines(self._path, lines) >= self._max_bytes:
+                self._path.replace(self._path.with_name(f"{self._path.name}.1"))
 
 
 class ActorOutput:
@@ -203,3 +202,4 @@ class ActorOutput:
             if not self._broken:
                 _log.warning("log_file_broken", child=self._actor, error=str(error))
             self._broken = True
+            self._unwritten = [*lines, *self._unwritten][-MAX_WAITING_LINES:]  # once there is room

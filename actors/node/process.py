@@ -21,9 +21,9 @@ import structlog
 from ...schemas.errors import TinkermqError
 from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
-from ..runtime import EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
+from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
-from .children import Child, StartChild
+from .children import Child, NotStarted, StartChild
 from .command import actor_environment
 from .output import ActorOutput, LogFile, SendLines
 
@@ -192,7 +192,7 @@ class ActorProcess:
         except OSError as error:
             os.close(reading)
             self._output.take([f"cannot start {self.wanted.name}: {error}"])
-            return 1
+            return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
         finally:
             os.close(writing)
         self._process = process

@@ -136,7 +136,8 @@ class Desk:
         nodes = self._pool.nodes()
         if not self._board.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
-        return NodeList(nodes=nodes)
+        trouble = self._broker.availability.trouble
+        return NodeList(nodes=nodes, trouble=trouble.text if trouble else "")
 
     async def quota(self, _: Empty, context: RequestContext) -> Quota:
         """Return what the user's jobs may hold."""

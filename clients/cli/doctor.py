@@ -1,11 +1,13 @@
 """`tinkermq doctor`: what works here and what does not, for oneself and for bug reports."""
 
 import asyncio
+import contextlib
 import os
 import platform
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
@@ -19,6 +21,7 @@ from ...broker.server import binary_path
 from ...envs.sandbox.bubblewrap import Bubblewrap
 from ...envs.sandbox.settings import SandboxSettings
 from ...schemas.errors import NotFoundError, SandboxError, TinkermqError
+from ...schemas.metric import Presence
 from ..home import Home, find_url
 from ..quiet import quiet_logs
 from .options import COMMON, Common
@@ -27,6 +30,7 @@ from .output import literal, print_json, say
 FAILED = 1
 _SLOW_S = 0.05
 _CLOCK_S = 5.0
+_ASK_S = 2.0
 _MIN_FREE_BYTES = 2 * 2**30
 _MAX_RECORDS = 10
 
@@ -151,9 +155,30 @@ async def _look(url: str) -> list[Finding]:
                 "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
             )
         )
+        findings.append(await _trouble(broker, heard))
         if any(one.role == "scheduler" for one in heard):
             findings.append(await _records(broker))
         return findings
+
+
+async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
+    """Tell what keeps the pool and the user's runs from going on: full disks, missing games."""
+    with contextlib.suppress(NotFoundError):
+        own = [entry.value for entry in await list_presences(broker, broker.user)]
+        heard = [*heard, *own]
+    missing = [one for one in heard if one.missing_since is not None]
+    told = {one.waits_for: f"{one.actor} waits for {one.waits_for}" for one in missing}
+    with contextlib.suppress(TinkermqError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):  # it answers when it can store no heartbeat, too
+            trouble = await SchedulerCalls(broker).trouble()
+            told |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
+    if not told:
+        return Finding("going on", True, "nobody waits for what only a person can bring")
+    hint = (
+        "bring what is missing; where the disk of nats-server was full, make room and restart it "
+        "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
+    )
+    return Finding("going on", False, "; ".join(told.values()), hint)
 
 
 async def _records(broker: Broker) -> Finding:

@@ -82,6 +82,7 @@ async def _lines(
         return
     if not left and not follow_on:
         return
+    pool.broker.availability.set_patient(follow_on)
     async with aclosing(follow(pool.broker, scope, ("log",))) as messages:
         async for message in messages:
             left -= 1

@@ -65,7 +65,7 @@ def ps(
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
         records = [one for one in records if (one.archived is not None) == archived]
-        told = asyncio.create_task(_quota(pool, records)) if not common.json else None
+        told = asyncio.create_task(_told(pool, records)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if told is None else await told
 
@@ -93,6 +93,21 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
         columns = [*columns, "why"]
         cells = [[*line, _why(row)] for row, line in zip(rows, cells, strict=True)]
     print_table(columns, cells)
+
+
+async def _told(pool: Pool, records: Sequence[JobRecord]) -> str:
+    """Say what keeps the pool from going on, and what of the user's quota is held."""
+    return "\n".join(one for one in (await trouble_of(pool), await _quota(pool, records)) if one)
+
+
+async def trouble_of(pool: Pool) -> str:
+    """Say what keeps the pool from going on, as its scheduler sees it."""
+    try:
+        async with asyncio.timeout(_QUOTA_S):
+            trouble = await pool.trouble()
+    except (BrokerError, TimeoutError):
+        return ""  # no scheduler answers: the quota's line says so
+    return f"the broker is in trouble: {trouble}" if trouble else ""
 
 
 async def _quota(pool: Pool, records: Sequence[JobRecord]) -> str:

@@ -29,6 +29,11 @@ from ..home import URL_VARIABLE, Home, StackState
 from .child import Child
 
 POLL_S = 0.2
+HEALTH_S = 2.0
+TROUBLED_LOOKS = 2
+"""A broker that does not store is started again, once there is room, not before the third look."""
+HEALTHY_LOOKS = 10
+"""After a restart so many looks more are waited for: it may be reading a large store."""
 READY_DEADLINE_S = 30.0
 NODE_STOP_S = 30.0
 SCHEDULER_STOP_S = 10.0
@@ -89,6 +94,8 @@ class Supervisor:
         self.secrets = PoolSecrets(self.home.secrets)
         self.started = time.time()
         self.gateway: str | None = None
+        self._next_look = 0.0
+        self._num_troubled = 0
 
     def run(self, ready: Callable[[StackState], None]) -> None:
         """Hold the stack up until a signal; `ready` is called once it is up.
@@ -188,16 +195,44 @@ class Supervisor:
 
     def _watch(self, url: str) -> None:
         while not self.stopping:
-            revived = [child.name for child in self.children if child.revive()]
-            if self.server is not None and not self.server.running:
-                self.server.start()
-                self.server_restarts += 1
-                revived.append("broker")
-            for name in revived:
-                _log(f"{name} had died and was started again")
-            if revived:
+            changed = False
+            for child in self.children:
+                if child.revive():
+                    _log(f"{child.name} had died and was started again")
+                    changed = True
+            if self.server is not None:
+                changed |= self._keep_server(self.server)
+            if changed:
                 self._write(url)
             time.sleep(POLL_S)
+
+    def _keep_server(self, server: NatsServer) -> bool:
+        """Start a broker again that died, or that a full disk has stopped from storing.
+
+        Returns whether it was started.
+        """
+        if time.monotonic() < self._next_look and server.running:
+            return False
+        self._next_look = time.monotonic() + HEALTH_S
+        try:
+            if not server.running:
+                return self._restart(server, "broker had died and was started again")
+            trouble = server.trouble()
+            if trouble and server.has_room() and self._num_troubled >= TROUBLED_LOOKS:
+                return self._restart(server, "broker has room again and was started to use it")
+        except OSError as error:  # no room even for its configuration
+            trouble = f"nats-server cannot be started: {error}"
+        if trouble and not self._num_troubled:
+            _log(trouble)
+        self._num_troubled = self._num_troubled + 1 if trouble else 0
+        return False
+
+    def _restart(self, server: NatsServer, why: str) -> bool:
+        server.restart()
+        self.server_restarts += 1
+        self._num_troubled = -HEALTHY_LOOKS
+        _log(why)
+        return True
 
     def _take_down(self) -> None:
         self.home.clear()
@@ -210,7 +245,10 @@ class Supervisor:
         self.stopping = True
 
     def _write(self, url: str) -> None:
-        self.home.write(self._state(url))
+        try:
+            self.home.write(self._state(url))
+        except OSError as error:  # its disk is full: what runs matters more
+            _log(f"the state of the stack cannot be written: {error}")
 
     def _state(self, url: str) -> StackState:
         pids = {child.name: child.pid or 0 for child in self.children}
@@ -291,8 +329,9 @@ def _tell(message: dict[str, object]) -> None:
 
 
 def _log(text: str) -> None:
-    sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the log may be on a full disk, too
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        sys.stderr.flush()
 
 
 if __name__ == "__main__":

@@ -227,3 +227,17 @@ async def test_what_arrived_but_was_not_pulled_is_handed_back_at_the_end(
     [lease] = await queue.pull(1, 5)
     assert lease.task.task == 1
     await queue.close()
+
+
+async def test_a_holder_whose_lease_ran_out_goes_on_with_the_next_one(
+    broker: Broker, scope: JobScope
+) -> None:
+    queue = TaskQueue(broker, scope, ack_wait_s=1)
+    await _publish(queue, range(1))
+    [held] = await _pull(queue, 1)
+    [again] = await queue.pull(1, 5)
+    held.replace(again)
+    assert held.num_delivered == 2
+    await held.done()
+    assert await queue.pending_numbers() == set()
+    await queue.close()

@@ -1,0 +1,1 @@
+"""Files of ours on disks that may be full."""

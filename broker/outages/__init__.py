@@ -1,0 +1,1 @@
+"""What a connection does while the broker is away, or stores nothing."""

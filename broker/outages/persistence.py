@@ -1,0 +1,75 @@
+"""Doing something idempotent until the broker answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from nats.js.errors import APIError
+
+from ...schemas.errors import BrokerError
+from .. import faults
+from ..faults import ConnectionLost, NoResponders
+from .availability import Unanswered
+
+if TYPE_CHECKING:
+    from ..connection import Broker
+
+T = TypeVar("T")
+
+RETRY_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+async def persist(
+    broker: "Broker", attempt: Callable[[], Awaitable[T]], deadline_s: float, waiting_for: str
+) -> T:
+    """Attempt it again and again; see `Broker.retry`."""
+    deadline, missed = broker.clock() + deadline_s, float("inf")
+    pause_s = RETRY_PAUSE_S
+    with Unanswered(broker.availability, waiting_for) as unanswered:
+        while True:
+            await broker.wait_connected(deadline, waiting_for=waiting_for)
+            try:
+                return await attempt()
+            except NoResponders:
+                missed = min(missed, broker.clock())
+                if not _is_absent(broker, missed, deadline):
+                    await asyncio.sleep(RETRY_PAUSE_S)
+                    continue
+                if not broker.is_patient or await _has_jetstream(broker):
+                    raise
+                unanswered.note("its JetStream is off")
+            except APIError as error:
+                waits = broker.is_patient and faults.is_passing(error)
+                if not waits and (not faults.is_unsettled(error) or _is_over(broker, deadline)):
+                    raise
+                unanswered.note(f"{error.description}: is the storage of nats-server full?")
+            except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
+                if not broker.is_patient and _is_over(broker, deadline):
+                    raise broker.late(waiting_for) from error
+                unanswered.note("no answer; is the disk of nats-server full?")
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
+
+
+def _is_over(broker: "Broker", deadline: float) -> bool:
+    return broker.clock() + RETRY_PAUSE_S >= deadline
+
+
+def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
+    """Whether whoever reconnects or is elected has had the time to answer."""
+    absent_s = faults.absence_s(is_guest=broker.is_guest, is_clustered=broker.is_clustered)
+    return broker.settled and broker.clock() >= min(missed + absent_s, deadline)
+
+
+async def _has_jetstream(broker: "Broker") -> bool:
+    """Whether the server stores messages at all; a guest cannot know, and takes it for true."""
+    if broker.is_guest:
+        return True
+    try:
+        await broker.api("INFO")
+    except NoResponders:
+        return False
+    except (APIError, BrokerError, TimeoutError):
+        return True
+    return True

@@ -1,0 +1,103 @@
+"""A job whose disk is full waits, says so, and goes on when there is room; nothing is lost."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.disk.lines import append_lines
+
+from tests.configs import REPOSITORY, small_job
+from tests.disks import fill, small_disk
+from tests.jobs import Job
+from tests.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.stack import Stack
+from tests.waiting import eventually
+
+pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
+
+SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
+
+
+def tinkermq(stack: Stack, *words: str) -> str:
+    """Return what a command prints, whether all is well or not."""
+    command = [sys.executable, "-c", "from tinkermq.clients.cli import main; main()", *words]
+    done = subprocess.run(
+        [*command, "--nats-url", stack.server.url],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.stdout + done.stderr
+
+
+async def trouble_of(job: Job) -> str:
+    actors = (await job.actors()).values()
+    return next((one.waits_for for one in actors if one.missing_since is not None), "")
+
+
+async def assert_complete(job: Job) -> None:
+    ended = await job.until("COMPLETED", deadline_s=240)
+    assert (ended.attempt, ended.losses) == (1, 0)
+    assert {one.name: one.restarts for one in ended.actors if one.restarts} == {}
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+async def test_a_run_whose_folder_has_no_room_waits_and_goes_on(
+    tmp_path: Path, model: Path
+) -> None:
+    with small_disk(tmp_path / "runs", 64) as disk:
+        async with Stack(tmp_path) as stack:
+            job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 20}))
+            await job.until_step(4)
+            ballast = fill(disk)
+            await eventually(lambda: trouble_of(job), "the full disk to be told")
+            assert "room on the disk for" in await trouble_of(job)
+            assert "room on the disk for" in tinkermq(stack, "ps")
+            assert "room on the disk for" in tinkermq(stack, "doctor")
+            stuck = (await job.read()).version
+            ballast.unlink()
+            await job.until_step(stuck + 3)
+            await assert_complete(job)
+            kinds = [event.kind for event in await job.events()]
+            assert {"disk_full", "checkpoint_failed"} & set(kinds)
+            lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
+            assert [json.loads(line)["step"] for line in lines] == list(range(1, 21))
+
+
+async def test_a_line_of_metrics_that_a_death_has_cut_swallows_no_other(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 12}))
+        await job.until_step(4)
+        await job.kill("learner")
+        file = job.run_dir / "metrics.jsonl"
+        with file.open("a") as metrics:
+            metrics.write('{"step": 5, "training/glo')
+        await job.until("COMPLETED")
+        whole = [line for line in file.read_text().splitlines() if line.endswith("}")]
+        steps = [json.loads(line)["step"] for line in whole]
+        assert sorted(set(steps)) == list(range(1, 13))
+        append_lines(file, [])
+
+
+async def test_a_broker_without_room_is_waited_for_and_told(tmp_path: Path, model: Path) -> None:
+    with small_disk(tmp_path / "nats", 48) as disk:
+        async with Stack(tmp_path) as stack:
+            job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 20}))
+            await job.until_step(4)
+            ballast = fill(disk)
+
+            async def told() -> bool:
+                return "is the disk of nats-server full?" in tinkermq(stack, "doctor")
+
+            await eventually(told, "the full disk to be told", 120)
+            assert "is the disk of nats-server full?" in tinkermq(stack, "ps")
+            ballast.unlink()
+            await stack.restart("nats-server")  # as the operator does, and `tinkermq up`
+            await assert_complete(job)
