@@ -28,7 +28,7 @@ from ..broker.connection import Broker
 from ..broker.feed import publish_event
 from ..broker.kv import Bucket
 from ..broker.login import take_login
-from ..broker.outages.first_connection import first_connection, give_up_at
+from ..broker.outages.first_connection import connected
 from ..broker.presence import PresenceBeat
 from ..broker.rpc import RequestContext, Service
 from ..broker.streams import create_shared, wait_for_shared
@@ -347,15 +347,8 @@ def _run(
         loop.slow_callback_duration = SLOW_CALLBACK_S
         stopping = _stop_on_signal(loop, log)
         job, login, name = "job" in bound, take_login(), bound["actor"]
-        broker = await first_connection(nats, name, stopping, login=login, for_ever=job)
-        if broker is None:
-            return EXIT_DRAINED
-        hurrying = asyncio.create_task(give_up_at(stopping, broker), name="end of patience")
-        try:
-            return await body(broker, stopping)
-        finally:
-            hurrying.cancel()
-            await broker.close()
+        async with connected(nats, name, stopping, login=login, for_ever=job) as broker:
+            return EXIT_DRAINED if broker is None else await body(broker, stopping)
 
     return run_process(log, main)
 

@@ -39,6 +39,7 @@ NAMES = (
     "lora",
     "overhead",
     "memory",
+    "long_run",
     "dashboard",
     "scheduler",
     "scaling",

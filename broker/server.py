@@ -148,7 +148,8 @@ class NatsServer:
         server is started again. Blocks for a moment.
         """
         try:
-            with urllib.request.urlopen(f"{self.monitor_url}/healthz", timeout=1):  # noqa: S310
+            url = f"{self.monitor_url}/healthz"
+            with urllib.request.urlopen(url, timeout=1):  # noqa: S310  our own server's address
                 return ""
         except urllib.error.HTTPError as error:
             with contextlib.suppress(OSError, ValueError):

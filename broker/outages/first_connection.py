@@ -1,7 +1,8 @@
 """The first connection of an actor, which may be started while the broker is away."""
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -15,6 +16,28 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 _PAUSE_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    url: str,
+    name: str,
+    stopping: asyncio.Event,
+    *,
+    login: Login | None = None,
+    for_ever: bool,
+) -> AsyncGenerator[Broker | None, None]:
+    """Yield the connection of `first_connection`, patient until `stopping` is set, and close it."""
+    broker = await first_connection(url, name, stopping, login=login, for_ever=for_ever)
+    if broker is None:
+        yield None
+        return
+    giving_up = asyncio.create_task(give_up_at(stopping, broker), name="end of patience")
+    try:
+        yield broker
+    finally:
+        giving_up.cancel()
+        await broker.close()
 
 
 async def first_connection(
