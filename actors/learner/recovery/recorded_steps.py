@@ -69,12 +69,17 @@ class RecordedSteps:
         self._ledger.expect(await self._largest_number())
 
     async def take_notice(self, notice_arrivals: Callable[[], object]) -> None:
-        """Read the rollout log and the task queue: all that was issued, and its fate."""
+        """Read the task queue and the rollout log: all that was issued, and its fate.
+
+        Generators go on meanwhile. They append a group before its task leaves the queue, so what is
+        not in the queue any more is in the log that is read behind it.
+        """
+        broker, scope = self._context.broker, self._context.scope
+        queued = await get_all(broker, scope.stream_task, scope.task("*"))
         with self._context.waiting("the rollout log to be read"):
             await self._intake.catch_up(CATCH_UP_S)
         notice_arrivals()
-        broker, scope = self._context.broker, self._context.scope
-        for message in await get_all(broker, scope.stream_task, scope.task("*")):
+        for message in queued:
             try:
                 self._ledger.note_task(Task.from_bytes(message.payload, at=message.subject))
             except MessageError as error:

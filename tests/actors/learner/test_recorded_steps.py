@@ -1,0 +1,103 @@
+"""A learner that starts again finds every task that was issued, while generators go on."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+from tinkermq.actors.learner.checkpoint import LearnerState
+from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.intake import Intake
+from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.recovery.recorded_steps import RecordedSteps
+from tinkermq.actors.learner.reporting import Reporter
+from tinkermq.actors.learner.tasks.drops import Drops
+from tinkermq.actors.runtime import JobContext
+from tinkermq.broker.batches import BatchLog
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.rpc import Service
+from tinkermq.broker.tasks import TaskQueue
+from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.task import Task
+
+from tests.groups import make_group, make_trajectory
+from tests.waiting import PATIENCE_S
+
+NUM_TASKS = 5
+CONFIG = {
+    "model": {"path": "none"},
+    "env": {"game": "none"},
+    "rollout": {"group_size": 2},
+    "training": {"batch_size": 100, "max_staleness": 4, "num_steps": 100},
+}
+
+
+async def learner_context(broker: Broker, scope: JobScope) -> JobContext:
+    record = JobRecord(
+        job=scope.job, name="run", user=scope.user, state="RUNNING", config=CONFIG, created=0.0
+    )
+    return JobContext(
+        broker=broker,
+        role="learner",
+        name="learner",
+        log=structlog.get_logger(),
+        stopping=asyncio.Event(),
+        service=await Service.start(broker, name="tinkermq-learner", description="learner"),
+        presence=Presence(actor="learner", role="learner", host="h", pid=1, state="", time=0.0),
+        scope=scope,
+        record=record,
+        config=JobConfig.model_validate(CONFIG),
+    )
+
+
+async def finish_one(url: str, scope: JobScope) -> None:
+    """Finish a task as a generator does: append its group, then acknowledge."""
+    async with await connect(url, name="generator") as broker:
+        queue = TaskQueue(broker, scope)
+        [lease] = await queue.pull(1, timeout_s=PATIENCE_S)
+        episodes = [make_trajectory([1, 2], [([3], [])], [1.0]) for _ in range(2)]
+        group = make_group(episodes).model_copy(update={"task": lease.task})
+        await RolloutLog(broker, scope).append(group)
+        await lease.done()
+        await queue.close()
+
+
+async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again(
+    broker: Broker, scope: JobScope
+) -> None:
+    context, state = await learner_context(broker, scope), LearnerState()
+    queue, log = TaskQueue(broker, scope), RolloutLog(broker, scope)
+    for number in range(NUM_TASKS):
+        await queue.publish(Task(task=number, index=number, seed=0, group_size=2, issued=1.0))
+    await finish_one(broker.url, scope)
+    ledger = Ledger(state)
+    intake = Intake(
+        log,
+        vocab_size=264,
+        max_tokens=40,
+        group_size=2,
+        greedy_baseline=False,
+        was_issued=ledger.was_issued,
+    )
+    reporter = Reporter(context=context, trackers=[], total_steps=100)
+    drops = Drops(intake, ledger, DataOrder(0, 50), reporter, state, context.event)
+    recorded = RecordedSteps(context, BatchLog(broker, scope), intake, ledger, drops, state)
+
+    def notice_arrivals() -> None:
+        arrived, intake.arrived = intake.arrived, []
+        for entry in arrived:
+            assert entry.number is not None
+            ledger.note_in_log(entry.number, entry.task)
+        with ThreadPoolExecutor(1) as elsewhere:  # this loop stands still meanwhile
+            elsewhere.submit(asyncio.run, finish_one(broker.url, scope)).result(PATIENCE_S)
+
+    await recorded.read()
+    reading = asyncio.create_task(intake.run())
+    await recorded.take_notice(notice_arrivals)
+    following = ledger.next_issue()
+    reading.cancel()
+    await context.service.stop(0)
+    assert (following.number, following.index) == (NUM_TASKS, NUM_TASKS)
