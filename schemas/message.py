@@ -9,6 +9,8 @@ from .codec import MAX_MESSAGE_BYTES, pack, unpack
 from .errors import MessageError
 
 SCHEMA_VERSION = 1
+_MOST_ERRORS = 100
+_MOST_CHARS = 200
 
 
 class Message(BaseModel):
@@ -80,7 +82,7 @@ class Message(BaseModel):
         version = fields.get("v")
         if not isinstance(version, int) or version != SCHEMA_VERSION:
             raise MessageError(
-                f"{cls.__name__} has schema version {reprlib.repr(version)}, this actor speaks "
+                f"{cls.__name__} has schema version {_short.repr(version)}, this actor speaks "
                 f"{SCHEMA_VERSION}",
                 hint="run the same tinkermq release on both sides",
             )
@@ -123,9 +125,21 @@ def _plain(value: Any) -> Any:
 
 def summarize(error: ValidationError) -> str:
     """Say each problem of a pydantic error in one short clause: where, what, which value."""
+    if error.error_count() > _MOST_ERRORS:  # to list them takes longer than to find them
+        return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
     for problem in error.errors()[:5]:
-        where = ".".join(str(part) for part in problem["loc"]) or "value"
-        shown = reprlib.repr(problem.get("input"))
-        clauses.append(f"{where}: {problem['msg']} (got {shown})")
+        where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
+        shown = _short.repr(problem.get("input"))
+        clauses.append(f"{where}: {problem['msg'][:_MOST_CHARS]} (got {shown})")
     return "; ".join(clauses)
+
+
+class _Short(reprlib.Repr):
+    """Short forms of values; NumPy's own of an array of many dimensions takes seconds to make."""
+
+    def repr_ndarray(self, array: Any, _: int) -> str:
+        return f"{array.dtype} array of {array.shape}"
+
+
+_short = _Short()

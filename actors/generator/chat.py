@@ -288,8 +288,8 @@ class ChatTokenizer:
                     **self._template_kwargs,
                 ),
             )
-        except (TemplateError, TypeError, KeyError) as error:
-            roles = " ".join(str(message.get("role")) for message in messages)
+        except (TemplateError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            roles = " ".join(str(message.get("role")) for message in messages)[:_SHOWN]
             raise ModelError(
                 f"the chat template refuses a conversation with the roles: {roles} ({error})",
                 hint="use a template that takes these roles, or a game without them",

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...broker.parts import Tell
-from ...schemas.errors import BusyError, ConfigError, DeadlineError, root_cause
+from ...schemas.errors import (
+    BusyError,
+    ConfigError,
+    DeadlineError,
+    MessageError,
+    TinkermqError,
+    root_cause,
+)
 from ...schemas.images import images_of
 from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ..generator.chat import ChatTokenizer
@@ -15,6 +22,7 @@ from ..generator.engine import Drawn, Engine, Generation, Sampling
 from .text_stream import TextStream
 
 Request = ChatRequest | CompletionRequest
+_SHOWN = 200
 _GATHER_S = 0.02
 """Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
 
@@ -93,16 +101,31 @@ class Answers:
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue a conversation."""
-        prompt = await asyncio.to_thread(self._chat.prompt, request.messages, request.tools)
-        return await self._answer(request, [prompt], tell, images_of(request.messages))
+        prompt, images = await asyncio.to_thread(self._read, request)
+        return await self._answer(request, [prompt], tell, images)
+
+    def _read(self, request: ChatRequest) -> tuple[list[int], Sequence[bytes]]:
+        """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
+        try:
+            images = images_of(request.messages)
+            return self._chat.prompt(request.messages, request.tools), images
+        except TinkermqError:
+            raise
+        except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
+            raise MessageError(
+                f"the conversation cannot be read: {type(error).__name__}: {str(error)[:_SHOWN]}",
+                hint="a message has a role and a content: a text, or a list of parts",
+            ) from error
 
     async def complete(self, request: CompletionRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue texts as they are."""
-        prompts = [
+        return await self._answer(request, await asyncio.to_thread(self._encode, request), tell)
+
+    def _encode(self, request: CompletionRequest) -> list[list[int]]:
+        return [
             self._chat.encode(prompt) if isinstance(prompt, str) else prompt
             for prompt in request.prompts
         ]
-        return await self._answer(request, prompts, tell)
 
     async def _answer(
         self,

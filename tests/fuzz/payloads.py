@@ -87,9 +87,9 @@ class Schemas:
 
     def _array(self, schema: dict[str, Any], defs: dict[str, Any], depth: int) -> Any:
         rng, told = self._rng, str(schema.get("description", ""))
-        dtype = told.partition("[")[0]
+        dtype, _, shape = told.partition("[")
         if dtype in ("int32", "float32", "uint8") and "items" not in schema:
-            return np.zeros((rng.randint(0, 8),) * (told.count("n")), np.dtype(dtype))
+            return np.zeros((rng.randint(0, 8),) * shape.count("n"), np.dtype(dtype))
         least, most = schema.get("minItems", 0), schema.get("maxItems", 3)
         count = rng.randint(least, max(least, min(most, least + 2)))
         inner = schema.get("items") or {}

@@ -10,6 +10,7 @@ from tinkermq.schemas.errors import (
     TinkermqError,
     error_from_reply,
 )
+from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.reply import ErrorReply
 from tinkermq.schemas.subjects import JobScope, number_of, rpc, user_of_rpc
 from tinkermq.schemas.task import Task
@@ -39,6 +40,21 @@ def test_a_version_of_any_type_is_refused_in_a_few_words(version: object) -> Non
     with pytest.raises(MessageError, match="schema version") as raised:
         Task.from_map({**TASK, "v": version})
     assert len(raised.value.message) < 300
+
+
+def test_a_wrong_array_is_told_by_its_shape() -> None:
+    array = np.zeros((8,) * 7, np.int32)
+    for value in (array, [array], {"a": array}):
+        with pytest.raises(MessageError) as raised:
+            Task.from_bytes(pack({"v": 1, **TASK, "seed": value}))
+        assert "int32 array of (8, 8, 8, 8, 8, 8, 8)" in raised.value.message
+        assert len(raised.value.message) < 300
+
+
+def test_of_very_many_mistakes_the_number_is_told() -> None:
+    fields = {"v": 1, "actor": "a", "attempt": 1, "lines": [None] * 900, "time": 1.0}
+    with pytest.raises(MessageError, match="LogLines is malformed: 900 of its values are wrong"):
+        LogLines.from_bytes(pack(fields))
 
 
 def test_an_error_of_any_length_fits_into_a_reply() -> None:
