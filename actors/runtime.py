@@ -40,6 +40,7 @@ from ..schemas.job import JobRecord
 from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
 from ..schemas.subjects import BUCKET_JOBS, JobScope
+from .files.links import refuse_links_to_others
 from .logging import configure_logging
 
 EXIT_DONE = 0
@@ -246,6 +247,7 @@ def run_job_actor(
 
     async def body(broker: Broker, stopping: asyncio.Event) -> int | None:
         record = await _job_record(broker, scope)
+        config = parse_config(record.config)
         service = await _start_service(broker, role, arguments.name, scope)
         context = JobContext(
             broker=broker,
@@ -257,11 +259,12 @@ def run_job_actor(
             presence=_presence(role, arguments.name),
             scope=scope,
             record=record,
-            config=parse_config(record.config),
+            config=config,
         )
         async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat) as beat:
             context.on_progress = beat.hurry
             try:
+                await asyncio.to_thread(refuse_links_to_others, record, config)
                 code = await main(context)
             except TinkermqError as error:
                 if not _is_crash(error):

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 _CACHE_BYTES = 256 << 20
 _MAX_PROMPTS = 64
 """Prompts with the same images that are remembered."""
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""What is decoded; Pillow knows some forty more, some of which start programs."""
 _MAX_PIXELS = 1 << 26
 """Pixels of an image file; what a model sees of it is bounded by its processor."""
 
@@ -295,11 +297,11 @@ def _open(encoded: bytes) -> "Image":
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # bounded below
-            image = Image.open(io.BytesIO(encoded))
+            image = Image.open(io.BytesIO(encoded), formats=_FORMATS)
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, ValueError) as error:
         raise DataError(
             f"an image of {len(encoded)} bytes cannot be opened: {error}",
-            hint="store images as PNG, JPEG or WebP files",
+            hint="store images as PNG, JPEG, WebP or GIF files",
         ) from error
     if image.width * image.height > _MAX_PIXELS:
         raise DataError(
@@ -318,5 +320,5 @@ def _decode(encoded: bytes) -> "Image":
             raise
         raise DataError(
             f"an image of {len(encoded)} bytes is damaged: {error}",
-            hint="store whole PNG, JPEG or WebP files",
+            hint="store whole PNG, JPEG, WebP or GIF files",
         ) from error

@@ -161,7 +161,7 @@ async def submit_inference(
     """
     source = await find_source(pool, model)
     return await pool.submit(
-        with_options(source, broker_url=pool.broker.url, **options),
+        with_options(source, broker_url=pool.broker.url, has_users=pool.has_users, **options),
         kind="infer",
         fork_of=source.fork_of,
         follow=source.follow,

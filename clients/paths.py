@@ -12,8 +12,13 @@ from urllib.parse import urlsplit
 _LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 
 
-def resolve_paths(config: dict[str, Any], broker_url: str) -> dict[str, Any]:
-    """Return the configuration with model folder, data files and output folder made absolute."""
+def resolve_paths(
+    config: dict[str, Any], broker_url: str, *, has_users: bool = False
+) -> dict[str, Any]:
+    """Return the configuration with model folder, data files and output folder made absolute.
+
+    A pool with users has an output folder of its own, for whoever names none.
+    """
     resolved = copy.deepcopy(config)
     model: dict[str, Any] = resolved.get("model") or {}
     for key in {"path", "tokenizer"} & model.keys():
@@ -23,7 +28,7 @@ def resolve_paths(config: dict[str, Any], broker_url: str) -> dict[str, Any]:
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
             data[key] = [_existing(str(path)) for path in data[key]]
-    if is_local_pool(broker_url):
+    if is_local_pool(broker_url) and ("output_dir" in resolved or not has_users):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
     return resolved
 

@@ -14,7 +14,7 @@ from ..broker.jobs import JobStore
 from ..broker.scheduler_calls import SchedulerCalls, new_request_id
 from ..schemas.errors import DeadlineError, MessageError, NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.subjects import token
+from ..schemas.subjects import DEFAULT_USER, token
 from .names import did_you_mean
 
 __all__ = ["Pool", "is_token", "new_request_id"]
@@ -29,6 +29,11 @@ class Pool(SchedulerCalls):
     def __init__(self, broker: Broker) -> None:
         super().__init__(broker)
         self._jobs = JobStore(broker)
+
+    @property
+    def has_users(self) -> bool:
+        """Whether the pool knows its users by their keys."""
+        return self.broker.user != DEFAULT_USER
 
     async def find(self, name: str) -> JobRecord:
         """Return a job by its id or the name of its run.

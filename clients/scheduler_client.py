@@ -76,7 +76,7 @@ class AsyncSchedulerClient:
         complete = is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
-            resolve_paths(tree, self.scheduler_url),
+            resolve_paths(tree, pool.broker.url, has_users=pool.has_users),
             configured=complete,
             fork_of=from_run and checkpoint_named(from_run),
             weights_only=from_run is not None,

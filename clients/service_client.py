@@ -80,9 +80,9 @@ class AsyncServiceClient:
         pool = await self._connected()
         record = await pool.find(self._address.scope.job)
         if not record.configured:
-            config = resolve_paths(tree, self._address.broker_url)
+            config = resolve_paths(tree, pool.broker.url, has_users=pool.has_users)
             if "output_dir" not in tree and "output_dir" in record.config:
-                del config["output_dir"]
+                config.pop("output_dir", None)
             await pool.configure(record.job, config, start=False)
         self._config = merged(self._config, tree)
         if env is not None:

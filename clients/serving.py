@@ -118,6 +118,7 @@ def with_options(
     trust_remote_code: bool = False,
     overrides: dict[str, Any] | None = None,
     broker_url: str = "",
+    has_users: bool = False,
 ) -> dict[str, Any]:
     """Return the configuration of a source with a user's wishes laid over it."""
     config = source.config
@@ -136,4 +137,4 @@ def with_options(
         config = merged(config, merged(lengths, {"generator": {"max_context": max_model_len}}))
     if overrides:
         config = merged(config, overrides)
-    return resolve_paths(config, broker_url)
+    return resolve_paths(config, broker_url, has_users=has_users)

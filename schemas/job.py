@@ -86,6 +86,8 @@ class JobRecord(Message):
     """How often it lost its node since it was submitted or resumed."""
     run_dir: str = ""
     """Folder of the run on the pool."""
+    output_roots: list[str] = Field(default_factory=list[str])
+    """Folders below which its processes may write; none: anywhere."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from."""
     weights_only: bool = False

@@ -31,6 +31,8 @@ class WantedActor(Message):
     """Attempt of the job: a higher one starts an exited actor again."""
     run_dir: str
     """Folder of the run; logs go to `logs/attempt_<n>/<name>.log` in it."""
+    output_roots: list[str] = Field(default_factory=list[str])
+    """Folders below which its job may write; none: anywhere."""
     reads: list[str] = Field(default_factory=list[str])
     """Data files that an environment host reads."""
     threads: int = Field(default=1, ge=1)

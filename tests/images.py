@@ -15,12 +15,17 @@ IMAGE_ID = 264
 KINDS: tuple[TinyVisionKind, ...] = ("qwen2_vl", "qwen2_5_vl")
 
 
-def png(width: int, height: int, seed: int = 0) -> bytes:
+def picture(width: int, height: int, seed: int = 0, kind: str = "PNG") -> bytes:
     """Return a file of random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+    Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Return a PNG file of random pixels."""
+    return picture(width, height, seed)
 
 
 def make_vision_model(folder: Path, kind: TinyVisionKind = "qwen2_vl", head: int = 16) -> Path:

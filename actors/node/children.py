@@ -13,12 +13,15 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import structlog
 
 from ...broker.process import die_with
+from ...schemas.errors import ConfigError
 from ...schemas.node import WantedActor
+from ..files.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
 from .enclosure import Enclosure
 from .fork_server import PACKET_BYTES, ForkRequest
@@ -93,7 +96,11 @@ class ActorStarter:
     async def start(
         self, wanted: WantedActor, environment: Mapping[str, str], output: int
     ) -> Child:
-        """Start one actor."""
+        """Start one actor; its run folder may have become a link since the job was accepted."""
+        try:
+            below_roots("run_dir", wanted.run_dir, [Path(root) for root in wanted.output_roots])
+        except ConfigError as error:
+            raise OSError(f"{error.message}; {error.hint}") from error
         if sys.platform == "linux" and wanted.role in _FORKED_ROLES:
             return await self._server.fork(wanted, environment, output)
         command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]

@@ -30,6 +30,7 @@ from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.errors import SandboxError
 from ...schemas.node import WantedActor
+from ..files.roots import is_of_another
 from .sandboxes import SandboxSocket
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"
@@ -129,9 +130,7 @@ class Enclosure:
         """Return bubblewrap's command line up to the program that it is to run."""
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
-        data = (Path(one).expanduser().absolute() for one in wanted.reads)
-        # by their names datasets: a game must not be shown whatever its owner calls data
-        shown += [path for path in data if is_dataset_name(path) and path.is_file()]
+        data = _data_files(wanted)
         if authority := os.environ.get(CA_VARIABLE):
             shown.append(Path(authority))
         command = [bubblewrap_program(), "--die-with-parent", "--new-session", *_rights()]
@@ -149,13 +148,15 @@ class Enclosure:
                 command += ["--ro-bind-try", str(path), str(path)]
         etc = (Path("/etc", name) for name in _ETC)
         if unprivileged_user() is not None:
-            _refuse_unreadable(shown)
+            _refuse_unreadable([*shown, *data.values()])
         own, shown = {Path.home(), Path.cwd()}, [*etc, *sorted(set(shown))]
-        above = {parent for path in [*own, *shown] for parent in path.parents}
+        above = {parent for path in [*own, *shown, *data] for parent in path.parents}
         for folder in sorted(above | own):
             command += ["--perms", "1777" if folder in own else "0755", "--dir", str(folder)]
         for path in shown:
             command += ["--ro-bind-try", str(path), str(path)]
+        for path, place in data.items():
+            command += ["--ro-bind-try", str(place), str(path)]
         return [*command, "--chdir", str(Path.cwd())]
 
 
@@ -222,6 +223,26 @@ def _python() -> list[Path]:
         *(root / room for room in _ROOMS),
         *(Path(one) for one in path if one),
     ]
+
+
+def _data_files(wanted: WantedActor) -> dict[Path, Path]:
+    """Return where the data files of a job lie, links followed, by the names that it gives them.
+
+    Both must be names of datasets: a game must not be shown whatever its owner calls data, nor, by
+    a link, what lies in a run of somebody else.
+    """
+    roots = [Path(root) for root in wanted.output_roots]
+    named = {Path(one).expanduser().absolute() for one in wanted.reads}
+    places = {path: path.resolve() for path in named if is_dataset_name(path) and path.is_file()}
+    for path, place in places.items():
+        if place != path and (
+            not is_dataset_name(place) or is_of_another(place, wanted.user, roots)
+        ):
+            raise SandboxError(
+                f"{path} leads to {place}, which is no dataset of user {wanted.user!r}",
+                hint="name the file itself, or copy it",
+            )
+    return places
 
 
 def _named(variable: str) -> list[Path]:

@@ -117,6 +117,7 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         devices=actor.devices,
         attempt=record.attempt,
         run_dir=record.run_dir,
+        output_roots=record.output_roots,
         reads=data if actor.role == "environment" else [],
         threads=threads.get(actor.role, 1),
         secrets=bool(record.secrets) and actor.name == main_actor(record.actors).name,

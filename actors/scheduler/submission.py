@@ -24,6 +24,8 @@ from ...schemas.load_config import check_keys, parse_config
 from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
+from ..files.links import named_by
+from ..files.roots import in_default_folder, output_roots, with_allowed_folders
 from ..lora import is_adapter
 from .board import Board
 from .fences import refuse_code_of_others, refuse_runs_of_others
@@ -147,10 +149,16 @@ class Submission:
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
             config = config.with_model(record.fork_dir)
-        if self._has_users and not self._board.is_admin(record.user):
-            refuse_code_of_others(config)
-            others = self._board.run_folders_of_others(record.user)
-            await asyncio.to_thread(refuse_runs_of_others, config, others)
+        roots = output_roots(has_users=self._has_users)
+        config = in_default_folder(config, roots)
+        if self._board.is_admin(record.user):
+            roots = []
+        else:
+            config = with_allowed_folders(config, roots)
+            if self._has_users:
+                refuse_code_of_others(config)
+                others = self._board.run_folders_of_others(record.user)
+                await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(record))
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
@@ -171,6 +179,7 @@ class Submission:
             "reason": "waits for a node",
             "actors": actors,
             "run_dir": str(run_dir),
+            "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
             "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
             "judge": self._judge(record.user, config.env.reward),

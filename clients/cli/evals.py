@@ -269,7 +269,7 @@ async def _evaluate_model(
     Raises NotFoundError for a checkpoint that the pool does not have, JobFailedError.
     """
     job = await pool.submit(
-        resolve_paths(config, pool.broker.url),
+        resolve_paths(config, pool.broker.url, has_users=pool.has_users),
         kind="eval",
         fork_of=fork_of,
         request_id=new_request_id(),

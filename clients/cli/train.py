@@ -122,13 +122,15 @@ def _begin(
 
         return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
-    # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
-    values = resolve_paths(effective.model_dump(exclude_unset=True), url)
     request_id = new_request_id()
 
     watched: list[str] = []
 
     async def work(pool: Pool) -> int:
+        # Only the keys that were set are sent: the scheduler fills in the rest and stores it.
+        values = resolve_paths(
+            effective.model_dump(exclude_unset=True), pool.broker.url, has_users=pool.has_users
+        )
         record = await pool.submit(
             values,
             fork_of=from_run and checkpoint_named(from_run),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.actors.files.roots import ROOTS_VARIABLE
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
@@ -66,7 +67,9 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
     try:
         words = ("up", "--port", "0", "--slots", "8", "--json")
         # games of the tests are found there, also by environment hosts behind walls
-        up = made.run(*words, key="root", WANDB_MODE="offline", PYTHONPATH=str(REPOSITORY))
+        roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
+        given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
+        up = made.run(*words, key="root", **given)
         assert up.code == 0, up.err
         services = {"broker", "auth", "scheduler", "node", "gateway"}
         assert set(json.loads(up.out)["children"]) == services

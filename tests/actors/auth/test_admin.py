@@ -3,12 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 import structlog
+from tinkermq.actors.files.roots import ROOTS_VARIABLE
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.broker.login import AS_VARIABLE
@@ -27,8 +29,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scheduled(pool: SecuredPool) -> AsyncIterator[SecuredPool]:
+async def scheduled(
+    pool: SecuredPool, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[SecuredPool]:
     """The pool with a scheduler, and no node: jobs wait."""
+    with environment(**{ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}):
+        async with a_scheduler(pool):
+            yield pool
+
+
+@asynccontextmanager
+async def a_scheduler(pool: SecuredPool) -> AsyncIterator[None]:
+    """Run a scheduler here."""
     broker = await pool.service("scheduler")
     async with await Service.start(broker, name="tinkermq-scheduler", description="s") as service:
         context = ActorContext(
@@ -43,16 +55,16 @@ async def scheduled(pool: SecuredPool) -> AsyncIterator[SecuredPool]:
             ),
         )
         running = asyncio.create_task(scheduler.run(context))
-        yield pool
+        yield
         context.stopping.set()
         await asyncio.wait_for(running, PATIENCE_S)
 
 
-async def submitted(pool: SecuredPool, user: str, folder: Path, **changes: Any) -> JobRecord:
+async def submitted(pool: SecuredPool, user: str, folder: Path | None, **changes: Any) -> JobRecord:
     config: dict[str, Any] = {
         "model": {"path": "models/tiny"},
         "env": {"game": "bandit", "hosts": 0, "num_val": 0},
-        "output_dir": str(folder),
+        **({} if folder is None else {"output_dir": str(folder)}),
         **changes,
     }
     clients = Pool(await pool.user(user))
@@ -177,6 +189,30 @@ async def test_a_job_cannot_name_the_files_of_anothers_run(
         changes["weights"]["transport"] = "file"
     with pytest.raises(ConfigError, match=rf"{key}=.* is in a run folder of another user"):
         await submitted(scheduled, "mallory", tmp_path, **changes)
+
+
+@pytest.mark.parametrize("key", ["output_dir", "weights.folder"])
+async def test_a_job_writes_only_below_the_folders_that_the_operator_allows(
+    scheduled: SecuredPool, tmp_path: Path, key: str
+) -> None:
+    outside, link = tmp_path.parent / f"outside-{key}", tmp_path / "link"
+    outside.mkdir()
+    link.symlink_to(outside)
+    section, _, name = key.rpartition(".")
+    with environment(**{ROOTS_VARIABLE: str(tmp_path)}):
+        for folder in (outside, link / "x", tmp_path / ".." / outside.name, Path("elsewhere")):
+            changes = {section: {"transport": "file", name: str(folder)}} if section else {}
+            place = folder if key == "output_dir" else tmp_path
+            with pytest.raises(ConfigError, match=rf"{key}=.* outside of .* {tmp_path}") as refused:
+                await submitted(scheduled, "ada", place, **changes)
+            assert f"leave {key} out" in refused.value.hint
+        assert not list(outside.iterdir())
+        own = await submitted(scheduled, "ada", tmp_path / "deep" / "er", name=f"mine-{section}")
+        assert Path(own.run_dir) == tmp_path / "deep" / "er" / "ada" / own.name
+        unnamed = await submitted(scheduled, "ada", None)
+        assert Path(unnamed.run_dir) == tmp_path / "ada" / unnamed.name
+        admins = await submitted(scheduled, "root", outside)
+        assert Path(admins.run_dir) == outside / "root" / admins.name
 
 
 async def test_a_job_cannot_begin_with_the_weights_of_anothers_run(

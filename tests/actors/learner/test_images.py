@@ -17,7 +17,7 @@ from tinkermq.schemas.errors import DataError, MessageError
 from tinkermq.schemas.rollout import Group, check_group
 
 from tests.groups import make_group, make_trajectory
-from tests.images import IMAGE_ID, KINDS, load, make_vision_model, png, seeing_logprobs
+from tests.images import IMAGE_ID, KINDS, load, make_vision_model, picture, png, seeing_logprobs
 
 torch.set_num_threads(1)
 SMALL, TALL, WIDE = png(16, 16), png(24, 40, 1), png(32, 8, 2)
@@ -170,6 +170,19 @@ def test_a_group_whose_images_are_not_those_of_its_prompt_is_refused(
     with pytest.raises(DataError, match=words):
         trainer.check_images(_group(0, prompt, images))
     trainer.check_images(_group(0, ONE, (SMALL,)))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "ICO", "PDF"])
+def test_images_are_decoded_of_four_kinds_only(one: Path, kind: str) -> None:
+    reader = load_image_reader(str(one))
+    assert reader is not None
+    encoded = picture(16, 16, kind=kind)
+    if kind in ("PNG", "JPEG", "WEBP", "GIF"):
+        assert reader.read([encoded]).tokens == (4,)
+        return
+    with pytest.raises(DataError, match="cannot be opened") as refused:
+        reader.count_tokens(encoded)
+    assert "PNG, JPEG, WebP or GIF" in refused.value.hint
 
 
 @pytest.mark.parametrize("image", [3, {"path": "a.png"}, "https://example.org/a.png"])

@@ -177,6 +177,23 @@ async def test_a_game_that_may_not_read_its_data_is_told_what_helps(tmp_path: Pa
         assert sink.lines == ["{}"]
 
 
+@pytest.mark.parametrize("to", ["node.creds", "runs/bob/r/rows.jsonl"])
+async def test_a_data_file_that_leads_to_what_is_nobodys_business_is_refused(
+    tmp_path: Path, to: str
+) -> None:
+    (tmp_path / to).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / to).write_text("secret")
+    (tmp_path / "data.jsonl").symlink_to(tmp_path / to)
+    runs = tmp_path / "runs"
+    reads, roots = [str(tmp_path / "data.jsonl")], [str(runs)]
+    wanted = host(runs / "ada/r", reads=reads, output_roots=roots, max_restarts=0)
+    sink = Sink()
+    actor = process(wanted, sink, "cat", *reads)
+    await asyncio.wait_for(actor.run(), PATIENCE_S)
+    assert actor.status.state == "failed"
+    assert f"leads to {tmp_path / to}, which is no dataset" in actor.status.error
+
+
 DRAIN = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("drained"), sys.exit(3)))
