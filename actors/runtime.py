@@ -40,7 +40,7 @@ from ..schemas.job import JobRecord
 from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
 from ..schemas.subjects import BUCKET_JOBS, JobScope
-from .files.links import refuse_links_to_others
+from .folders.links import refuse_links_to_others
 from .logging import configure_logging
 
 EXIT_DONE = 0
@@ -247,7 +247,6 @@ def run_job_actor(
 
     async def body(broker: Broker, stopping: asyncio.Event) -> int | None:
         record = await _job_record(broker, scope)
-        config = parse_config(record.config)
         service = await _start_service(broker, role, arguments.name, scope)
         context = JobContext(
             broker=broker,
@@ -259,12 +258,12 @@ def run_job_actor(
             presence=_presence(role, arguments.name),
             scope=scope,
             record=record,
-            config=config,
+            config=parse_config(record.config),
         )
         async with PresenceBeat(broker, f"{scope.key}.{arguments.name}", context.beat) as beat:
             context.on_progress = beat.hurry
             try:
-                await asyncio.to_thread(refuse_links_to_others, record, config)
+                await asyncio.to_thread(refuse_links_to_others, record, context.config)
                 code = await main(context)
             except TinkermqError as error:
                 if not _is_crash(error):
@@ -308,12 +307,9 @@ def run_service_actor(
 
 async def _start_service(broker: Broker, role: str, name: str, scope: JobScope | None) -> Service:
     of_job = f" of job {scope.job}" if scope else ""
-    return await Service.start(
-        broker,
-        name=f"tinkermq-{role}",
-        description=f"tinkermq {role} {name}{of_job}",
-        metadata={"actor": name, **({"job": scope.job, "user": scope.user} if scope else {})},
-    )
+    told = {"actor": name, **({"job": scope.job, "user": scope.user} if scope else {})}
+    text = f"tinkermq {role} {name}{of_job}"
+    return await Service.start(broker, name=f"tinkermq-{role}", description=text, metadata=told)
 
 
 async def _job_record(broker: Broker, scope: JobScope) -> JobRecord:

@@ -118,7 +118,7 @@ class Complaints:
             _log.warning("broker_error", error=repr(error))
 
     def _refuse(self, error: Exception) -> None:
-        refusal = faults.refused(self._url, error)
+        refusal = faults.refused(self._url, self._user, error)
         if self.expects is not None:
             if not self.expects.done():
                 self.expects.set_result(refusal)

@@ -314,6 +314,9 @@ class Broker:
             raise
         if cast("Any", self.nc)._server_info.get("auth_required"):
             self._door = Door(self._login.door, is_guest=self._login.is_guest)
+        elif self._login.is_guest:
+            await self.nc.close()
+            raise faults.without_users(self.url, self.user)
         inbox = self.nc.new_inbox()
         self._replies = Replies(inbox)
         await self.listen(f"{inbox}.*", self._replies.take)

@@ -24,6 +24,8 @@ _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """What a cluster without a quorum answers, and a server whose storage is all in use."""
 _STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
+INVITED = "invited"
+"""Who logs in with an invitation."""
 NO_STREAM = "Tmq-No-Stream"
 """Header by which the door says that a stream is not there."""
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
@@ -174,8 +176,22 @@ def dropped(subject: str) -> BrokerError:
     )
 
 
-def refused(url: str, error: Exception) -> BrokerError:
+def without_users(url: str, user: str) -> BrokerError:
+    """Return the error of an API key that nobody asks for."""
+    return BrokerError(
+        f"the pool at {shown_url(url)} has no users: it knows no key of user {user!r}",
+        hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
+    )
+
+
+def refused(url: str, user: str, error: Exception) -> BrokerError:
     """Return the error of a user whom the server does not let in."""
+    if user == INVITED:
+        return BrokerError(
+            f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
+            "used up or expired",
+            hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
+        )
     return BrokerError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
         hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "

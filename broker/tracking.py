@@ -20,7 +20,7 @@ from ..schemas.errors import ConfigError, StorageError
 from ..schemas.metric import Metric
 from .disk.lines import append_lines
 
-BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "trackio")
+BACKENDS = ("console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio")
 _ON_CONSOLE = (
     "training_step_reward",
     "val/mean_score",
@@ -61,6 +61,7 @@ def make_trackers(
         "jsonl": lambda: JsonlTracker(place),
         "tensorboard": lambda: TensorboardTracker(place / "tensorboard"),
         "wandb": lambda: WandbTracker(place, project=project, name=name),
+        "wandb-offline": lambda: WandbTracker(place, project=project, name=name, offline=True),
         "trackio": lambda: TrackioTracker(project=project, name=name),
     }
     wanted = list(dict.fromkeys(backends))
@@ -169,17 +170,25 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A run at Weights & Biases; WANDB_MODE=offline keeps it on this machine."""
+    """A run at Weights & Biases, or, offline, its files in the folder: `wandb sync` sends them."""
 
-    def __init__(self, folder: Path, *, project: str, name: str) -> None:
+    def __init__(self, folder: Path, *, project: str, name: str, offline: bool = False) -> None:
         wandb = _package("wandb", extra="wandb")
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._run = wandb.init(project=project, name=name, dir=str(folder), reinit="create_new")
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                dir=str(folder),
+                reinit="create_new",
+                mode="offline" if offline else None,
+            )
         except wandb.errors.Error as error:
             raise ConfigError(
                 f"wandb cannot start a run: {error}",
-                hint="set WANDB_API_KEY, or WANDB_MODE=offline to keep the run on this machine",
+                hint="set WANDB_API_KEY where the job is submitted, or name wandb-offline in place "
+                "of wandb in logger_backends: the files stay in the run's folder, to be sent "
+                "later by `wandb sync`",
             ) from error
 
     def log_config(self, config: Mapping[str, Any]) -> None:

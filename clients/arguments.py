@@ -1,9 +1,12 @@
 """What users hand over as a configuration: maps, namespaces, dataclasses, OmegaConf's trees."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from ..schemas.errors import ConfigError
+from .names import did_you_mean
+from .opentinker_keys import TABLE
 
 
 def as_tree(value: Any) -> dict[str, Any]:
@@ -20,6 +23,19 @@ def as_tree(value: Any) -> dict[str, Any]:
             hint="give a dict, an argparse.Namespace, a dataclass or an OmegaConf tree",
         )
     return cast("dict[str, Any]", tree)
+
+
+def refuse_unknown_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for an option that a function does not have, with the closest it has."""
+    known = list(inspect.signature(function).parameters)
+    for name, value in options.items():
+        if name in known:
+            continue
+        refusal = TABLE[name].refusal if name in TABLE else ""
+        raise ConfigError(
+            f"{function.__name__.removesuffix('_async')} has no option {name} (given {value!r})",
+            hint=refusal or did_you_mean(name, known, otherwise=f"it has {', '.join(known)}"),
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -22,6 +22,7 @@ from ..schemas.errors import BrokerError, BusyError, ConfigError, DeadlineError,
 from ..schemas.infer import CancelInference, PlayPart, PlayRequest
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.subjects import JobScope
+from .arguments import refuse_unknown_options
 from .hosting import hosted
 from .inference_tasks import Tasks, chosen_tasks, hosted_env
 from .loop_thread import shared_loop
@@ -163,9 +164,10 @@ def run_inference(
     `api_key`; `on_job(record)`, `on_start(episodes, already_there)` and `on_result(result)` are
     called as it goes on.
 
-    Raises NotFoundError for a job that is not there or is another user's, ConfigError,
-    GameError, JobFailedError.
+    Raises NotFoundError for a job that is not there or is another user's, ConfigError, for an
+    unknown option too, GameError, JobFailedError.
     """
+    refuse_unknown_options(run_inference_async, options)
     return shared_loop().run(
         run_inference_async(vllm_server_url, data_path, game_class, job_id, output_path, **options)
     )

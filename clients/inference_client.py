@@ -63,6 +63,7 @@ class AsyncInferenceSchedulerClient(AsyncSchedulerClient):
             trust_remote_code=trust_remote_code,
             overrides=translate(as_tree(config)) if config is not None else None,
         )
+        self._submitted = record
         if wait:
             record = await until_served(pool, record, self.timeout)
         return self.described(record)
@@ -136,7 +137,8 @@ class InferenceSchedulerClient(SyncTwin[AsyncInferenceSchedulerClient]):
                 adapters=adapters,
                 config=config,
                 wait=wait,
-            )
+            ),
+            self.aio.goes_on,
         )
 
     def get_job_status(self, job_id: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_CLEANUP_S = 10.0
 
 
 class LoopThread:
@@ -24,12 +25,28 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end; an interrupt of the caller cancels it."""
-        future = self.start(work)
+        """Run a coroutine to its end; an interrupt of the caller cancels it.
+
+        What the coroutine does at its cancellation is waited for, for a moment.
+        """
+        began, ended = threading.Event(), threading.Event()
+
+        async def whole() -> T:
+            began.set()
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = self.start(whole())
         try:
             return future.result()
         except BaseException:
             future.cancel()
+            if began.is_set():
+                ended.wait(_CLEANUP_S)
+            else:
+                work.close()
             raise
 
     def call(self, callback: Callable[[], object]) -> None:

@@ -7,12 +7,14 @@ the first prompt, observations included, which here is `rollout.max_response_tok
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..schemas.config import JobConfig, LearnerConfig, RolloutConfig
 from ..schemas.errors import ConfigError
 from ..schemas.load_config import all_keys
 from .names import did_you_mean
+
+T = TypeVar("T")
 
 _ADVANTAGES = {
     "grpo_per_step": "grpo_per_turn",
@@ -164,10 +166,21 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
         elif entry.refusal:
             raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
         elif value is not None:
-            _put(tree, entry.target, entry.convert(value), key)
+            _put(tree, entry.target, _converted(entry.convert, key, value), key)
     if "max_new_tokens" in flat:
         _fit_lengths(tree)
     return tree
+
+
+def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
+    """Return what a value means here; ConfigError names the key of one that means nothing."""
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={value!r} cannot be used: {error}",
+            hint="see docs/training.md for what OpenTinker's keys become",
+        ) from error
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -197,6 +210,10 @@ def _find(key: str, value: Any) -> Translation | None:
         return TABLE[key]
     if key in _OURS or (key in _SECTIONS and value == {}):
         return None
+    if key in _SECTIONS:
+        raise ConfigError(
+            f"{key} is a section, got {value!r}", hint="see `tinkermq config schema` for its keys"
+        )
     section = key.split(".")[0]
     # `algorithm` is a word there and a section here.
     if section in TABLE and TABLE[section].refusal and section not in _SECTIONS:
@@ -238,7 +255,10 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
     rollout = tree["rollout"]
     rollout.setdefault("max_turn_tokens", rollout["max_response_tokens"])
     prompt = rollout.get("max_prompt_tokens", RolloutConfig().max_prompt_tokens)
-    longest = prompt + rollout["max_response_tokens"]
+    response = rollout["max_response_tokens"]
+    longest = _converted(int, "max_prompt_tokens", prompt) + _converted(
+        int, "max_new_tokens", response
+    )
     learner = tree.setdefault("learner", {})
     if "row_tokens" not in learner and longest > LearnerConfig().row_tokens:
         learner["row_tokens"] = longest
@@ -251,7 +271,7 @@ def _fit_lengths(tree: dict[str, Any]) -> None:
 def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
     """The smaller of the two limits that is not 0 (no limit) bounds the policy's answers."""
     names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
-    limits = [int(flat.pop(name) or 0) for name in names if name in flat]
+    limits = [_converted(int, name, flat.pop(name) or 0) for name in names if name in flat]
     bounds = [limit for limit in limits if limit > 0]
     if bounds:
         _put(tree, "rollout.max_turns", min(bounds), " / ".join(names))
@@ -271,10 +291,11 @@ def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
         )
     if not (in_reward or in_loss):
         return
-    _put(tree, "algorithm.kl_coef", 0.001 if coef is None else float(coef), "kl.kl_loss_coef")
+    weight = 0.001 if coef is None else _converted(float, "kl.kl_loss_coef", coef)
+    _put(tree, "algorithm.kl_coef", weight, "kl.kl_loss_coef")
     _put(tree, "algorithm.kl_in", "reward" if in_reward else "loss", "kl.use_kl_in_reward")
     if kind is not None:
-        if kind not in _KL_ESTIMATORS:
+        if not isinstance(kind, str) or kind not in _KL_ESTIMATORS:
             raise ConfigError(
                 f"kl.kl_loss_type={kind!r} has no counterpart here",
                 hint=did_you_mean(str(kind), _KL_ESTIMATORS),

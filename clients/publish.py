@@ -37,6 +37,7 @@ from ..schemas.message import Message, summarize
 from ..schemas.rollout import Group, Trajectory, check_group
 from ..schemas.task import Task
 from .address import parse_server_url
+from .arguments import refuse_unknown_options
 from .scheduler_client import open_broker
 from .sync_twin import SyncTwin
 
@@ -238,6 +239,7 @@ class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
         self, trajectories: Sequence[Trajectory], **options: Any
     ) -> "Future[int]":
         """Append as `publish_group` does, without waiting; `.result()` waits."""
+        refuse_unknown_options(self.aio.publish_group, options)
         return self._start(self.aio.publish_group(trajectories, **options))
 
     def publish_tasks(

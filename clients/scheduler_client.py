@@ -9,10 +9,11 @@ from ..broker.connection import Broker, connect
 from ..broker.learner_calls import write_checkpoint
 from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.job import JobRecord
+from ..schemas.load_config import check_keys
 from ..schemas.secret import WANDB_KEY
 from ..schemas.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
-from .arguments import as_tree
+from .arguments import as_tree, refuse_unknown_options
 from .names import checkpoint_named
 from .opentinker_keys import merged, translate
 from .paths import resolve_paths
@@ -20,6 +21,7 @@ from .pool import Pool, new_request_id
 from .quiet import quiet_logs
 from .secrets import secrets_for
 from .sync_twin import SyncTwin
+from .validation.files import refuse_missing
 
 CONNECT_DEADLINE_S = 10.0
 CANCEL_S = 60.0
@@ -43,6 +45,7 @@ class AsyncSchedulerClient:
         self.poll_interval = poll_interval
         self._api_key = api_key
         self._pool: Pool | None = None
+        self._submitted: JobRecord | None = None
 
     async def __aenter__(self) -> "AsyncSchedulerClient":
         return self
@@ -68,11 +71,14 @@ class AsyncSchedulerClient:
         del enable_agent_loop  # every job runs the agent loop
         if wandb_key is not None:  # for trackers of this process; the job gets it sealed
             os.environ[WANDB_KEY] = wandb_key
+        self._submitted = None
         tree = translate(as_tree(config))
         if num_gpus is not None:
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
+        check_keys(tree)
+        refuse_missing(tree, self.scheduler_url, has_model=from_run is not None)
         complete = is_complete(tree)
         pool = await self._connected()
         record = await pool.submit(
@@ -83,9 +89,21 @@ class AsyncSchedulerClient:
             request_id=new_request_id(),
             secrets=secrets_for(tree, wandb_key),
         )
+        self._submitted = record
         if complete:
             record = await self._started(pool, record)
         return self._summary(record)
+
+    def goes_on(self) -> str:
+        """Say what an interrupted `submit_job` leaves in the pool; nothing if nothing."""
+        record = self._submitted
+        if record is None:
+            return ""
+        return (
+            f"detached: job {record.name} is submitted and starts when there is room\n"
+            f"  watch it  job_status({record.job!r}), or `tinkermq watch {record.name}`\n"
+            f"  stop it   cancel_job({record.job!r}), or `tinkermq stop {record.name}`"
+        )
 
     async def job_status(self, job_id: str) -> dict[str, Any]:
         """Return state, reason, times and server_url of a job, by id or run name."""
@@ -209,11 +227,13 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         that can never fit, JobFailedError, DeadlineError after `timeout`.
         """
         return self._run(
-            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run)
+            self.aio.submit_job(config, enable_agent_loop, wandb_key, num_gpus, from_run),
+            self.aio.goes_on,
         )
 
     def submit_job_future(self, config: Any, **options: Any) -> "Future[dict[str, Any]]":
         """Submit as `submit_job` does, without waiting; `.result()` waits."""
+        refuse_unknown_options(self.aio.submit_job, options)
         return self._start(self.aio.submit_job(config, **options))
 
     def job_status(self, job_id: str) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from ..broker.disk.room import in_thread, with_room
 from ..broker.tracking import ConsoleTracker, Tracker, make_trackers
 from ..schemas.errors import ConfigError
 from ..schemas.job import FINAL_STATES, JobRecord
+from ..schemas.load_config import check_keys
 from ..schemas.metric import Metric
 from .address import parse_server_url
-from .arguments import as_tree
+from .arguments import as_tree, refuse_unknown_options
 from .follow import follow_run
 from .game_environment import GameEnvironment
 from .opentinker_keys import merged, translate
@@ -27,6 +28,7 @@ from .pool import Pool
 from .progress import REWARD
 from .scheduler_client import failure, is_complete, open_broker
 from .sync_twin import SyncTwin
+from .validation.files import refuse_missing
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,
@@ -54,6 +56,7 @@ class AsyncServiceClient:
         self._logger_backends = list(logger_backends or [])
         self._config: dict[str, Any] = {}
         self._pool: Pool | None = None
+        self._attended: JobRecord | None = None
 
     @property
     def server_url(self) -> str:
@@ -77,6 +80,8 @@ class AsyncServiceClient:
         tree = translate(as_tree(args))
         if env is not None:
             tree = merged(tree, env.get_config())
+        check_keys(tree)
+        refuse_missing(tree, self._address.broker_url)
         pool = await self._connected()
         record = await pool.find(self._address.scope.job)
         if not record.configured:
@@ -118,8 +123,25 @@ class AsyncServiceClient:
                 "validate_before_training": validate_before_training,
             }
             record = await self._start(pool, record, env, wishes)
+        self._attended = record
         trackers = self._trackers(record, verbose=verbose)
         return await self._attend(pool, record, env, trackers)
+
+    def goes_on(self, *, hosts_game: bool) -> str:
+        """Say what an interrupted `fit` leaves running; nothing if it had not begun."""
+        record = self._attended
+        if record is None:
+            return ""
+        text = (
+            f"detached: run {record.name} goes on in the pool\n"
+            f"  attach again  call fit again on ServiceClient({self.server_url!r}), or "
+            f"`tinkermq watch {record.name}`\n"
+            f"  stop it       SchedulerClient(…).complete_job({record.job!r}), or "
+            f"`tinkermq stop {record.name}`"
+        )
+        if hosts_game:
+            text += "\n  its game was hosted here: the run waits until fit is called with it again"
+        return text
 
     async def status(self) -> JobRecord:
         """Return the job's record."""
@@ -249,6 +271,8 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         says is only overridden by an argument that differs from its default. A job that runs
         already is only attached to.
 
+        Ctrl-C ends the wait, not the run: Detached, a KeyboardInterrupt, says how to go on.
+
         Raises JobFailedError with the pool's reason when the job fails or is stopped, and
         GameError when the game in this process cannot go on.
         """
@@ -262,13 +286,15 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
                 validate_before_training,
                 verbose,
                 game_stats_client,
-            )
+            ),
+            lambda: self.aio.goes_on(hosts_game=env is not None),
         )
 
     def fit_future(
         self, env: GameEnvironment | None = None, **options: Any
     ) -> "Future[dict[str, float]]":
         """Train as `fit` does, without waiting; `.result()` waits."""
+        refuse_unknown_options(self.aio.fit, options)
         return self._start(self.aio.fit(env, **options))
 
     def upload_reward_function(self, function_name: str, source_code: str) -> None:

@@ -5,7 +5,8 @@ program that has a loop of its own (a notebook), and give back futures where one
 wait.
 """
 
-from collections.abc import Coroutine
+import sys
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Generic, Protocol, Self, TypeVar
 
@@ -22,6 +23,18 @@ class Closable(Protocol):
 
 A = TypeVar("A", bound=Closable)
 T = TypeVar("T")
+
+
+class Detached(KeyboardInterrupt, SystemExit):
+    """An interrupt of a wait: what was waited for goes on in the pool.
+
+    Its text says so, and what to do. It is a KeyboardInterrupt to whoever expects one; a program
+    that it ends has the exit code of an interrupt and no traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 130
 
 
 class SyncTwin(Generic[A]):
@@ -41,8 +54,16 @@ class SyncTwin(Generic[A]):
         """Close the connection; what runs in the pool goes on."""
         self._run(self.aio.close())
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return shared_loop().run(work)
+    def _run(self, work: Coroutine[Any, Any, T], goes_on: Callable[[], str] | None = None) -> T:
+        """Wait for the async twin; `goes_on` says what is left running by an interrupt."""
+        try:
+            return shared_loop().run(work)
+        except KeyboardInterrupt:
+            text = goes_on() if goes_on is not None else ""
+            if not text:
+                raise
+            sys.stderr.write(f"\n{text}\n")
+            raise Detached(text) from None
 
     def _start(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return shared_loop().start(work)

@@ -44,6 +44,13 @@ class ChatData:
                 f"messages of {where} is {_shorten(row.get('messages'))}",
                 hint="a conversation is a list of chat messages with role and content",
             )
+        for number, message in enumerate(messages):
+            if not {"content", "tool_calls"} & message.keys():
+                raise DataError(
+                    f"message {number} of {where} says nothing: it has neither content nor "
+                    "tool_calls",
+                    hint="fill its content, or leave the message out",
+                )
         return ChatRow(messages, _maps(row.get("tools")), where)
 
     def close(self) -> None:

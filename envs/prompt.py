@@ -67,8 +67,9 @@ def _describe(
     if not (messages and messages[0]["role"] == "system"):
         messages = [*_system(game), *messages]
     if not messages:
+        row = f" of {record.where}" if record is not None and record.where else ""
         raise DataError(
-            f"{type(game).__name__} makes an empty prompt",
+            f"{type(game).__name__} makes an empty prompt{row}",
             hint="return a text from get_initial_user_message, reset, or put it in the data",
         )
     return messages

@@ -26,6 +26,8 @@ class Record:
     """Whatever else the row says."""
     images: list[Any] = field(default_factory=list[Any])
     """Encoded images, in the order of the `<image>` tags of the prompt."""
+    where: str = ""
+    """File and row."""
 
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
@@ -66,6 +68,7 @@ def parse_record(row: Mapping[str, Any], where: str) -> Record:
         data_source=str(row.get("data_source") or ""),
         extra_info=dict(row.get("extra_info") or {}),
         images=list(row.get("images") or []),
+        where=where,
     )
 
 
@@ -75,9 +78,17 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     if value == []:
         return []
     messages = cast("list[Any]", value) if isinstance(value, list) else []
-    for message in messages:
+    for number, message in enumerate(messages):
         if not (isinstance(message, dict) and {"role", "content"} <= set(cast("Any", message))):
             messages = []
+            break
+        content = cast("dict[str, Any]", message)["content"]
+        if not isinstance(content, str | list):
+            raise DataError(
+                f"message {number} of the prompt of {where} has the content {_shorten(content)}",
+                hint="a message's content is a text, or a list of parts; leave out messages that "
+                "say nothing",
+            )
     if not messages:
         raise DataError(
             f"the prompt of {where} is {_shorten(value)}",

@@ -39,6 +39,12 @@ def list_games() -> list[GameInfo]:
     return [_info(entry) for _, entry in sorted(_registered().items())]
 
 
+def check_registered(game: str) -> None:
+    """Raise GameError for a name, not `package.module:Class`, under which there is no game."""
+    if ":" not in game and game not in _registered():
+        raise GameError(f"there is no game {game!r}", hint=_closest(game))
+
+
 def load_game(game: str) -> type[AbstractGame]:
     """Import a game by its registered name or by `package.module:Class`.
 
@@ -47,10 +53,8 @@ def load_game(game: str) -> type[AbstractGame]:
     """
     if ":" in game:
         return _import_class(game)
-    entry = _registered().get(game)
-    if entry is None:
-        raise GameError(f"there is no game {game!r}", hint=_closest(game))
-    return _import_class(entry.value)
+    check_registered(game)
+    return _import_class(_registered()[game].value)
 
 
 def companion(game_class: type[AbstractGame], name: str) -> Callable[..., Any]:

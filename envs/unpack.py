@@ -54,6 +54,8 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
     try:
         with parquet.ParquetFile(path) as packed:
             _write(packed, rows, ends)
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}", hint=error.hint) from error
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error
     except OSError as error:
@@ -68,11 +70,29 @@ def _write(packed: Any, rows: Path, ends: Path) -> None:
     place = 0
     with rows.open("wb") as file:
         for batch in packed.iter_batches(batch_size=BATCH_ROWS):
-            for row in batch.to_pylist():
+            for row in _decoded(batch, len(places)):
                 place += file.write(_packb(row, default=str))
                 places.append(place)
     with ends.open("wb") as file:
         places.tofile(file)
+
+
+def _decoded(batch: Any, first: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            for column in batch.schema.names:
+                try:
+                    batch.column(column)[number].as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"column {column} of row {first + number} is text that is not UTF-8: "
+                        f"{error}",
+                        hint="write the file again with its text decoded as what it is",
+                    ) from error
+        raise
 
 
 def main(argv: Sequence[str]) -> int:

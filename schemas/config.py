@@ -18,7 +18,7 @@ from .section import Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 
-LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "trackio"]
+LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio"]
 
 
 class ModelConfig(Section):

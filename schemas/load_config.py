@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from .config import JobConfig
 from .errors import ConfigError
@@ -121,16 +122,38 @@ def parse_config(values: dict[str, Any]) -> JobConfig:
     try:
         return JobConfig.model_validate(_numbers(values))
     except ValidationError as error:
-        raise ConfigError(_explain(error), hint="see `tinkermq config schema`") from error
+        raise ConfigError(_explain(error.errors()), hint="see `tinkermq config schema`") from error
 
 
 def check_keys(values: dict[str, Any]) -> None:
-    """Refuse unknown keys of a configuration that is not complete yet, and what no key can hold.
+    """Refuse unknown keys and wrong values of a configuration that is not complete yet.
 
-    Raises ConfigError, naming the closest known key.
+    What keys say of one another is left for the complete one. Raises ConfigError, naming the
+    closest known key, or the key and its value.
     """
     _refuse_strange(values)
     _refuse_unknown(values, JobConfig, "")
+    try:
+        JobConfig.model_validate(_numbers(values))
+    except ValidationError as error:
+        wrong = [problem for problem in error.errors() if not _may_be_mended(problem)]
+        if wrong:
+            raise ConfigError(_explain(wrong), hint="see `tinkermq config schema`") from error
+
+
+def _may_be_mended(problem: ErrorDetails) -> bool:
+    """Whether further keys can mend it: one is missing, or those of a section do not fit."""
+    if problem["type"] == "missing":
+        return True
+    model: Any = JobConfig
+    for part in problem["loc"]:
+        field = model.model_fields.get(part) if _is_section(model) else None
+        model = field.annotation if field is not None else None
+    return problem["type"] == "value_error" and _is_section(model)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _refuse_strange(values: dict[str, Any]) -> None:
@@ -176,7 +199,7 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
     for key, value in values.items():
         field = model.model_fields.get(key)
         if field is None:
-            shown = key[:_MAX_KEY]
+            shown = _first_leaf(key, value)[:_MAX_KEY]
             raise ConfigError(
                 f"unknown configuration key {prefix}{shown}", hint=_closest(shown, prefix)
             )
@@ -185,6 +208,14 @@ def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str)
             if not isinstance(value, dict):
                 raise ConfigError(f"{prefix}{key} is a section, got {reprlib.repr(value)}")
             _refuse_unknown(cast("dict[str, Any]", value), inner, f"{prefix}{key}.")
+
+
+def _first_leaf(key: str, value: Any) -> str:
+    """Return the key with the first one inside, as people write it: `trainig.num_steps`."""
+    while isinstance(value, dict) and value:
+        inner, value = next(iter(cast("dict[Any, Any]", value).items()))
+        key = f"{key}.{inner}"
+    return key
 
 
 def all_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[str]:
@@ -207,13 +238,14 @@ def _closest(key: str, prefix: str) -> str:
     near = difflib.get_close_matches(whole, same_section, n=1, cutoff=0.6)
     near = near or difflib.get_close_matches(whole, keys, n=1, cutoff=0.6)
     if not near:
-        near = [by_last[name] for name in difflib.get_close_matches(key, list(by_last), n=1)]
+        last = key.rsplit(".", 1)[-1]
+        near = [by_last[name] for name in difflib.get_close_matches(last, list(by_last), n=1)]
     return f"did you mean {near[0]}?" if near else "see `tinkermq config schema` for all keys"
 
 
-def _explain(error: ValidationError) -> str:
+def _explain(problems: Sequence[ErrorDetails]) -> str:
     clauses: list[str] = []
-    for problem in error.errors():
+    for problem in problems:
         where = ".".join(str(part) for part in problem["loc"])
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "missing":

@@ -203,6 +203,7 @@ class Cluster(Stack):
             "TINKERMQ_NATS_URL": self.url,
             "TINKERMQ_CA": str(self._etc / "tls/ca.crt"),
             "TINKERMQ_REPLICAS": "3",
+            "TINKERMQ_OUTPUT_ROOTS": str(self.folder),
             "TINKERMQ_LOG_FORMAT": "json",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),

@@ -1,1 +1,1 @@
-"""Folders of runs on the machines of the pool, as the scheduler and the nodes keep them."""
+"""Folders of runs on the machines of the pool, and what jobs may read and write there."""

@@ -21,7 +21,7 @@ import structlog
 from ...broker.process import die_with
 from ...schemas.errors import ConfigError
 from ...schemas.node import WantedActor
-from ..files.roots import below_roots
+from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
 from .enclosure import Enclosure
 from .fork_server import PACKET_BYTES, ForkRequest

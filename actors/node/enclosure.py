@@ -30,7 +30,7 @@ from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
 from ...schemas.errors import SandboxError
 from ...schemas.node import WantedActor
-from ..files.roots import is_of_another
+from ..folders.roots import is_of_another
 from .sandboxes import SandboxSocket
 
 FOLDERS_VARIABLE = "TINKERMQ_GAME_FOLDERS"

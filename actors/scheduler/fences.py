@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
-from ..files.links import foreign, hard_links, inodes_below, leads
+from ..folders.links import foreign, hard_links, inodes_below, leads
 
 
 def refuse_code_of_others(config: JobConfig) -> None:

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from ...broker.connection import Broker
 from ...broker.jobs import JobStore, is_final
+from ...envs.registry import check_registered
 from ...schemas.errors import (
     ConfigError,
     MessageError,
@@ -24,8 +25,8 @@ from ...schemas.load_config import check_keys, parse_config
 from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ...schemas.user import Quota
-from ..files.links import named_by
-from ..files.roots import in_default_folder, output_roots, with_allowed_folders
+from ..folders.links import named_by
+from ..folders.roots import in_default_folder, output_roots, with_allowed_folders
 from ..lora import is_adapter
 from .board import Board
 from .fences import refuse_code_of_others, refuse_runs_of_others
@@ -72,6 +73,7 @@ class Submission:
             parse_config(request.config)
         else:
             check_keys(request.config)
+        check_game(request.config)
         key = (user, request.request_id)
         making = self._making.get(key)
         if making is None:
@@ -132,6 +134,7 @@ class Submission:
                     f"job {record.name} is {record.state}", hint="submit it as a new job"
                 )
             check_keys(config)
+            check_game(config)
             name = record.name
             if request.config.get("name") is not None:
                 name = self._free_name(user, record.job, config)
@@ -313,6 +316,13 @@ def check_priority(user: str, priority: int, quota: Quota) -> None:
             f"{quota.max_priority}",
             hint="give a lower one, or ask an admin",
         )
+
+
+def check_game(config: Mapping[str, Any]) -> None:
+    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
+    env = cast("Mapping[str, Any]", config.get("env") or {})
+    if (game := env.get("game")) and env.get("hosts") != 0:
+        check_registered(str(game))
 
 
 def check_name(name: Any) -> None:

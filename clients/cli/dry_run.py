@@ -1,9 +1,7 @@
 """What `train --dry-run` checks without starting anything: model, game, data, slots."""
 
 import contextlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 from ...envs.chat_data import ChatData
 from ...envs.check import check_game
@@ -12,18 +10,15 @@ from ...schemas.errors import (
     BrokerError,
     DataError,
     GameError,
-    ModelError,
     PlacementError,
     TinkermqError,
 )
-from ...schemas.lora import ADAPTER_CONFIG
 from ..home import find_url
 from ..paths import is_local_pool
 from ..pool import Pool
+from ..validation.files import look_at_model
 from .output import note, print_json, say, say_plain
 from .session import with_pool
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def dry_run(
@@ -32,7 +27,7 @@ def dry_run(
     """Check everything, print the effective configuration, and raise the first problem."""
     begins = f"that of run {from_run}: looked up when the job is submitted"
     checks: list[tuple[str, Callable[[], str]]] = [
-        ("model", lambda: check_model(config, nats_url) if from_run is None else begins),
+        ("model", lambda: begins if from_run else check_model(config, nats_url)),
         *([("data", lambda: check_chats(config))] if config.sft.data else []),
         *([("game", lambda: check_env(config))] if config.env.game else []),
         ("slots", lambda: check_slots(config, nats_url)),
@@ -68,40 +63,16 @@ def check_model(config: JobConfig, nats_url: str | None) -> str:
 
     Raises ModelError for a folder that is not a model.
     """
-    path = config.model.path
-    folder = Path(path).expanduser()
-    if not folder.exists():
-        if _elsewhere(nats_url):
-            return f"{path} is not a folder here: the pool's own, or the hub's; not checked"
-        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
-            return f"{path} is not a folder here: it will be fetched from the hub"
-        raise ModelError(
-            f"there is no model folder {path!r}",
-            hint="give a Hugging Face folder, or the name of a model on the hub (owner/name)",
-        )
-    if (folder / ADAPTER_CONFIG).is_file():
-        return f"{folder} (an adapter, put on its base)"
-    if not (folder / "config.json").is_file():
-        raise ModelError(
-            f"{folder} is not a model: it has no config.json",
-            hint="give a folder that transformers' save_pretrained wrote",
-        )
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{folder} has no tokenizer", hint="save the tokenizer into the model's folder"
-        )
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise ModelError(f"{folder} has no weights", hint="save the model into this folder")
-    kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type", "?")
-    return f"{folder} ({kind})"
+    has_tokenizer = config.model.tokenizer is not None
+    return look_at_model(config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer)
 
 
-def _elsewhere(nats_url: str | None) -> bool:
-    """Whether the job would run on another machine, whose folders are not seen here."""
+def _is_here(nats_url: str | None) -> bool:
+    """Whether the job would run on this machine, whose folders are seen."""
     try:
-        return not is_local_pool(find_url(nats_url))
+        return is_local_pool(find_url(nats_url))
     except BrokerError:  # no stack is up
-        return False
+        return True
 
 
 def check_env(config: JobConfig) -> str:

@@ -21,6 +21,7 @@ from ..paths import resolve_paths
 from ..pool import Pool, new_request_id
 from ..progress import RunProgress
 from ..secrets import secrets_for
+from ..validation.files import refuse_missing
 from .live import announce, open_display
 from .options import COMMON, Common
 from .output import note, print_json_line, say
@@ -122,6 +123,7 @@ def _begin(
 
         return check(effective, common.nats_url, as_json=common.json, from_run=from_run)
     url = find_url(common.nats_url)
+    refuse_missing(effective.model_dump(), url, has_model=from_run is not None)
     request_id = new_request_id()
 
     watched: list[str] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.connection import Broker, ConnectionLost, NoResponders, connect
 from tinkermq.broker.faults import shown_url
+from tinkermq.broker.keys import new_api_key
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.stored import get_all
@@ -41,6 +42,12 @@ async def test_an_unreachable_server_is_named_within_the_deadline() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await connect("nats://127.0.0.1:1", name="test", deadline_s=0.3)
     assert "tinkermq up" in got.value.hint
+
+
+async def test_a_key_for_a_pool_without_users_is_told_that_nobody_asks_for_it(url: str) -> None:
+    with pytest.raises(BrokerError, match=r"has no users: it knows no key of user 'ada'") as got:
+        await connect(url, name="test", api_key=new_api_key("ada"))
+    assert "unset TINKERMQ_API_KEY" in got.value.hint
 
 
 async def test_a_host_that_does_not_exist_is_named() -> None:

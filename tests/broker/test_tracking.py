@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.tracking import ConsoleTracker, follow_into, make_trackers
 from tinkermq.schemas.errors import ConfigError, StorageError
+from tinkermq.schemas.load_config import parse_config
 from tinkermq.schemas.metric import Metric
 
 
@@ -72,6 +73,25 @@ def test_wandb_offline_keeps_the_run_in_the_folder(
     monkeypatch.setenv("HOME", str(tmp_path))
     tracker = make("wandb", tmp_path / "run")
     tracker.log_config({"seed": 3})
+    tracker.log({"training_step_reward": 0.5}, 1)
+    tracker.finish()
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
+def test_the_hint_of_a_wandb_without_a_key_can_be_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="wandb cannot start a run") as refused:
+        make("wandb", tmp_path / "run")
+    assert "name wandb-offline in place of wandb in logger_backends" in refused.value.hint
+    values = {"model": {"path": "m"}, "env": {"game": "bandit"}}
+    (backend,) = parse_config({**values, "logger_backends": ["wandb-offline"]}).logger_backends
+    tracker = make(backend, tmp_path / "run")
     tracker.log({"training_step_reward": 0.5}, 1)
     tracker.finish()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.jobs import JobStore
-from tinkermq.clients import AsyncInferenceSchedulerClient
+from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
 from tinkermq.clients.cli.infer import resolve_served
 from tinkermq.clients.inference_tasks import chosen_tasks, hosted_env
 from tinkermq.clients.opentinker_keys import merged
@@ -140,6 +140,22 @@ def test_the_url_is_the_gateways_where_one_is_known(
     )
     given = AsyncInferenceSchedulerClient(url, gateway_url="http://other").described(record)
     assert given["vllm_server_url"] == "http://other/v1"
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("temprature", "did you mean temperature"),
+        ("env_endpoint", "games are reached through the broker"),
+        ("num_gpus", "it has"),
+    ],
+)
+def test_an_option_that_run_inference_does_not_have_is_refused_with_the_closest(
+    option: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"run_inference has no option {option}") as refused:
+        run_inference("nats://127.0.0.1:1/local/j", **{option: 1})
+    assert told in refused.value.hint
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ def test_conversations_and_tools_are_read(tmp_path: Path, suffix: str) -> None:
         ({"messages": "2+2"}, "messages of row 0 of .* is '2\\+2'"),
         ({"messages": []}, r"messages of row 0 of .* is \[\]"),
         ({"messages": [{"content": "2+2"}]}, "messages of row 0 of .* is"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "message 0 of row 0 of .* says nothing",
+        ),
     ],
 )
 def test_a_row_that_is_no_conversation_is_named(

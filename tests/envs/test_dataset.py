@@ -155,6 +155,29 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path):
     assert error_of(path).startswith(f"{path} is not a parquet file: ")
 
 
+@pytest.mark.parametrize("loaded", [True, False])
+def test_text_of_a_parquet_file_that_is_not_utf8_is_named_by_row_and_column(
+    tmp_path, monkeypatch, loaded
+):
+    ends = pa.py_buffer(b"".join(n.to_bytes(4, "little") for n in (0, 2, 5)))
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, ends, pa.py_buffer(b"ok\xe9te")])
+    path = tmp_path / "latin.parquet"
+    pq.write_table(pa.table({"prompt": texts, "answer": pa.array(["1", "2"])}), path)
+    if not loaded:
+        monkeypatch.delitem(sys.modules, "pyarrow")
+    with pytest.raises(DataError, match=r"latin.parquet: column prompt of row 1 is .* not UTF-8"):
+        Dataset([path])
+
+
+@pytest.mark.parametrize("content", [None, 3, {"text": "?"}])
+def test_a_message_of_a_prompt_without_text_is_named_by_its_row(tmp_path, content):
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+    with pytest.raises(DataError, match=r"message 1 of the prompt of row 0 of .*a.jsonl has the"):
+        Dataset([path]).record(0)
+
+
 def test_a_broken_line_is_named_by_its_row(tmp_path):
     path = tmp_path / "broken.jsonl"
     path.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": \n')

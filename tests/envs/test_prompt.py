@@ -126,3 +126,6 @@ def test_a_row_without_a_prompt_leaves_the_words_to_the_game():
 def test_an_empty_prompt_is_refused():
     with pytest.raises(DataError, match="Silent makes an empty prompt"):
         open_game(Silent(), seed=0, record=None, kwargs={})
+    record = Record([], "4", where="row 7 of a.jsonl")
+    with pytest.raises(DataError, match=r"Silent makes an empty prompt of row 7 of a\.jsonl"):
+        open_game(Silent(), seed=0, record=record, kwargs={})

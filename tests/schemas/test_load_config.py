@@ -73,6 +73,31 @@ def test_a_value_without_effect_or_sense_is_refused(overrides: list[str], messag
     assert message in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"training": {"batch_size": "four"}}, r"training\.batch_size='four'"),
+        ({"training": {"batch_size": 0}}, r"training\.batch_size=0: .*greater than or equal to 1"),
+        ({"algorithm": {"advantage": "nope"}}, r"algorithm\.advantage='nope': .*'grpo'"),
+        ({"env": {"train_data": "rows.jsonl"}}, r"env\.train_data='rows.jsonl'"),
+        ({"name": "No Name"}, r"name='No Name'"),
+        ({"trainig": {"num_steps": 3}}, r"trainig\.num_steps\n.*did you mean training\.num_steps"),
+        ({"weights": {"folder": "x"}}, ""),
+        ({"critic": {"path": "x"}}, ""),
+        ({"env": {"num_val": 3}}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_configuration_that_is_not_complete_has_no_wrong_values(
+    values: dict[str, Any], told: str
+) -> None:
+    if not told:
+        check_keys(values)  # what lacks, or does not fit yet, may still come
+        return
+    with pytest.raises(ConfigError, match=told):
+        check_keys(values)
+
+
 def test_a_missing_file_and_a_broken_one_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no configuration file"):
         load_config(tmp_path / "none.yaml")

@@ -23,7 +23,15 @@ from tinkermq.clients import (
     GameEnvironment,
     make_trajectory,
 )
-from tinkermq.schemas.errors import BrokerError, JobFailedError, PlacementError
+from tinkermq.schemas.errors import (
+    BrokerError,
+    ConfigError,
+    DataError,
+    GameError,
+    JobFailedError,
+    ModelError,
+    PlacementError,
+)
 from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.trace import is_traceparent
 
@@ -82,8 +90,16 @@ from tinkermq.clients import GameEnvironment, ServiceClient
 from tests.clients.test_game_environment import EchoGame
 client, env = ServiceClient({job["server_url"]!r}), GameEnvironment(EchoGame, {args!r})
 client.set_config({args!r}, env)
-client.fit(env, num_steps=40)
+client.fit(env, num_steps=80)
 """
+    with _started([sys.executable, "-c", script]) as process:
+        await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
+        process.send_signal(signal.SIGINT)
+        _, said = await asyncio.to_thread(process.communicate, timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    for part in (f"run {job['name']} goes on", f"tinkermq stop {job['name']}", "hosted here"):
+        assert part in said
     with _started([sys.executable, "-c", script]) as process:
         await asyncio.wait_for(asyncio.to_thread(_until_a_step, process), 120)
         process.kill()
@@ -92,18 +108,53 @@ client.fit(env, num_steps=40)
         assert record.state == "RUNNING"
         with GameEnvironment(EchoGame, args) as env:
             last = await asyncio.wait_for(client.fit(env, verbose=False), 120)
-    assert last["training/global_step"] == 40
+    assert last["training/global_step"] == 80
 
 
-async def test_a_model_that_is_none_fails_the_job_with_the_learners_reason(
-    stack: Stack, tmp_path: Path
+async def test_a_job_that_fails_tells_its_reason_to_whoever_waits(
+    stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    config = small_job(tmp_path / "empty", training={"num_steps": 2})
+    config = small_job(model, env={"game": "tests.games:NoSuchGame"}, training={"num_steps": 2})
     async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
-        # It fails while it starts, or just after: whoever waits is told the learner's reason.
-        with pytest.raises(JobFailedError, match="empty"):
+        # It fails while it starts, or just after.
+        with pytest.raises(JobFailedError, match="has no game 'NoSuchGame'"):
             await _train_to_the_end(scheduler, {**config, "output_dir": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"training": {"batch_size": "four"}}, r"training\.batch_size='four'"),
+        ({"adv_estimator": "nope"}, r"algorithm\.advantage='nope'"),
+        ({"model": {"path": "{tmp}/nowhere"}}, "there is no model folder '.*nowhere'"),
+        ({"model": {"path": "{tmp}"}}, "is not a model: it has no config.json"),
+        (
+            {"env": {"train_data": ["{tmp}/no.parquet"]}},
+            r"no dataset file .*no.parquet' \(env",
+        ),
+        ({"env": {"game": "bandid"}}, r"there is no game 'bandid'\n.*did you mean bandit"),
+    ],
+)
+async def test_what_cannot_work_is_refused_when_it_is_said(
+    stack: Stack, model: Path, tmp_path: Path, changes: dict[str, Any], told: str
+) -> None:
+    changes = json.loads(json.dumps(changes).replace("{tmp}", str(tmp_path)))
+    config = small_job(model)
+    config["output_dir"] = str(tmp_path)
+    for key, value in changes.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    if "adv_estimator" in config:
+        config.pop("algorithm", None)
+    async with AsyncSchedulerClient(stack.server.url) as scheduler:
+        before = len(await scheduler.list_jobs())
+        with pytest.raises((ConfigError, ModelError, DataError, GameError), match=told):
+            await scheduler.submit_job(config)
+        assert len(await scheduler.list_jobs()) == before
+        job = await scheduler.submit_job({"output_dir": str(tmp_path)})
+        async with AsyncServiceClient(job["server_url"]) as client:
+            with pytest.raises((ConfigError, ModelError, DataError, GameError), match=told):
+                await client.set_config(config)
+        await scheduler.cancel_job(job["job_id"])
 
 
 async def _train_to_the_end(scheduler: AsyncSchedulerClient, config: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.files.roots import ROOTS_VARIABLE
+from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog

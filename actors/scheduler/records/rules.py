@@ -6,7 +6,7 @@ from pathlib import Path
 from ....broker.jobs import is_final
 from ....schemas.errors import StateError
 from ....schemas.job import JobRecord, Removal
-from ...files.links import texts_of
+from ...folders.links import texts_of
 
 _DONE = {"archive": "archived", "unarchive": "brought back", "delete": "deleted"}
 

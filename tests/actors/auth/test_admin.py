@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import structlog
-from tinkermq.actors.files.roots import ROOTS_VARIABLE
+from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.broker.login import AS_VARIABLE

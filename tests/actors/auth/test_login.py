@@ -174,7 +174,9 @@ async def test_who_has_an_invitation_may_register_and_nothing_else(pool: Secured
     assert (told.role, told.max_slots) == ("user", 2)
     with pytest.raises(AuthError, match="used up"):
         await ask_users(guest, "register", Register(code=code, user="zoe2"), NewKey)
-    await refused(pool, code)
+    with pytest.raises(BrokerError, match=rf"{REFUSED}: the invitation is .*used up") as spent:
+        await connect(pool.server.url, name="test", api_key=code)
+    assert "tinkermq user invite" in spent.value.hint
 
 
 async def test_the_key_of_a_process_is_worth_something_while_its_job_has_it(

@@ -13,6 +13,7 @@ from urllib.parse import urlencode
 
 import pytest
 import pytest_asyncio
+from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.actors.gateway.rest import OPERATIONS
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
@@ -61,7 +62,11 @@ async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gua
             await pool.job(user, f"job-of-{user}")
         scheduler = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tinkermq.actors.scheduler", "--nats", pool.server.url),
-            env={**os.environ, CREDENTIALS_VARIABLE: str(pool.secrets.credentials("scheduler"))},
+            env={
+                **os.environ,
+                CREDENTIALS_VARIABLE: str(pool.secrets.credentials("scheduler")),
+                ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp()),
+            },
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
         )

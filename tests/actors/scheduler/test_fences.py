@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.files.links import refuse_links_to_others
+from tinkermq.actors.folders.links import refuse_links_to_others
 from tinkermq.actors.scheduler.fences import refuse_runs_of_others
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.job import JobRecord

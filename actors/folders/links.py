@@ -16,7 +16,7 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.job import JobRecord
 from ..lora import base_of, is_adapter
-from .roots import below_roots, is_of_another
+from .roots import below_roots, is_of_another, without_tilde
 
 _MAX_FILES = 10_000
 _MAX_DEPTH = 4
@@ -49,7 +49,7 @@ def leads(config: JobConfig, more: Mapping[str, str] | None = None) -> Iterator[
     """
     for key, value in [*texts_of(config.model_dump(mode="json")), *(more or {}).items()]:
         for name, path in _with_bases(key, value):
-            if "\0" in path or not (place := Path(os.path.expanduser(path))).name:  # noqa: PTH111
+            if "\0" in path or not (place := without_tilde(path)).name:
                 continue
             if "/" in path or os.path.lexists(place):
                 yield Lead(name, path, "", Path(os.path.realpath(place)))
@@ -126,7 +126,7 @@ def inodes_below(folder: Path) -> Iterator[tuple[int, int]]:
 
 
 def _is_linked(lead: Lead) -> bool:
-    return bool(lead.via) or os.path.abspath(os.path.expanduser(lead.value)) != str(lead.path)  # noqa: PTH100, PTH111
+    return bool(lead.via) or without_tilde(lead.value).absolute() != lead.path
 
 
 def _with_bases(key: str, value: str) -> Iterator[tuple[str, str]]:
@@ -183,8 +183,7 @@ def _told_files(path: Path) -> Iterator[str]:
     except (OSError, ValueError, RecursionError):
         return  # whoever reads it says so
     for _, text in told:
-        # os.path.exists says False of names that are too long or none
-        if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110
+        if "/" in text and os.path.exists(path.parent / text):  # noqa: PTH110  False for odd names
             yield text
 
 

@@ -46,7 +46,7 @@ def below_roots(key: str, value: str, roots: Sequence[Path]) -> Path:
 
     Without roots it may lie anywhere.
     """
-    folder = Path(os.path.realpath(os.path.expanduser(value)))  # noqa: PTH111  a strange ~name stays
+    folder = Path(os.path.realpath(without_tilde(value)))
     if roots and not any(folder.is_relative_to(root.resolve()) for root in roots):
         allowed = ", ".join(map(str, roots))
         raise ConfigError(
@@ -61,3 +61,8 @@ def is_of_another(path: Path, user: str, roots: Sequence[Path]) -> bool:
     """Whether a path without links is in a folder of runs, and in none of this user's."""
     below = [path.relative_to(one) for root in roots if path.is_relative_to(one := root.resolve())]
     return any(user not in one.parts for one in below)
+
+
+def without_tilde(value: str) -> Path:
+    """Return a path with the home of whoever `~` names."""
+    return Path(os.path.expanduser(value))  # noqa: PTH111  a strange ~name stays as it is
