@@ -1,6 +1,7 @@
 """One row of a dataset, in verl's columns or as `prompt` and `answer`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -10,6 +11,8 @@ from .game import ChatMessage
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")
 """Where the gold answer may stand."""
 IMAGE_TAG = "<image>"
+_NOTHING = frozenset({"", "none", "null", "nan", "<na>"})
+"""What programs write for a value that is not there."""
 
 
 @dataclass(frozen=True)
@@ -98,13 +101,48 @@ def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:
     return messages
 
 
+def answer_text(ground_truth: Any) -> str:
+    """Return a gold answer as text, for a game that compares texts.
+
+    Raises DataError for one that is neither a text nor a number: its form as text would be some
+    program's, and no answer.
+    """
+    if is_no_answer(ground_truth) or not isinstance(ground_truth, str | int | float):
+        raise DataError(
+            f"the gold answer {_shorten(ground_truth)} is neither a text nor a number",
+            hint="write it into the data as the policy shall say it",
+        )
+    return str(ground_truth)
+
+
+def is_no_answer(value: Any) -> bool:
+    """Whether a value stands for a missing one: null, NaN, nothing, or what a program wrote then.
+
+    A list without any answer is one of them, too.
+    """
+    if isinstance(value, str):
+        return value.strip().lower() in _NOTHING
+    if isinstance(value, float):
+        return math.isnan(value)
+    if isinstance(value, list | tuple):
+        return all(is_no_answer(each) for each in cast("Sequence[Any]", value))
+    if isinstance(value, Mapping):
+        return all(is_no_answer(each) for each in cast("Mapping[Any, Any]", value).values())
+    return value is None
+
+
 def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
     reward_model = row.get("reward_model")
+    found = {name: row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None}
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
-        return cast("Any", reward_model["ground_truth"])
-    for name in TRUTH_COLUMNS[1:]:
-        if row.get(name) is not None:
-            return row[name]
+        found = {"reward_model.ground_truth": cast("Any", reward_model["ground_truth"])}
+    for name, value in found.items():
+        if is_no_answer(value):
+            raise DataError(
+                f"{where} has no gold answer: {name} is {_shorten(value)}",
+                hint="fill it, or leave the row out of the data",
+            )
+        return value
     raise DataError(
         f"{where} has no gold answer: reward_model is {_shorten(reward_model)}",
         hint="fill reward_model.ground_truth, or the column answer",

@@ -39,7 +39,7 @@ class AlgorithmConfig(Section):
     """How rewards become advantages; gae is PPO and trains a critic beside the policy."""
     gamma: float | None = Field(default=None, ge=0, le=1)
     """Discount: per token for reinforce_pp and gae, per turn for grpo_per_turn, gigpo and turns as
-    samples; default 1, for gigpo 0.95."""
+    samples that earn what follows them (per turn only, then); default 1, for gigpo 0.95."""
     gae_lambda: float = Field(default=1.0, ge=0, le=1, json_schema_extra=when("advantage", "gae"))
     """λ of the generalised advantage: 1 trusts the rewards, 0 the critic."""
     step_weight: float = Field(default=1.0, ge=0, json_schema_extra=when("advantage", "gigpo"))
@@ -81,7 +81,7 @@ class AlgorithmConfig(Section):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL."""
+    """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation."""
     kl_in: Literal["loss", "reward"] = "loss"
     """Where the KL enters."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -100,7 +100,8 @@ class AlgorithmConfig(Section):
     overlong_factor: float = Field(default=1.0, ge=0)
     """Largest overlong penalty: that of an episode which a token limit ended."""
     overlong_filter: bool = False
-    """Give episodes that `rollout.max_response_tokens` cut off the advantage 0 (DAPO)."""
+    """Leave episodes that a token limit ended out of the losses, the critic's too, and out of what
+    those are divided by (DAPO); their rewards still count in their group's mean and std."""
     length_coef: float = Field(default=0.0, ge=0)
     """Reward the shorter episodes of a group, by up to half of this; those that are not solved
     (`evaluation.success_reward`) only lose by being long (Kimi k1.5)."""
@@ -111,6 +112,14 @@ class AlgorithmConfig(Section):
         if self.gamma is None:
             return 0.95 if self.advantage == "gigpo" else 1.0
         return self.gamma
+
+    @property
+    def token_discount(self) -> float:
+        """The discount from token to token (of advantages by turn: from turn to turn).
+
+        Turns as samples that earn what follows them are discounted once, from turn to turn.
+        """
+        return 1.0 if self.sample == "turn" and self.turn_reward == "return" else self.discount
 
     @model_validator(mode="before")
     @classmethod
@@ -130,8 +139,28 @@ class AlgorithmConfig(Section):
     def _kl_keys_have_effect(self) -> Self:
         if self.kl_coef == 0 and {"kl_estimator", "kl_in"} & self.model_fields_set:
             raise ValueError("kl_estimator and kl_in have no effect while kl_coef is 0")
+        if self.kl_coef and (self.kl_estimator, self.kl_in) == ("k1", "loss"):
+            raise ValueError(
+                "kl_estimator=k1 has no effect in the loss, where its gradient is zero in "
+                "expectation: set kl_estimator to k3 or k2, or kl_in=reward"
+            )
         if self.overlong_buffer == 0 and "overlong_factor" in self.model_fields_set:
             raise ValueError("overlong_factor has no effect while overlong_buffer is 0")
+        return self
+
+    @model_validator(mode="after")
+    def _maxrl_gets_no_negative_rewards(self) -> Self:
+        lowers = {
+            "overlong_buffer": self.overlong_buffer,
+            "length_coef": self.length_coef,
+            "kl_in=reward": self.kl_coef and self.kl_in == "reward",
+        }
+        for key in [key for key, value in lowers.items() if value]:
+            if self.advantage == "maxrl":
+                raise ValueError(
+                    f"{key} takes rewards under 0, and advantage=maxrl divides by the group's mean "
+                    f"reward: choose another advantage, or remove {key.partition('=')[0]}"
+                )
         return self
 
     @model_validator(mode="after")

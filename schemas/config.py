@@ -326,6 +326,17 @@ class JobConfig(Section):
             )
         if self.rollout.group_size == 1 and self.algorithm.filter_equal_rewards:
             raise ValueError("filter_equal_rewards drops every group while group_size is 1")
+        if self.rollout.group_size == 1 and self.algorithm.length_coef:
+            raise ValueError(
+                "algorithm.length_coef compares the lengths of a group's episodes and has no "
+                "effect while rollout.group_size is 1: raise it"
+            )
+        num_steps = self.training.num_steps
+        if num_steps is not None and self.critic.warmup_steps >= num_steps:
+            raise ValueError(
+                f"critic.warmup_steps ({self.critic.warmup_steps}) leaves none of "
+                f"training.num_steps ({num_steps}) to train the policy: lower it"
+            )
         if self.training.tasks == "external" and self.training.num_steps is None:
             raise ValueError("training.tasks=external needs training.num_steps")
         if self.training.tasks == "external" and self.training.max_staleness == "auto":

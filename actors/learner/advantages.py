@@ -43,6 +43,8 @@ class AdvantageInputs:
     """The critic's value before each token; needed by gae."""
     lone_S: Tensor | None = None
     """bool: sequences that nobody of their task can be compared with: those get 0."""
+    kept_N: Tensor | None = None
+    """bool: tokens that are trained, default all; those over which a batch is whitened."""
     gamma: float = 1.0
     """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
 
@@ -105,10 +107,11 @@ def _token_rewards(inputs: AdvantageInputs) -> Tensor:
     return outcome_N * is_last_of_sequence(inputs.seq_N)
 
 
-def _whiten(values_N: Tensor, epsilon: float) -> Tensor:
-    if not len(values_N) or values_N.min() == values_N.max():
+def _whiten(values_N: Tensor, epsilon: float, kept_N: Tensor | None) -> Tensor:
+    kept_n = values_N if kept_N is None else values_N[kept_N]
+    if not len(kept_n) or kept_n.min() == kept_n.max():
         return torch.zeros_like(values_N)
-    return (values_N - values_N.mean()) * torch.rsqrt(values_N.var() + epsilon)
+    return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + epsilon)
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
@@ -137,13 +140,13 @@ def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
     """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
     rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
     returns_SP = reward_to_go(rewards_SP, inputs.gamma)
-    return _whiten(returns_SP[inputs.seq_N, place_N], epsilon).float()
+    return _whiten(returns_SP[inputs.seq_N, place_N], epsilon, inputs.kept_N).float()
 
 
 def reinforce_pp_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
     """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
     rewards_S, _, peers = _groups(inputs)
-    return _whiten((rewards_S - peers.mean)[inputs.seq_N], epsilon).float()
+    return _whiten((rewards_S - peers.mean)[inputs.seq_N], epsilon, inputs.kept_N).float()
 
 
 def remax(inputs: AdvantageInputs) -> Tensor:
@@ -263,7 +266,7 @@ def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e
         inputs.gamma,
         gae_lambda,
     )
-    return _whiten(advantages_N, epsilon).float()
+    return _whiten(advantages_N, epsilon, inputs.kept_N).float()
 
 
 ADVANTAGES: dict[str, AdvantageFn] = {

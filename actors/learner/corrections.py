@@ -59,7 +59,7 @@ def _log_weight(inputs: CorrectionInputs) -> Tensor:
 
 
 def _log_product(inputs: CorrectionInputs) -> Tensor:
-    """log ∏w of each sequence, clamped again so that its exponential stays finite."""
+    """log ∏w of each sequence, whose exponential stays finite."""
     total_S = sum_by_sequence(_log_weight(inputs), inputs.seq_N, inputs.num_seqs)
     return total_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -79,7 +79,12 @@ def tis(
     """Weigh by min(w, C), or by min(∏w, C) over the sequence (truncated importance sampling)."""
     if level not in ("token", "sequence"):
         raise ConfigError(f"correction_level={level} does not exist", hint="choose token, sequence")
-    log_N = _log_weight(inputs) if level == "token" else _log_product(inputs)[inputs.seq_N]
+    if level == "token":
+        log_N = _log_weight(inputs)
+    else:
+        plain_N = inputs.old_logprobs_N - inputs.behaviour_logprobs_N
+        total_S = sum_by_sequence(plain_N, inputs.seq_N, inputs.num_seqs)
+        log_N = total_S.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[inputs.seq_N]
     return Correction(log_N.exp().clamp(max=cap), inputs.old_logprobs_N)
 
 

@@ -5,6 +5,7 @@ Shape letters: N generated tokens, S sequences, M samples.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ...schemas.config import JobConfig
@@ -27,6 +28,8 @@ class Credit:
     advantages_N: Tensor
     targets: ValueTargets | None
     """What the critic is trained towards; None without one."""
+    kept_S: Tensor
+    """bool: episodes that are trained; the others are in no loss and in no denominator."""
 
 
 def assign_credit(
@@ -39,8 +42,13 @@ def assign_credit(
     """Compute the advantages of a batch.
 
     `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
+    An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
+    TRL, but not where a whole batch is whitened.
     """
     algorithm = config.algorithm
+    cut_S = batch.truncated_S
+    kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
+    kept_N = kept_S[batch.seq_N]
     by_turn = algorithm.sample == "turn"
     samples = turns(batch) if by_turn else episodes(batch)
     earned_N = _rewards(config, batch, old_N, reference_N)
@@ -57,16 +65,16 @@ def assign_credit(
         baseline_S=batch.baseline_S,
         values_N=values_N,
         lone_S=samples.lone_M,
-        gamma=algorithm.discount,
+        kept_N=kept_N,
+        gamma=algorithm.token_discount,
     )
     advantages_N = compute_advantages(algorithm.advantage, inputs, **_options(config))
-    if algorithm.overlong_filter:
-        advantages_N = advantages_N.masked_fill(batch.truncated_S[batch.seq_N], 0.0)
     return Credit(
         samples,
         sum_by_sequence(earned_N, batch.seq_N, batch.num_seqs),
-        advantages_N,
-        None if values_N is None else _targets(config, samples, rewards_N, values_N),
+        advantages_N.masked_fill(~kept_N, 0.0),
+        None if values_N is None else _targets(config, samples, rewards_N, values_N, kept_N),
+        kept_S,
     )
 
 
@@ -105,7 +113,7 @@ def _rewards(
 
 
 def _targets(
-    config: JobConfig, samples: Samples, rewards_N: Tensor, values_N: Tensor
+    config: JobConfig, samples: Samples, rewards_N: Tensor, values_N: Tensor, kept_N: Tensor
 ) -> ValueTargets:
     algorithm = config.algorithm
     advantages_N = generalized_advantage(
@@ -113,7 +121,7 @@ def _targets(
         values_N,
         samples.sample_N,
         samples.num,
-        algorithm.discount,
+        algorithm.token_discount,
         algorithm.gae_lambda,
     )
-    return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N)
+    return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N)

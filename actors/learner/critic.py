@@ -139,7 +139,8 @@ class Critic:
     def numbers(self) -> dict[str, float]:
         """Name what the step measured on all ranks as metrics."""
         finite = [norm for norm in self._norms if math.isfinite(norm)]
-        values_N, returns_N = self._targets.values_N, self._targets.returns_N
+        kept_N = self._targets.kept_N
+        values_N, returns_N = self._targets.values_N[kept_N], self._targets.returns_N[kept_N]
         ranks = self._parallel.gather((self._sums, self._num_tokens))
         num_tokens = sum(number for _, number in ranks)
 
@@ -149,8 +150,8 @@ class Critic:
         return {
             "critic/lr": float(self.optimizer.param_groups[0]["lr"]),
             "critic/vf_loss": total("vf_loss") / len(self._norms),
-            "critic/vf_clipfrac": total("vf_clipfrac") / num_tokens,
-            "critic/vpred_mean": total("vpred_mean") / num_tokens,
+            "critic/vf_clipfrac": total("vf_clipfrac") / max(num_tokens, 1),
+            "critic/vpred_mean": total("vpred_mean") / max(num_tokens, 1),
             "critic/vf_explained_var": explained_variance(values_N, returns_N),
             "critic/skipped_updates": float(len(self._norms) - len(finite)),
             **({"critic/grad_norm": sum(finite) / len(finite)} if finite else {}),
@@ -192,7 +193,9 @@ class Critic:
 
 
 def spread(name: str, values: Tensor) -> dict[str, float]:
-    """Give mean, largest and smallest value as metrics."""
+    """Give mean, largest and smallest value as metrics; none where there are no values."""
+    if not len(values):
+        return {}
     return {
         f"{name}/mean": float(values.mean()),
         f"{name}/max": float(values.max()),

@@ -50,6 +50,10 @@ def rewards_with_kl(
 
 
 def entropy_from_logits(logits_NV: Tensor) -> Tensor:
-    """Compute the entropy of each distribution over the vocabulary, in nats: N values."""
+    """Compute the entropy of each distribution over the vocabulary, in nats: N values.
+
+    A token that cannot occur, whose logit is -inf, adds nothing, to the gradient either.
+    """
     probs_NV = torch.softmax(logits_NV, dim=-1)
-    return torch.logsumexp(logits_NV, dim=-1) - (probs_NV * logits_NV).sum(dim=-1)
+    finite_NV = logits_NV.masked_fill(logits_NV.isneginf(), 0.0)
+    return torch.logsumexp(logits_NV, dim=-1) - (probs_NV * finite_NV).sum(dim=-1)

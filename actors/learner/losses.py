@@ -101,7 +101,10 @@ def gspo(inputs: LossInputs, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
 
 
 def cispo(inputs: LossInputs, *, clip_high: float = 5.0) -> TokenLoss:
-    """−sg(clip(r, 0, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585)."""
+    """−sg(clip(r, 0, ε_hi)) · A · log π: no token loses its gradient (arXiv 2506.13585).
+
+    There is no lower clip, as in the paper and in TRL; verl has one.
+    """
     log_ratio_N = log_ratio(inputs.logprobs_N, inputs.old_logprobs_N)
     ratio_N = log_ratio_N.detach().exp()
     weight_N = ratio_N.clamp(max=clip_high)

@@ -96,25 +96,31 @@ class Objective:
         self._loss_options = _loss_options(config)
         self._correction_options = _correction_options(config)
 
-    def needs_old(self, num_minibatches: int) -> bool:
+    def needs_old(self, num_minibatches: int, dropout: float = 0.0) -> bool:
         """Whether π_o needs a forward pass of its own: it is not the policy at the update.
 
-        The log-linear proximal policy is there to do without one.
+        That is so for an adapter with dropout, too, whose updates compute with it. The log-linear
+        proximal policy is there to do without one.
         """
         algorithm = self._algorithm
         interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
         return (
             (num_minibatches > 1 and not interpolated)
+            or dropout > 0
             or algorithm.correction == "m2po"
             or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         )
 
-    def whole_batch_weights(self, batch: TrainingBatch, old_N: Tensor | None) -> Tensor | None:
-        """Compute the weights of m2po; None for the other corrections."""
+    def whole_batch_weights(
+        self, batch: TrainingBatch, old_N: Tensor | None, kept_N: Tensor
+    ) -> Tensor | None:
+        """Compute the weights of m2po among the tokens kept; None for the other corrections."""
         if old_N is None or self._algorithm.correction != "m2po":
             return None
-        inputs = CorrectionInputs(old_N, batch.behaviour_N, batch.seq_N, batch.num_seqs)
-        return correct("m2po", inputs).weight_N
+        kept = (each[kept_N] for each in (old_N, batch.behaviour_N, batch.seq_N))
+        weights_N = torch.zeros_like(old_N)
+        weights_N[kept_N] = correct("m2po", CorrectionInputs(*kept, batch.num_seqs)).weight_N
+        return weights_N
 
     def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
         """Mark the sequences that move the weights: the others need no pass at all."""
@@ -155,6 +161,9 @@ class Objective:
 
         loss = total(policy_N * correction.weight_N)
         sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
+        if inputs.reference_N is not None:
+            before_N = kl_per_token(algorithm.kl_estimator, old_N, inputs.reference_N[index_N])
+            sums["reference_kl"] = before_N.sum()
         if inputs.reference_N is not None and algorithm.kl_in == "loss":
             kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
             kl = total(kl_N)

@@ -40,6 +40,7 @@ from .shares import Shares
 from .training_batch import TrainingBatch
 
 _log = structlog.get_logger()
+_OF_THE_UPDATES = ("pg_loss", "kl_loss")
 
 
 @dataclass
@@ -61,7 +62,7 @@ class _Sums:
     norms: list[float] = field(default_factory=list[float])
     """Gradient norm of each update; not finite: the update was left out."""
     old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    """Places of the tokens that were scored, and their log-probs before the update."""
+    """Places of all generated tokens, and their log-probs before the update."""
 
     def include(self, totals: dict[str, Tensor]) -> None:
         for name, value in totals.items():
@@ -87,13 +88,16 @@ class _Sums:
         return together
 
     def numbers(self) -> dict[str, float]:
-        """Name the sums as metrics; what no micro-batch measured is left out."""
+        """Name the sums as metrics; what no micro-batch measured is left out.
+
+        Losses are of the updates, all else is a mean over all generated tokens of the batch.
+        """
         finite = [norm for norm in self.norms if math.isfinite(norm)]
         found = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
         if finite:
             found["actor/grad_norm"] = sum(finite) / len(finite)
         for name, total in self.totals.items():
-            per_update = name in ("pg_loss", "kl_loss")
+            per_update = name in _OF_THE_UPDATES
             found[f"actor/{name}"] = float(total) / (len(self.norms) if per_update else self.tokens)
         return found
 
@@ -223,26 +227,29 @@ class Trainer:
         start = time.perf_counter()
         batch = batch.to(self._scorer.device)
         rate = self._set_learning_rate(step)
-        old_N, reference_N = self._scores_before(batch)
+        old_N, entropy_N, reference_N = self._scores_before(batch)
         values_N = self._values(batch)
         credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
-        weights_N = self._objective.whole_batch_weights(batch, old_N)
+        kept_N = credit.kept_S[batch.seq_N]
+        weights_N = self._objective.whole_batch_weights(batch, old_N, kept_N)
         inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
         sums = _Sums()
         for part_S in self._minibatches(batch):
-            denominators = self._denominators(sample_N[part_S[batch.seq_N]])
+            kept_S = part_S & credit.kept_S
+            denominators = self._denominators(sample_N[kept_S[batch.seq_N]])
             if step > self.config.critic.warmup_steps:
-                self._update(inputs, part_S, denominators, sums)
+                self._update(inputs, part_S, kept_S, denominators, sums)
             if self.critic is not None:
-                self.critic.update(self._shares.pack(batch, part_S), denominators)
+                self.critic.update(self._shares.pack(batch, kept_S), denominators)
         sums = sums.of_all(self._parallel)
         numbers = {
             "actor/lr": rate,
             **sums.numbers(),
-            **spread("critic/advantages", advantages_N),
+            **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
+            **spread("critic/advantages", advantages_N[kept_N]),
             **spread("critic/rewards", credit.rewards_S),
             **({} if self.critic is None else self.critic.numbers()),
             "training/num_samples": float(credit.samples.num),
@@ -269,26 +276,40 @@ class Trainer:
             min_ratio=learner.min_lr_ratio,
         )
 
-    def _scores_before(self, batch: TrainingBatch) -> tuple[Tensor | None, Tensor | None]:
-        """Score all tokens by π_o and by the reference, each only where it is needed."""
-        needs_old = self._objective.needs_old(self.config.learner.num_minibatches)
+    def _scores_before(
+        self, batch: TrainingBatch
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Score all tokens by π_o (log-probs and entropies) and by the reference.
+
+        Each only where it is needed.
+        """
+        needs_old = self._objective.needs_old(
+            self.config.learner.num_minibatches, self.config.lora.dropout
+        )
         if not needs_old and self._reference is None:
-            return None, None
+            return None, None, None
         everything = self._shares.pack(batch, _all(batch))
-        old_N = self._score_all(everything, batch, self._scorer) if needs_old else None
+        old_N, entropy_N = None, None
+        if needs_old:
+            old_N, entropy_N = self._score_all(everything, batch, self._scorer)
         if self._reference is None:
-            return old_N, None
+            return old_N, entropy_N, None
         if not self._reference_adapter:
-            return old_N, self._score_all(everything, batch, self._reference)
+            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
         with other_adapter(self.model, self._reference_adapter):
-            return old_N, self._score_all(everything, batch, self._reference)
+            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
 
     @torch.no_grad()
-    def _score_all(self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer) -> Tensor:
-        scored_N = torch.zeros(batch.num_tokens, device=scorer.device)
+    def _score_all(
+        self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of all tokens, of which this rank computes its share."""
+        logprobs_N, entropy_N = torch.zeros(2, batch.num_tokens, device=scorer.device)
         for micro in micros:
-            scored_N[micro.index_N] = scorer.score(micro.packed).logprobs_N
-        return self._parallel.add_up(scored_N)
+            scores = scorer.score(micro.packed)
+            logprobs_N[micro.index_N] = scores.logprobs_N
+            entropy_N[micro.index_N] = scores.entropy_N
+        return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
 
     def _values(self, batch: TrainingBatch) -> Tensor | None:
         """Ask the critic, where there is one, for the value before each token."""
@@ -307,12 +328,21 @@ class Trainer:
         return Denominators.of(sample_n, length)
 
     def _update(
-        self, inputs: StepInputs, part_S: Tensor, denominators: Denominators, sums: _Sums
+        self,
+        inputs: StepInputs,
+        part_S: Tensor,
+        kept_S: Tensor,
+        denominators: Denominators,
+        sums: _Sums,
     ) -> None:
-        """Make one optimiser update on some of the sequences."""
+        """Make one optimiser update on some of the sequences, of which those kept are trained.
+
+        Those that move no weight are only scored, for the metrics.
+        """
         batch, algorithm = inputs.batch, self.config.algorithm
         self.optimizer.zero_grad()
-        keep_S = part_S & self._objective.has_gradient(batch, inputs.advantages_N)
+        keep_S = kept_S & self._objective.has_gradient(batch, inputs.advantages_N)
+        self._measure(inputs, part_S & ~keep_S, denominators, sums)
         set_dropout(self.model, on=True)
         for micro in self._shares.pack(batch, keep_S):
             scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
@@ -328,6 +358,19 @@ class Trainer:
         if math.isfinite(sums.norms[-1]):
             self._require_gradients()
             self.optimizer.step()
+
+    @torch.no_grad()
+    def _measure(
+        self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: _Sums
+    ) -> None:
+        """Measure sequences that take no part in an update: a forward pass, and no other."""
+        for micro in self._shares.pack(inputs.batch, rest_S):
+            scores = self._scorer.score(micro.packed)
+            if micro.is_empty:
+                continue
+            result = self._objective.loss(inputs, micro, scores, denominators)
+            measured = {name: n for name, n in result.sums.items() if name not in _OF_THE_UPDATES}
+            sums.add(measured, micro.index_N, result.old_N)
 
     def _require_gradients(self) -> None:
         """A batch without any gradient still counts as a step: momentum and decay go on."""

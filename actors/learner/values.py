@@ -23,6 +23,8 @@ class ValueTargets:
     """What they should have been."""
     sample_N: Tensor
     """int64: the sample of each token (`samples.py`)."""
+    kept_N: Tensor
+    """bool: tokens that the critic is trained on."""
 
 
 def generalized_advantage(
@@ -55,6 +57,8 @@ def value_loss(
 
 def explained_variance(values_N: Tensor, returns_N: Tensor) -> float:
     """1 − Var(R − V) / Var(R): 1 is a perfect critic, 0 a constant one; 0 for equal returns."""
+    if not len(returns_N):
+        return 0.0
     variance = float(returns_N.double().var(correction=0))
     if variance == 0:
         return 0.0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
+from ..record import answer_text
 from ..write_data import verl_row, write_rows
 
 HABIT = 0.6
@@ -26,7 +27,7 @@ class AdditionGame(AbstractGame):
 
     def reset(self, *, ground_truth: str, **_: Any) -> str:
         """Start with the answer of a row; the question is the row's prompt."""
-        self._truth = str(ground_truth)
+        self._truth = answer_text(ground_truth)
         return ""
 
     def step(self, action: str) -> StepResult:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
+from ..record import answer_text
 from ..write_data import verl_row, write_rows
 
 HABIT = 0.65
@@ -42,7 +43,7 @@ class CalculatorGame(AbstractGame):
         self, *, ground_truth: str, extra_info: dict[str, Any] | None = None, **_: Any
     ) -> str:
         """Start with the answer of a row; the question is the row's prompt."""
-        self._truth = str(ground_truth)
+        self._truth = answer_text(ground_truth)
         self._question = str((extra_info or {}).get("question", ""))
         self._shown = ""
         self._turn = 0

@@ -15,6 +15,7 @@ from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, Judged, Rewards
+from ..record import answer_text
 from ..write_data import verl_row, write_rows
 
 HABIT = 0.6
@@ -42,7 +43,7 @@ class MathGame(AbstractGame):
 
     def reset(self, *, ground_truth: str, **_: Any) -> str:
         """Start with the answer of a row; the question is the row's prompt."""
-        self._truth = str(ground_truth)
+        self._truth = answer_text(ground_truth)
         return ""
 
     def step(self, action: str) -> StepResult:

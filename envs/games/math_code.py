@@ -23,6 +23,7 @@ from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, Rewards
+from ..record import answer_text
 from ..sandbox.settings import Outcome, SandboxSettings, Session
 from ..sandbox.shared import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
@@ -82,7 +83,7 @@ class MathCodeGame(AbstractGame):
 
     def reset(self, *, ground_truth: str, **_: Any) -> str:
         """Start with the answer of a row; the question is the row's prompt."""
-        self._truth = str(ground_truth)
+        self._truth = answer_text(ground_truth)
         return ""
 
     def step(self, action: str) -> StepResult:

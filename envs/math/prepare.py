@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.errors import DataError
-from ..record import IMAGE_TAG
+from ..record import IMAGE_TAG, is_no_answer
 from ..write_data import write_rows
 from .answers import INSTRUCTION, boxed_answers
 
@@ -162,7 +162,7 @@ def _row(
     where: str,
 ) -> dict[str, Any]:
     answer = source.answer(row)
-    if not answer:
+    if is_no_answer(answer):
         raise DataError(f"{where} has no answer", hint="mend the row, or take it out")
     question = source.question(row)
     prompt = f"{question} {instruction}".strip()

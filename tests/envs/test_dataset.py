@@ -8,6 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tinkermq.envs.dataset import Dataset
+from tinkermq.envs.games.addition import AdditionGame
+from tinkermq.envs.games.calculator import CalculatorGame
+from tinkermq.envs.games.math import MathGame
+from tinkermq.envs.record import parse_record
 from tinkermq.envs.unpack import BATCH_ROWS, unpack_parquet
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.errors import DataError, StorageError
@@ -205,3 +209,39 @@ def test_a_row_beyond_the_end_is_refused(tmp_path):
 def test_no_files_at_all_are_refused():
     with pytest.raises(DataError, match="a dataset has no files"):
         Dataset([])
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+@pytest.mark.parametrize("truth", [None, "", "  ", "None", "NaN", "null", float("nan"), [], [None]])
+@pytest.mark.parametrize("column", ["reward_model", "answer"])
+def test_a_row_without_a_gold_answer_is_refused_with_its_number_and_file(
+    tmp_path, suffix, truth, column
+):
+    def row(answer):
+        if column == "answer":
+            return {"prompt": "1?", "answer": answer}
+        return {"prompt": "1?", "reward_model": {"style": "rule", "ground_truth": answer}}
+
+    good = ["1"] if isinstance(truth, list) else 1.0 if isinstance(truth, float) else "1"
+    path = write_rows(tmp_path / f"a{suffix}", [row(good), row(truth), row(good)])
+    data = Dataset([path])
+    assert data.record(0).ground_truth == good
+    with pytest.raises(DataError, match=rf"row 1 of .*a\{suffix} has no gold answer"):
+        data.record(1)
+    data.close()
+
+
+@pytest.mark.parametrize("truth", [0, 0.0, False, "0", "none of these", ["None", "4"], {"a": 1}])
+def test_a_gold_answer_may_look_empty_and_be_one(truth):
+    row = {"prompt": "1?", "reward_model": {"ground_truth": truth}}
+    assert parse_record(row, "row 0").ground_truth == truth
+
+
+@pytest.mark.parametrize("game", [MathGame, AdditionGame, CalculatorGame])
+def test_a_game_that_compares_texts_refuses_a_gold_answer_that_is_no_text(game):
+    for truth in (["4"], {"target": "4"}, None, b"4"):
+        with pytest.raises(DataError, match="is neither a text nor a number"):
+            game().reset(ground_truth=truth)
+    played = game()
+    played.reset(ground_truth=4)
+    assert played.get_state()["ground_truth"] == "4"

@@ -53,6 +53,26 @@ def test_an_unknown_key_names_the_closest_known_one(override: str, message: str,
         (["weights.transport=file", "weights.chunk_bytes=65536"], "chunk_bytes has no effect"),
         (["weights.transport=nccl", "weights.differences=true"], "differences has no effect"),
         (["weights.transport=nccl", "weights.whole_every=4"], "whole_every has no effect"),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+            "kl_estimator=k1 has no effect in the loss",
+        ),
+        (
+            ["algorithm.advantage=maxrl", "algorithm.overlong_buffer=64"],
+            "overlong_buffer takes rewards under 0, and advantage=maxrl divides",
+        ),
+        (
+            ["algorithm.advantage=maxrl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            "choose another advantage, or remove kl_in",
+        ),
+        (
+            ["algorithm.length_coef=0.1", "rollout.group_size=1"],
+            "no effect while rollout.group_size is 1",
+        ),
+        (
+            ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
+            "leaves none of training.num_steps (20) to train the policy",
+        ),
         (["algorithm.gamma=0.9"], "gamma has no effect while advantage is 'grpo'"),
         (["algorithm.turn_reward=reward"], "turn_reward has no effect while sample is 'episode'"),
         (["critic.lr=1e-4"], "critic.lr has no effect while algorithm.advantage is 'grpo'"),

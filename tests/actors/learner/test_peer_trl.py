@@ -119,3 +119,21 @@ def test_the_overlong_penalty_agrees():
     expected = theirs(completions=[""] * 100, completion_ids=[[0] * n for n in lengths])
     ours = overlong_penalty(torch.tensor(lengths), 100, 20)
     torch.testing.assert_close(ours, torch.tensor(expected), atol=1e-6, rtol=1e-6)
+
+
+def test_masked_completions_leave_the_loss_and_what_it_is_divided_by():
+    # TRL's mask_truncated_completions and algorithm.overlong_filter
+    torch.manual_seed(5)
+    old = -torch.rand(NUM_SEQS, LENGTH) - 0.1
+    current, advantages_S = old + 0.3 * torch.randn(NUM_SEQS, LENGTH), torch.randn(NUM_SEQS)
+    kept_S = torch.tensor([True, False] * (NUM_SEQS // 2))
+    mask = torch.ones(NUM_SEQS, LENGTH, dtype=torch.int64) * kept_S[:, None]
+    expected = trl_loss(current, old, old, advantages_S, mask, loss_type="dapo")
+    place = mask.nonzero(as_tuple=True)
+    seq_N = place[0]
+    inputs = LossInputs(
+        current[place], advantages_S[seq_N], old[place], old[place], seq_N, NUM_SEQS
+    )
+    loss_N, _ = compute_loss("ppo", inputs, clip_high=0.28, dual_clip=1e9)
+    ours = aggregate("token-mean", loss_N, seq_N, NUM_SEQS, Denominators.of(seq_N))
+    torch.testing.assert_close(ours, expected, atol=1e-6, rtol=1e-6)

@@ -280,6 +280,92 @@ def test_dropped_sequences_agree(name, theirs, threshold, spread):
     assert_same(ours, batch.flat(kept))
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_weights_of_tokens_that_are_far_off_agree(level):
+    batch = Batch(2, 0.3)
+    batch.behaviour[::3, 0] -= 30.0
+    batch.behaviour[::4, 0] += 45.0
+    log_ratio = batch.old - batch.behaviour
+    theirs, _ = compute_rollout_correction_weights(log_ratio, batch.mask, level, 2.0)
+    ours = correct("tis", batch.correction_inputs(), level=level).weight_N
+    assert_same(ours, batch.flat(theirs))
+    for name, option, threshold in (
+        ("geometric", "seq_mean_k1", f"{1 / 1.01}_{1 / 0.99}"),
+        ("mis", "seq_sum_k1", f"{1 / 3}_1e30"),
+    ):
+        kept, _ = compute_rollout_rejection_mask(log_ratio, batch.mask, option, threshold)
+        assert_same(correct(name, batch.correction_inputs()).weight_N, batch.flat(kept))
+
+
+def test_the_decoupled_weight_is_the_one_without_a_cap(batch):
+    theirs, _ = compute_rollout_correction_weights(
+        batch.old - batch.behaviour, batch.mask, "token", 1e9
+    )
+    assert_same(correct("decoupled", batch.correction_inputs()).weight_N, batch.flat(theirs))
+
+
+def _their_loss(name, batch, current, mask, **options):
+    config = ActorConfig(
+        strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode="token-mean"
+    )
+    for key, value in options.items():
+        object.__setattr__(config, key, value)
+    return core_algos.get_policy_loss_fn(name)(
+        old_log_prob=batch.old,
+        log_prob=current,
+        advantages=batch.advantages,
+        response_mask=mask,
+        loss_agg_mode="token-mean",
+        config=config,
+    )[0]
+
+
+def _our_loss(name, batch, current, weight_N=1.0, **options):
+    inputs = LossInputs(
+        batch.flat(current),
+        batch.flat(batch.advantages),
+        batch.flat(batch.old),
+        batch.flat(batch.behaviour),
+        batch.seq_N,
+        NUM_SEQS,
+    )
+    loss_N, _ = compute_loss(name, inputs, **options)
+    denominators = Denominators.of(batch.seq_N)
+    return aggregate("token-mean", weight_N * loss_N, batch.seq_N, NUM_SEQS, denominators)
+
+
+def test_cispo_has_no_lower_clip_and_verl_has_one(batch):
+    # said in docs/training.md: verl's default clips below at 0.8, the paper nowhere
+    theirs, ours = (batch.current.clone().requires_grad_() for _ in range(2))
+    _their_loss("cispo", batch, theirs, batch.mask, clip_ratio_high=0.3).backward()
+    _our_loss("cispo", batch, ours, clip_high=1.3).backward()
+    ratio = (batch.current - batch.old).exp()
+    clipped = (ratio < 0.8) & (batch.mask == 1)
+    assert clipped.any()
+    assert_same(ours.grad[~clipped], theirs.grad[~clipped])
+    assert_same(ours.grad[clipped], (theirs.grad * ratio / 0.8)[clipped])
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "threshold"),
+    [
+        ("geometric", "seq_mean_k1", f"{1 / 1.01}_{1 / 0.99}"),
+        ("mis", "seq_sum_k1", f"{1 / 3}_1e30"),
+    ],
+)
+def test_dropped_tokens_stay_in_our_denominator_and_leave_verls(name, theirs, threshold):
+    # said in docs/training.md
+    batch = Batch(1, 0.05)
+    kept, _ = compute_rollout_rejection_mask(
+        batch.old - batch.behaviour, batch.mask, theirs, threshold
+    )
+    assert 0 < kept.sum() < batch.mask.sum()
+    weight_N = correct(name, batch.correction_inputs()).weight_N
+    ours = _our_loss("ppo", batch, batch.current, weight_N)
+    expected = _their_loss("vanilla", batch, batch.current, kept)
+    assert_same(ours * batch.mask.sum(), expected * kept.sum())
+
+
 def test_the_mismatch_agrees(batch):
     theirs = compute_offpolicy_metrics(batch.old, batch.behaviour, batch.mask)
     _, weights = compute_rollout_correction_weights(

@@ -11,12 +11,14 @@ from tinkermq.actors.learner.model import load_model
 from tinkermq.actors.learner.parallel import Parallel
 from tinkermq.actors.learner.step import Trainer
 from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
 from tests.images import make_vision_model
 from tests.models import make_tiny_model
 
 from .test_ranks import (
+    HARD,
     assert_same_reports,
     assert_same_weights,
     batch,
@@ -92,6 +94,35 @@ def check(folder: Path, kind: str, dtype: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_train_what_one_does(folders: dict[str, Path], kind: str, dtype: str) -> None:
     check(folders["seeing" if "images" in kind else "reading"], kind, dtype)
+
+
+def masked(step: int) -> list[Group]:
+    """Cut every third episode off; of the batch of one episode, all."""
+    groups = batch(step)
+    return [
+        group.model_copy(
+            update={
+                "trajectories": [
+                    item.model_copy(update={"finish": "done" if place % 3 else "length"})
+                    for place, item in enumerate(group.trajectories)
+                ]
+            }
+        )
+        for group in groups
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_two_ranks_mask_episodes_as_one_does(folders: dict[str, Path], advantage: str) -> None:
+    algorithm = {**HARD["algorithm"], "advantage": advantage, "overlong_filter": True}
+    sections = {**HARD, "algorithm": algorithm}
+    one, two = (
+        trained(config_of(folders["reading"], ranks, **sections), range(1, 4), groups=masked)
+        for ranks in (1, 2)
+    )
+    assert_same_reports(two[0], one[0])
+    assert_same_weights(two[1], one[1])
 
 
 def test_a_divided_critic_trains_in_bfloat16(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -83,6 +83,31 @@ def test_grpo_over_turns_with_returns_is_grpo_per_turn(batch: TrainingBatch) -> 
     torch.testing.assert_close(one.advantages_N, other.advantages_N)
 
 
+@pytest.mark.parametrize("advantage", ["reinforce_pp", "gae"])
+def test_turns_that_earn_their_returns_are_discounted_from_turn_to_turn_and_not_by_token(
+    advantage: str,
+) -> None:
+    # Turns of 2 and 3 tokens that earn 1 and 4: with γ = 1/2 the first returns 1 + 4/2 = 3.
+    episode = make_trajectory([1, 2], [([11, 12], [20]), ([13, 14, 15], [])], [1.0, 4.0])
+    batch = assemble([make_group([episode])])
+    config = _config(sample="turn", advantage=advantage, gamma=0.5)
+    values_N = torch.zeros(5) if advantage == "gae" else None
+    credit = assign_credit(config, batch, None, None, values_N)
+    returns = torch.tensor([3.0, 3.0, 4.0, 4.0, 4.0])
+    torch.testing.assert_close(credit.advantages_N, (returns - returns.mean()) / returns.std())
+    if credit.targets is not None:
+        assert credit.targets.returns_N.tolist() == returns.tolist()
+
+
+def test_turns_that_earn_their_own_rewards_are_discounted_by_token() -> None:
+    episode = make_trajectory([1, 2], [([11, 12], [20]), ([13, 14, 15], [])], [1.0, 4.0])
+    batch = assemble([make_group([episode])])
+    config = _config(sample="turn", turn_reward="reward", advantage="reinforce_pp", gamma=0.5)
+    returns = torch.tensor([0.5, 1.0, 1.0, 2.0, 4.0])
+    found = assign_credit(config, batch, None, None, None).advantages_N
+    torch.testing.assert_close(found, (returns - returns.mean()) / returns.std())
+
+
 def test_turns_that_answer_the_same_tokens_answer_the_same_observation() -> None:
     episodes = [
         make_trajectory([1, 2], [([11, 12], [20, 21]), ([13], [22]), ([14], [])], [0.0] * 3),

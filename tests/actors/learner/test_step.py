@@ -231,8 +231,7 @@ def test_sequences_without_advantage_take_no_part_and_change_nothing(
     counted = sum(
         value for key, value in report.numbers.items() if key.startswith("staleness/num_tokens")
     )
-    varied = sum(item.num_generated for at in (0, 1, 3) for item in groups[at].sampled)
-    assert counted <= varied < assemble(groups).num_tokens
+    assert counted == assemble(groups).num_tokens
 
 
 def test_a_batch_without_any_advantage_still_counts_as_a_step(
@@ -243,7 +242,7 @@ def test_a_batch_without_any_advantage_still_counts_as_a_step(
     report = _train(model, config, assemble([_groups()[2]]))
     torch.testing.assert_close(_weights(model), _weights(policy) * (1 - 0.1 * 0.5))
     assert report.numbers["actor/grad_norm"] == 0.0
-    assert "actor/entropy" not in report.numbers
+    assert report.numbers["actor/entropy"] > 0
 
 
 def test_remax_compares_with_the_greedy_episode(folder: Path, policy: PreTrainedModel) -> None:
