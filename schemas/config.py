@@ -289,6 +289,11 @@ class JobConfig(Section):
             raise ValueError(
                 f"policies {kind} are not built: train all weights by reinforcement, or one policy"
             )
+        if self.lora.dropout and self.algorithm.proximal == "loglinear":
+            raise ValueError(
+                "algorithm.proximal=loglinear saves a forward pass, which lora.dropout needs: set "
+                "algorithm.proximal=forward, or lora.dropout=0"
+            )
         if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
             raise ValueError(
                 f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "

@@ -106,7 +106,7 @@ class Objective:
         interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
         return (
             (num_minibatches > 1 and not interpolated)
-            or dropout > 0
+            or (dropout > 0 and algorithm.loss != "sft")
             or algorithm.correction == "m2po"
             or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
         )
