@@ -27,3 +27,9 @@ def listening_ports(pid: int) -> set[int]:
             if state == _LISTENS and f"socket:[{rest[5]}]" in held:
                 ports.add(int(local.rpartition(":")[2], 16))
     return ports
+
+
+def peak_mb(pid: int) -> float:
+    """Return the largest memory that a process ever had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))

@@ -36,6 +36,7 @@ from tinkermq.schemas.topics import TOPICS, Topic
 from tests.configs import small_job
 from tests.fuzz.payloads import Hostile, Schemas
 from tests.jobs import Job
+from tests.processes import peak_mb
 from tests.secured import SecuredPool, secured
 from tests.stack import Stack
 from tests.waiting import eventually
@@ -116,12 +117,7 @@ class Field:
 
     def memory_mb(self) -> dict[str, float]:
         """Return the largest memory that each actor ever had."""
-        return {key: _peak_mb(pid) for key, (pid, _) in self.actors.items()}
-
-
-def _peak_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+        return {key: peak_mb(pid) for key, (pid, _) in self.actors.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -19,12 +19,14 @@ from tinkermq.actors.gateway.rest import OPERATIONS
 
 from tests.fuzz.payloads import Hostile, Schemas
 from tests.gateway import Gateway, run_gateway
+from tests.processes import peak_mb
 from tests.stack import Stack
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FEW, MANY = 6, 10_000
+MAX_MB = 500
 AT_ONCE = 8
 SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
 BODIES = {
@@ -147,6 +149,10 @@ async def test_every_route_answers_whatever_it_is_sent(
 ) -> None:
     await fuzz(gateway, method, path, FEW)
     assert (await gateway.get("/healthz")).json["status"] == "ok"
+
+
+async def test_after_all_of_it_the_gateway_has_grown_by_little(gateway: Gateway) -> None:
+    assert peak_mb(gateway.process.pid) < MAX_MB
 
 
 @pytest.mark.long

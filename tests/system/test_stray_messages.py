@@ -3,7 +3,9 @@
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.rpc import call
 from tinkermq.schemas.codec import pack
+from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.subjects import JobScope
 
 from tests.configs import small_job
@@ -30,6 +32,11 @@ async def test_junk_on_every_subject_of_a_running_job_harms_nothing(
     await job.until_step(3)
     before = {name: actor.pid for name, actor in (await job.actors()).items()}
     num_stored = await _throw(stack, job.scope)
+    asked = job.scope.control_by("root", "learner")
+    request = ControlRequest(verb="status")
+    await call(stack.broker, asked, request, ControlReply, timeout_s=30, waiting_for="the learner")
+    told = await job.until_event("control_by_admin")
+    assert told.message == "status asked for by user root for local"
     await job.until("COMPLETED")
     entries = {entry.seq: entry for entry in await job.entries()}
     strange = {seq for seq, entry in entries.items() if entry.error is not None}

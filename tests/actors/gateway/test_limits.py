@@ -5,7 +5,6 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -20,6 +19,7 @@ from tinkermq.broker.streams import create_shared
 from tinkermq.schemas.errors import BusyError
 
 from tests.gateway import Gateway, run_gateway
+from tests.processes import peak_mb
 from tests.secured import SecuredPool, secured
 from tests.waiting import PATIENCE_S, until
 
@@ -137,7 +137,7 @@ async def test_json_that_nobody_can_read_is_told_to_be_so(
 
 async def test_a_configuration_of_aliases_is_refused_and_takes_no_memory(guarded: Guarded) -> None:
     text = f"a: &a {'x' * 30_000}\nb: [{'*a,' * 10_000}]"
-    before = _peak_mb(guarded.gateway.process.pid)
+    before = peak_mb(guarded.gateway.process.pid)
     for path in ("/api/v1/check", "/api/v1/jobs"):
         sent = {"config": text}
         answer = await guarded.gateway.post(path, sent, **guarded.bearer("alice"))
@@ -149,12 +149,7 @@ async def test_a_configuration_of_aliases_is_refused_and_takes_no_memory(guarded
     sent = {"config": {}, "overrides": ["a=" + "1" * 1900] * 400}
     answer = await guarded.gateway.post("/api/v1/check", sent, **guarded.bearer("alice"))
     assert "64,000 characters" in answer.json["error"]["message"]
-    assert _peak_mb(guarded.gateway.process.pid) - before < 100
-
-
-def _peak_mb(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+    assert peak_mb(guarded.gateway.process.pid) - before < 100
 
 
 # -- shares ----------------------------------------------------------------------------------------
