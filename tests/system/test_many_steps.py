@@ -143,5 +143,5 @@ def test_some_hundred_steps_of_a_whole_job_cost_what_the_first_did(tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {one["what"]: one for one in json.loads(file.read_text())["figures"]}
     counted = [one for what, one in figures.items() if "time" not in what]
-    assert len(counted) == 4
+    assert len(counted) == 5
     assert [one for one in counted if not one["met"]] == [], done.stdout
