@@ -50,7 +50,7 @@ CHARTS: tuple[Chart, ...] = (
         "KL and mismatch",
         (
             Line("actor/ppo_kl", "policy KL"),
-            Line("actor/kl_loss", "KL to reference"),
+            Line("actor/reference_kl", "KL to reference"),
             Line("staleness/k3/lag_0", "engine mismatch"),
         ),
         "nats",

@@ -117,9 +117,11 @@ class Objective:
         """Compute the weights of m2po among the tokens kept; None for the other corrections."""
         if old_N is None or self._algorithm.correction != "m2po":
             return None
-        kept = (each[kept_N] for each in (old_N, batch.behaviour_N, batch.seq_N))
+        kept = CorrectionInputs(
+            old_N[kept_N], batch.behaviour_N[kept_N], batch.seq_N[kept_N], batch.num_seqs
+        )
         weights_N = torch.zeros_like(old_N)
-        weights_N[kept_N] = correct("m2po", CorrectionInputs(*kept, batch.num_seqs)).weight_N
+        weights_N[kept_N] = correct("m2po", kept).weight_N
         return weights_N
 
     def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
