@@ -25,7 +25,7 @@ from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-FEW, MANY = 6, 10_000
+FEW, MANY = 4, 10_000
 MAX_MB = 500
 AT_ONCE = 8
 SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
