@@ -40,14 +40,14 @@ class Entry:
     digest: bytes
     """SHA-256 of its payload."""
     candidate: Candidate
-    refusal: str
-    """Why it is malformed, where it is."""
     blame: Blame | None
     """Why its task was given up, where it was."""
     traceparent: str
     """W3C trace context that came with it."""
     arrived: float
     """Seconds since the epoch at which it was read."""
+    refusal: str = ""
+    """Why it is malformed, where it is."""
 
 
 class Intake:
