@@ -345,7 +345,7 @@ def test_a_stale_task_is_issued_again_once_although_the_crash_forgot_the_drop() 
 def test_a_position_whose_groups_cannot_be_trained_is_issued_three_times(
     reason: DropReason,
 ) -> None:
-    ledger = Ledger(LearnerState())
+    ledger, state = Ledger(LearnerState()), LearnerState()
     for tries in range(MAX_TRIES):
         issue = ledger.next_issue()
         assert (issue.index, issue.tries) == (0, tries)
