@@ -16,12 +16,15 @@ from nats.aio.client import Client
 from ..schemas.errors import BrokerError
 from . import faults
 from .listening import Callbacks
+from .load.rates import Rates
 from .outages.availability import Availability
 from .replies import Replies
 
 RECONNECT_WAIT_S = 0.05
 REFUSED_WAIT_S = 1.0
 REFUSED_FOR_S = 30.0
+_DROPPED_S = 5.0
+"""Between two complaints about messages of one subscription that were dropped."""
 
 _log = structlog.get_logger()
 
@@ -92,6 +95,7 @@ class Complaints:
         self._replies = replies
         self._refused_since: float | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._dropped = Rates(1 / _DROPPED_S, 1)
 
     def expect_refusal(self) -> "asyncio.Future[BrokerError]":
         """Return the future of a refusal at the first connect."""
@@ -111,7 +115,8 @@ class Complaints:
             self._replies().deny(denied[1], refusal)
             self.report("subject_denied", refusal)
         elif isinstance(error, nats.errors.SlowConsumerError):
-            self.report("messages_dropped", faults.dropped(error.subject))
+            if self._dropped.take(error.subject, time.monotonic()) is not None:
+                self.report("messages_dropped", faults.dropped(error.subject))
         elif faults.is_refusal(error):
             self._refuse(error)
         elif self._client.is_connected and not isinstance(error, nats.errors.UnexpectedEOF):

@@ -29,7 +29,7 @@ from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
-from .listening import Callbacks, Listening
+from .listening import Callbacks, Listening, giving_way
 from .login import Login, find_login, tls_options
 from .outages.availability import Availability
 from .outages.persistence import RETRY_PAUSE_S, persist
@@ -165,10 +165,7 @@ class Broker:
     ) -> Listening:
         """Call `take` with each message on `subject`, also after reconnects."""
 
-        async def on_message(message: Msg) -> None:
-            take(message)
-
-        subscribing = cast("Any", self.nc).subscribe(subject, queue=queue, cb=on_message)
+        subscribing = cast("Any", self.nc).subscribe(subject, queue=queue, cb=giving_way(take))
         return Listening(self.nc, await subscribing)
 
     async def request(

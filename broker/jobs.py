@@ -20,7 +20,7 @@ from .feed import publish_event
 from .kv import Bucket, Entry
 from .metering import metered
 
-_MAX_TRIES = 20
+_MAX_TRIES, _MAX_REASON_CHARS = 20, 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -41,6 +41,11 @@ class JobStore:
         self._wrote = wrote
         self._jobs = Bucket(broker, BUCKET_JOBS, JobRecord)
         self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
+
+    async def asked_before(self, user: str, request_id: str) -> str | None:
+        """Return the id of the job that a submission has made already, or None."""
+        entry = await self._requests.get(f"{user}.{request_id}")
+        return None if entry is None else entry.value.job
 
     async def job_of_request(self, user: str, request_id: str, job: str) -> str:
         """Return the id of the job that a submission makes: `job` for a new one, else the first's.
@@ -115,7 +120,8 @@ class JobStore:
                     f"job {record.job} is {current.state} by now, not {record.state}",
                     hint="read it again and decide anew",
                 )
-            fields = {"state": state, "reason": reason, **_times(current, state), **changes}
+            told = {"state": state, "reason": _short(reason)}
+            fields = {**told, **_times(current, state), **changes}
             moved = current.model_copy(update=fields)
             events = [*current.untold, _event(moved, record.state, who)]
             return moved.model_copy(update={"untold": events})
@@ -134,17 +140,21 @@ class JobStore:
             except NotFoundError as error:  # its streams were deleted: the record still counts
                 _log.warning("event_lost", job=record.job, kind=event.kind, error=error.message)
 
-    async def told(self, record: JobRecord, version: int = 0) -> JobRecord:
+    async def told(
+        self, record: JobRecord, version: int = 0, stored_bytes: int | None = None
+    ) -> JobRecord:
         """Take the events that `record` holds out of the job's record, for they were told.
 
-        The version is entered with it, if it is higher than that of the record.
+        The version is entered with it, if it is higher than that of the record, and
+        `stored_bytes`, what its streams hold, of a job that has ended.
         """
 
         def take_out(current: JobRecord) -> JobRecord:
             left = [event for event in current.untold if event not in record.untold]
-            return current.model_copy(
-                update={"untold": left, "version": max(version, current.version)}
-            )
+            update: dict[str, object] = {"untold": left, "version": max(version, current.version)}
+            if stored_bytes is not None and is_final(current):
+                update["stored_bytes"] = stored_bytes
+            return current.model_copy(update=update)
 
         return await self.update(record, take_out)
 
@@ -199,6 +209,11 @@ def _event(record: JobRecord, before: JobState | None, who: str) -> Event:
         data={"state": record.state, "before": before, "attempt": record.attempt},
         time=time.time(),
     )
+
+
+def _short(reason: str) -> str:
+    """Return a reason that a record holds: an error may tell as much as a game likes."""
+    return reason if len(reason) <= _MAX_REASON_CHARS else f"{reason[:_MAX_REASON_CHARS]}…"
 
 
 def is_final(record: JobRecord) -> bool:

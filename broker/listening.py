@@ -1,14 +1,18 @@
 """What a connection hands out to those who listen: subscriptions, and places among callbacks."""
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, TypeVar
 
 import nats.errors
 from nats.aio.client import Client
+from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 F = TypeVar("F", bound=Callable[..., None])
+_YIELD_EVERY = 64
 
 
 class Listening:
@@ -24,6 +28,21 @@ class Listening:
         if not self._client.is_closed:
             with contextlib.suppress(nats.errors.BadSubscriptionError):  # stopped already
                 await self._subscription.unsubscribe()
+
+
+def giving_way(take: Callable[[Msg], None]) -> Callable[[Msg], Awaitable[None]]:
+    """Return a callback for nats-py that lets other tasks run now and then.
+
+    nats-py itself goes on for as long as messages wait, however many there are.
+    """
+    taken = itertools.count(1)
+
+    async def on_message(message: Msg) -> None:
+        take(message)
+        if next(taken) % _YIELD_EVERY == 0:
+            await asyncio.sleep(0)
+
+    return on_message
 
 
 class Callbacks(Generic[F]):

@@ -23,7 +23,9 @@ from ..schemas.subjects import (
     BUCKET_NODES,
     BUCKET_USERS,
     PREFIX,
+    REFUSALS,
     STREAM_AUDIT,
+    STREAM_REFUSALS,
     TASK_CONSUMER,
     JobScope,
     acting,
@@ -263,6 +265,8 @@ def service_permissions(name: str) -> Permissions:
                 f"$KV.{BUCKET_USERS}.>",
                 f"$JS.API.STREAM.*.KV_{BUCKET_USERS}",
                 f"$JS.API.STREAM.*.{STREAM_AUDIT}",
+                f"$JS.API.STREAM.*.{STREAM_REFUSALS}",
+                REFUSALS,
             ),
         ),
         "node": Permissions(

@@ -2,10 +2,10 @@
 
 A service is listed and counted by `nats micro ls|info|stats`. Each request runs in a task of its
 own, so that a slow one does not hold up the next and a call that comes back to its caller does not
-deadlock; their number is bounded. Whatever a payload holds, the answer is a reply or an error
-reply, and the service goes on: an error of ours travels as code, message and hint, anything
-unexpected is logged here and travels as `internal` without its details. Who asks is told by the
-subject, which the broker enforces, never by the payload.
+deadlock; their number is bounded, at the pool's own services for each user. Whatever a payload
+holds, the answer is a reply or an error reply, and the service goes on: an error of ours travels as
+code, message and hint, anything unexpected is logged here and travels as `internal` without its
+details. Who asks is told by the subject, which the broker enforces, never by the payload.
 """
 
 import asyncio
@@ -21,8 +21,10 @@ from nats.micro.request import Request
 from nats.micro.service import Service as MicroService
 from nats.micro.service import ServiceConfig
 
+from ..schemas.codec import too_large
 from ..schemas.errors import (
     BrokerError,
+    BusyError,
     DeadlineError,
     NotFoundError,
     TinkermqError,
@@ -32,6 +34,8 @@ from ..schemas.reply import ErrorReply
 from ..schemas.subjects import caller_of_rpc, user_of_rpc
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .load.fair_queue import FairQueue
+from .load.rates import Rates
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -41,7 +45,10 @@ INBOXES = "_INBOX"
 VERSION = "0.1.0"
 _ERROR_CODE = "Nats-Service-Error-Code"
 _ERROR_TEXT = "Nats-Service-Error"
+_RETRY_AFTER = "Retry-After"
 _DRAIN_S = 5.0
+_MAX_PENDING, _MAX_PENDING_BYTES = 4096, 32 << 20
+_BUSY_S = 50.0
 _MAX_ERROR_CHARS = 200
 
 _log = structlog.get_logger()
@@ -89,6 +96,8 @@ class Service:
         self._micro = micro
         self._running: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(MAX_RUNNING)
+        self.share = FairQueue()
+        """Requests of users, at the endpoints where they take turns."""
 
     @classmethod
     async def start(
@@ -120,13 +129,20 @@ class Service:
         handler: Handler,
         *,
         queue: str = "q",
+        fair: bool = False,
     ) -> None:
         """Answer requests on `subject` with `handler`.
 
-        Endpoints on the same subject and `queue` share its requests, also across processes.
+        Endpoints on the same subject and `queue` share its requests, also across processes. With
+        `fair` the users that `rpc.<user>.…` names take turns, and one who has too many is refused.
         """
-        endpoint = _Endpoint(self._broker, request_model, _with_context(handler))
-        endpoint.micro = await self.raw_endpoint(name, subject, endpoint.answer, queue=queue)
+        share = self.share if fair else None
+        endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
+        if share is None:
+            endpoint.micro = await self.raw_endpoint(name, subject, endpoint.answer, queue=queue)
+        else:
+            endpoint.micro = await self._listen(name, subject, endpoint.take_turn, queue)
+            await self._bound_pending(endpoint.micro, subject, queue)
 
     async def raw_endpoint(
         self, name: str, subject: str, answer: RawHandler, *, queue: str = "q"
@@ -142,9 +158,24 @@ class Service:
             self._running.add(task)
             task.add_done_callback(self._done)
 
+        return await self._listen(name, subject, take, queue)
+
+    async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> Any:
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
         await self._broker.nc.flush()
         return cast("Any", self._micro)._endpoints[-1]
+
+    async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
+        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
+        before = micro._subscription
+        micro._subscription = await cast("Any", self._broker.nc).subscribe(
+            subject,
+            queue=queue,
+            cb=micro._handle_request,
+            pending_msgs_limit=_MAX_PENDING,
+            pending_bytes_limit=_MAX_PENDING_BYTES,
+        )
+        await before.drain()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -154,6 +185,7 @@ class Service:
         """Take no more requests, and give those that run `drain_s` to finish."""
         if not self._broker.nc.is_closed:
             await self._micro.stop()
+        await self.share.settle(drain_s)
         running = set(self._running)
         if running:
             _, late = await asyncio.wait(running, timeout=drain_s)
@@ -176,17 +208,43 @@ class _Endpoint:
         broker: Broker,
         request_model: type[Message],
         handler: Callable[[Any, RequestContext], Awaitable[Message]],
+        share: FairQueue | None,
     ) -> None:
         self._broker = broker
+        self._share = share
+        self._busy = Rates(_BUSY_S, int(_BUSY_S))
         self._request_model = request_model
         self._handler = handler
         self.micro: Any = None
+
+    async def take_turn(self, request: Request) -> None:
+        """Answer when it is its user's turn; one who has too many is told so at once."""
+        assert self._share is not None
+        await self._share.give_way()
+        user, num_bytes = caller_of_rpc(request.subject), len(request.data)
+        if num_bytes > self._request_model.max_bytes:  # which would wait in memory
+            error: TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
+        elif self._share.submit(user, lambda: self.answer(request), num_bytes):
+            return
+        elif self._busy.take(user, time.monotonic()) is None:
+            return  # told often enough: a flood is not answered by another
+        else:
+            error = BusyError(
+                f"user {user!r} has too many requests under way",
+                hint=f"send fewer at once; this one again in {BusyError.retry_after_s:g} s",
+            )
+        payload, headers = _error_reply(error.code, error.message, error.hint)
+        self._count(0, headers)
+        await self._send(request, payload, headers)
 
     async def answer(self, request: Request) -> None:
         """Handle one request; nothing that it holds or causes comes out of here as an error."""
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
         self._count(time.perf_counter_ns() - started, headers)
+        await self._send(request, payload, headers)
+
+    async def _send(self, request: Request, payload: bytes, headers: dict[str, str] | None) -> None:
         reply = _reply_of(request)
         if not reply:
             return
@@ -231,7 +289,10 @@ def _reply_of(request: Request) -> str:
 def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
     line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
     body = ErrorReply.of(code, message, hint).to_bytes()
-    return body, {_ERROR_CODE: code, _ERROR_TEXT: line or code}
+    headers = {_ERROR_CODE: code, _ERROR_TEXT: line or code}
+    if code == BusyError.code:
+        headers[_RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
+    return body, headers
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:

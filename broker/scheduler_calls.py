@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ..schemas.errors import BrokerError, NotFoundError
+from ..schemas.errors import BrokerError, BusyError, DeadlineError, NotFoundError
 from ..schemas.ids import new_id
 from ..schemas.job import (
     ConfigureRequest,
@@ -22,13 +22,15 @@ from ..schemas.job import (
 from ..schemas.message import Empty, Message
 from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ..schemas.user import Quota
+from ..schemas.user import QuotaReply
 from .connection import Broker
 from .rpc import call
 
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 30.0
+ATTEMPT_S = 10.0
+"""After which a request is sent again."""
 _TAKEOVER_S = 6.0
 _PAUSE_S = 0.1
 
@@ -53,7 +55,15 @@ class SchedulerCalls:
 
         With `widest` an admin is told of everybody's.
         """
-        return (await self._ask("list", ListRequest(all=True, widest=widest), JobList)).records
+        records: list[JobRecord] = []
+        after = ""
+        while True:
+            request = ListRequest(all=True, widest=widest, after=after)
+            page = await self._ask("list", request, JobList)
+            records += page.records
+            if not page.after:
+                return records
+            after = page.after
 
     async def submit(
         self,
@@ -150,9 +160,9 @@ class SchedulerCalls:
         """Say what keeps the pool from going on, as its scheduler sees it; empty if nothing."""
         return (await self._ask("nodes", Empty(), NodeList)).trouble
 
-    async def quota(self) -> Quota:
-        """Return what the user's jobs may hold at once."""
-        return await self._ask("quota", Empty(), Quota)
+    async def quota(self) -> QuotaReply:
+        """Return what the user's jobs may hold, and do hold."""
+        return await self._ask("quota", Empty(), QuotaReply)
 
     async def _change(self, method: str, request: Message) -> JobRecord:
         return (await self._ask(method, request, JobReply)).record
@@ -160,7 +170,7 @@ class SchedulerCalls:
     async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
         """Ask the scheduler that leads; while none does, another is about to take over."""
         subject = self.broker.rpc("scheduler", method)
-        patience = time.monotonic() + _TAKEOVER_S
+        patience, deadline = (time.monotonic() + each for each in (_TAKEOVER_S, TIMEOUT_S))
         while True:
             try:
                 return await call(
@@ -168,10 +178,13 @@ class SchedulerCalls:
                     subject,
                     request,
                     reply,
-                    timeout_s=TIMEOUT_S,
+                    timeout_s=ATTEMPT_S,
                     waiting_for="the scheduler",
                     idempotent=True,
                 )
+            except DeadlineError:  # it may have been dropped among too many of somebody else's
+                if time.monotonic() + ATTEMPT_S > deadline:
+                    raise
             except NotFoundError as error:
                 if subject not in error.message:
                     raise  # the scheduler tells of somebody else who is not there
@@ -180,4 +193,8 @@ class SchedulerCalls:
                         f"no scheduler is connected to the broker at {self.broker.url}",
                         hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
                     ) from error
-            await asyncio.sleep(_PAUSE_S)
+                await asyncio.sleep(_PAUSE_S)
+            except BusyError as error:
+                if time.monotonic() + error.retry_after_s > patience:
+                    raise
+                await asyncio.sleep(error.retry_after_s)

@@ -14,10 +14,10 @@ from typing import Any
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as StreamNotFound
 
+from ..schemas.codec import MAX_MESSAGE_BYTES
 from ..schemas.config import LimitsConfig
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, StateError
 from ..schemas.subjects import (
-    AUDIT,
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,
@@ -25,7 +25,6 @@ from ..schemas.subjects import (
     BUCKET_NODES,
     BUCKET_REQUESTS,
     BUCKET_SECRETS,
-    STREAM_AUDIT,
     TASK_CONSUMER,
     JobScope,
     number_of,
@@ -33,7 +32,7 @@ from ..schemas.subjects import (
 from .connection import Broker, ConnectionLost, NoResponders
 
 PRESENCE_TTL_S = 10
-REQUEST_TTL_S = 7 * 24 * 3600
+REQUEST_TTL_S = 24 * 3600
 REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
 BATCH_BYTES = 1 << 30
 DEAD_BYTES = 64 << 20
@@ -41,7 +40,13 @@ MANIFEST_BYTES = 256 << 20
 WEIGHTS_BYTES = 64 << 30
 SEGMENT_TTL_S = 24 * 3600
 BUCKET_BYTES = 256 << 20
-AUDIT_BYTES = 256 << 20
+PRESENCE_BYTES, EVALUATION_BYTES, REQUEST_BYTES, SECRETS_BYTES = (
+    16 << 10,
+    64 << 10,
+    4 << 10,
+    64 << 10,
+)
+"""Of one value of a shared bucket, its headers included."""
 MAX_LEASES = 8192
 _DEADLINE_S = 30.0
 _LOOK_S = 0.1
@@ -77,16 +82,18 @@ async def create_job_streams(
         await ensure_task_consumer(broker, scope, ack_wait_s)
 
 
-async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
+async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
     """Bound the streams of a job that has ended by what they hold, so that others get the room.
 
-    No episode is being played any more: what was written down of them is removed.
+    No episode is being played any more: what was written down of them is removed. Returns how many
+    bytes there are.
 
     Those of events and log lines keep some room: actors that drain still tell their last lines,
     which must not push out the first ones. `create_job_streams` gives them their bounds back.
 
     Raises BrokerError for a stream that the server does not change, DeadlineError.
     """
+    stored = 0
     for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
         name = str(config["name"])
         try:
@@ -95,6 +102,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
             bound = max(int(info["state"]["bytes"]) + room, 1)
             if name == scope.stream_segment and info["state"]["messages"]:
                 await _ask(broker, f"STREAM.PURGE.{name}", None)
+            stored += int(info["state"]["bytes"])
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
@@ -105,6 +113,7 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> None:
                 f"the server does not change the bounds of {name}: {error.description}",
                 hint=f"look at it with `nats stream info {name}`",
             ) from error
+    return stored
 
 
 async def ensure_task_consumer(
@@ -149,18 +158,21 @@ async def create_shared(broker: Broker) -> None:
 
     Raises StateError when that of the job records is gone, while there are jobs.
     """
+    beats = "Heartbeats of actors; a missing key is a missing actor"
+    requests = "Submissions by request id, to make them idempotent"
     shared = (
-        (BUCKET_JOBS, "Job records, by <user>.<job>", 0),
-        (BUCKET_NODES, "Nodes of the pool and their slots", 0),
-        (BUCKET_ACTORS, "Heartbeats of actors; a missing key is a missing actor", PRESENCE_TTL_S),
-        (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0),
-        (BUCKET_REQUESTS, "Submissions by request id, to make them idempotent", REQUEST_TTL_S),
-        (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0),
-        (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0),
+        (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_ACTORS, beats, PRESENCE_TTL_S, PRESENCE_BYTES),
+        (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),
+        (BUCKET_REQUESTS, requests, REQUEST_TTL_S, REQUEST_BYTES),
+        (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0, SECRETS_BYTES),
+        (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0, REQUEST_BYTES),
     )
     await _refuse_without_records(broker)
-    for bucket, description, ttl_s in shared:
-        await ensure_stream(broker, bucket_config(bucket, description, ttl_s=ttl_s))
+    for bucket, description, ttl_s, max_value_bytes in shared:
+        config = bucket_config(bucket, description, ttl_s=ttl_s)
+        await ensure_stream(broker, {**config, "max_msg_size": max_value_bytes})
 
 
 async def _refuse_without_records(broker: Broker) -> None:
@@ -204,7 +216,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
     job = f"job {scope.job} of {scope.user}"
     once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}
     return [
-        _stream(
+        stream_config(
             scope.stream_task,
             f"Tasks of {job} that no generator has finished",
             [scope.task("*")],
@@ -212,7 +224,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             retention="workqueue",
             **once,
         ),
-        _stream(
+        stream_config(
             scope.stream_rollout,
             f"Finished groups of {job}, one per task",
             [scope.rollout("*")],
@@ -221,7 +233,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
             **once,
         ),
-        _stream(
+        stream_config(
             scope.stream_segment,
             f"Episodes of {job} that are being played",
             [scope.segment("*")],
@@ -229,30 +241,31 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             discard="new",
             max_age=SEGMENT_TTL_S * _NS,
         ),
-        _stream(
+        stream_config(
             scope.stream_batch,
             f"Batch records of {job}, one per optimiser step",
             [scope.batch],
             BATCH_BYTES,
             discard="new",
         ),
-        _stream(scope.stream_dead, f"Tasks of {job} given up", [scope.dead], DEAD_BYTES),
-        _stream(
+        stream_config(scope.stream_dead, f"Tasks of {job} given up", [scope.dead], DEAD_BYTES),
+        stream_config(
             scope.stream_feed,
             f"Metrics and events of {job}",
             [scope.metric, scope.event],
             limits.log_bytes,
         ),
-        _stream(scope.stream_trace, f"Traces of {job}", [scope.trace], limits.log_bytes),
-        _stream(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
+        stream_config(scope.stream_trace, f"Traces of {job}", [scope.trace], limits.log_bytes),
+        stream_config(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
         bucket_config(scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES),
         object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),
     ]
 
 
-def _stream(
+def stream_config(
     name: str, description: str, subjects: list[str], max_bytes: int, **more: Any
 ) -> StreamConfig:
+    """Return the configuration of a stream; `more` are further keys of the server's."""
     return {
         "name": name,
         "description": description,
@@ -282,7 +295,7 @@ def bucket_config(
     bucket: str, description: str, *, ttl_s: int = 0, max_bytes: int = BUCKET_BYTES
 ) -> StreamConfig:
     """Return the stream of a KV bucket in the layout of ADR-8; `ttl_s` 0 keeps keys for ever."""
-    return _stream(
+    return stream_config(
         f"KV_{bucket}",
         description,
         [f"$KV.{bucket}.>"],
@@ -297,21 +310,9 @@ def bucket_config(
     )
 
 
-def audit_config() -> StreamConfig:
-    """Return the stream of what touches security: nothing in it can be deleted or purged."""
-    return _stream(
-        STREAM_AUDIT,
-        "Log-ins that were refused, and what was done to users",
-        [AUDIT],
-        AUDIT_BYTES,
-        deny_delete=True,
-        deny_purge=True,
-    )
-
-
 def object_store_config(bucket: str, description: str, max_bytes: int) -> StreamConfig:
     """Return the stream of an object store in the layout of ADR-20."""
-    return _stream(
+    return stream_config(
         f"OBJ_{bucket}",
         description,
         [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],

@@ -4,6 +4,7 @@ from typing import TypeVar
 
 from ..schemas.errors import BrokerError, NotFoundError
 from ..schemas.message import Message
+from ..schemas.user import ListUsers, UserInfo, UserList
 from .connection import Broker
 from .faults import shown_url
 from .rpc import call
@@ -36,3 +37,14 @@ async def ask_users(broker: Broker, method: str, request: Message, reply: type[R
             hint="`tinkermq init` makes the secrets of a pool with authentication; where it has "
             "them, see `tinkermq doctor`",
         ) from error
+
+
+async def all_users(broker: Broker) -> list[UserInfo]:
+    """Return all users by name, for admins."""
+    users: list[UserInfo] = []
+    while True:
+        after = users[-1].user if users else ""
+        page = await ask_users(broker, "list", ListUsers(after=after), UserList)
+        users += page.users
+        if not page.more or not page.users:
+            return users

@@ -12,9 +12,10 @@ from ..schemas.message import Message
 from ..schemas.subjects import AUDIT as AUDIT_SUBJECT
 from ..schemas.subjects import BUCKET_USERS, STREAM_AUDIT
 from ..schemas.user import Invitation, UserRecord
+from .audit import audit_configs
 from .connection import Broker
 from .kv import Bucket
-from .streams import audit_config, bucket_config, ensure_stream
+from .streams import bucket_config, ensure_stream
 
 M = TypeVar("M", bound=Message)
 
@@ -25,9 +26,10 @@ __all__ = ["AUDIT_SUBJECT", "STREAM_AUDIT", "USER", "UserStore", "create_user_st
 
 
 async def create_user_stores(broker: Broker) -> None:
-    """Make the bucket of users and the audit stream; harmless when they are there."""
+    """Make the bucket of users and the audit streams; harmless when they are there."""
     await ensure_stream(broker, bucket_config(BUCKET_USERS, "Users, by hash of their key"))
-    await ensure_stream(broker, audit_config())
+    for config in audit_configs():
+        await ensure_stream(broker, config)
 
 
 class UserStore:

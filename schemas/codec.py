@@ -46,10 +46,7 @@ def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -
     Raises MessageError for a payload that is truncated, too large, too deep or not msgpack.
     """
     if len(payload) > max_bytes:
-        raise MessageError(
-            f"a payload of {len(payload):,} bytes is over the limit of {max_bytes:,}",
-            hint="send large data as weights or in several messages",
-        )
+        raise too_large(len(payload), max_bytes)
     counting = _Counting() if len(payload) > MAX_CONTAINERS else None
     try:
         return _unpackb(
@@ -101,6 +98,14 @@ class _Counting:
         if self._left < 0:
             raise MessageError(f"the payload holds more than {MAX_CONTAINERS:,} lists and maps")
         return value
+
+
+def too_large(num_bytes: int, max_bytes: int) -> MessageError:
+    """Return the error of a payload that is over its limit."""
+    return MessageError(
+        f"a payload of {num_bytes:,} bytes is over the limit of {max_bytes:,}",
+        hint="send large data as weights or in several messages",
+    )
 
 
 def _pack_other(value: Any) -> msgpack.ExtType:

@@ -18,6 +18,8 @@ from .section import Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 
+MAX_WAIT_S = 86_400.0
+MAX_STREAM_BYTES = 1 << 44
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio"]
 
 
@@ -48,11 +50,11 @@ class EnvConfig(Section):
     """Parquet or JSONL files of a dataset game; empty for a game that generates its states."""
     val_data: list[str] = Field(default_factory=list[str])
     """Validation files of a dataset game."""
-    num_val: int = Field(default=64, ge=0)
+    num_val: int = Field(default=64, ge=0, le=1_000_000)
     """Validation tasks: the first rows of `val_data` after a seeded shuffle, or generated seeds."""
-    hosts: int = Field(default=1, ge=0)
+    hosts: int = Field(default=1, ge=0, le=256)
     """Environment hosts that the pool runs; 0: the client hosts the game (`GameEnvironment`)."""
-    workers: int = Field(default=4, ge=1)
+    workers: int = Field(default=4, ge=1, le=1024)
     """Games that step at the same time in one host."""
     isolation: Literal["thread", "process"] | None = None
     """Where games run; default: as the game's class says (`isolation`), threads where it says
@@ -62,25 +64,25 @@ class EnvConfig(Section):
     )
     """Memory that the games of one worker process may use, beyond what it takes to load them; one
     that wants more fails its episode. Default: no bound."""
-    reset_timeout_s: float = Field(default=30.0, gt=0)
+    reset_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A reset that takes longer fails its episode."""
-    step_timeout_s: float = Field(default=30.0, gt=0)
+    step_timeout_s: float = Field(default=30.0, gt=0, le=MAX_WAIT_S)
     """A step that takes longer fails its episode."""
     reward: RewardConfig = Field(default_factory=RewardConfig)
-    lease_s: float = Field(default=600.0, gt=0)
+    lease_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
     """An episode that is neither stepped nor closed for this long is freed."""
 
 
 class GeneratorConfig(Section):
     """The rollout generators."""
 
-    count: int = Field(default=1, ge=0)
+    count: int = Field(default=1, ge=0, le=1024)
     """Generators the pool runs for this job; more can be added while it runs."""
     slots: int = Field(default=1, ge=1, le=64)
     """Slots that each generator holds: linked GPUs of one node, or CPU shares."""
     engine: Literal["transformers", "vllm"] = "transformers"
     """What generates; vllm needs the `vllm` extra where generators run."""
-    tensor_parallel: int = Field(default=1, ge=1, json_schema_extra=when("engine", "vllm"))
+    tensor_parallel: int = Field(default=1, ge=1, le=64, json_schema_extra=when("engine", "vllm"))
     """Slots that hold one copy of the model together, at most `slots`."""
     kv_cache_mb: int | None = Field(default=None, ge=1, json_schema_extra=when("engine", "vllm"))
     """Memory of the KV cache; default: what vLLM finds free on a GPU, 1024 on a CPU."""
@@ -88,20 +90,20 @@ class GeneratorConfig(Section):
     """Compile the model and record CUDA graphs: starts later, generates faster."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute dtype of the engine."""
-    max_episodes: int = Field(default=256, ge=1)
+    max_episodes: int = Field(default=256, ge=1, le=65_536)
     """Episodes that run at the same time in one generator."""
-    max_requests: int = Field(default=256, ge=1)
+    max_requests: int = Field(default=256, ge=1, le=65_536)
     """Requests that decode in one forward pass."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest sequence that the engine takes; default: the longest episode of `rollout`."""
     kv_on_swap: Literal["keep", "recompute"] = "keep"
     """What becomes of the cache of running requests at a weight swap."""
-    ack_wait_s: float = Field(default=30.0, ge=1)
+    ack_wait_s: float = Field(default=30.0, ge=1, le=MAX_WAIT_S)
     """A task is given to another generator this long after its holder was last heard of."""
     segment_tokens: int = Field(default=0, ge=0)
     """Write running episodes down after so many tokens, and after each turn, so that another
     generator goes on with them when this one dies; 0: they start again."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
 
     @model_validator(mode="after")
@@ -120,7 +122,7 @@ class TrainingConfig(Section):
     """Optimiser steps; wins over `num_epochs`."""
     num_epochs: int | None = Field(default=None, ge=1)
     """Passes over the training data; without either, one."""
-    batch_size: int = Field(default=16, ge=1)
+    batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks per step."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
     """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy; auto: as far
@@ -170,7 +172,7 @@ class TrainingConfig(Section):
 class EvaluationConfig(Section):
     """How versions are validated."""
 
-    samples: int = Field(default=1, ge=1)
+    samples: int = Field(default=1, ge=1, le=4096)
     """Episodes per validation task; over 1 gives pass@k."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature; 0 is greedy."""
@@ -182,7 +184,7 @@ class EvaluationConfig(Section):
     """What is evaluated: the validation set, or the rows of `env.train_data` in their own order."""
     reset_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset` in validation, such as another opponent."""
-    tasks: list[Annotated[int, Field(ge=0)]] | None = None
+    tasks: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=50_000)] | None = None
     """A fixed list of rows, or of seeds of a game that generates its states; default: all."""
 
 
@@ -208,19 +210,19 @@ class WeightsConfig(Section):
 class LimitsConfig(Section):
     """Bounds of the job's queues and logs, in bytes."""
 
-    task_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    task_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Task queue."""
-    rollout_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    rollout_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
     """Rollout log; a full log makes generators wait."""
-    segment_bytes: int = Field(default=256 << 20, ge=1 << 16)
+    segment_bytes: int = Field(default=256 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Running episodes, with `generator.segment_tokens`; what does not fit is not written down."""
-    log_bytes: int = Field(default=64 << 20, ge=1 << 16)
+    log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
-    max_restarts: int = Field(default=5, ge=0)
+    max_restarts: int = Field(default=5, ge=0, le=1000)
     """An actor that fails more often within ten minutes fails the job; so does one that fails more
     often in a row, over any time, without having done any work in between: a step, a group, an
     evaluation, an answer."""
-    max_losses: int = Field(default=5, ge=0)
+    max_losses: int = Field(default=5, ge=0, le=1000)
     """A job that loses its node more often is not queued again but fails."""
     idle_s: float = Field(default=86400.0, gt=0)
     """A run of which no task was finished for so long, in seconds, ends with a checkpoint: it
@@ -232,7 +234,7 @@ class JobConfig(Section):
 
     name: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9_-]{0,63}$")
     """Name of the run; default `<env>-<model>-<two words>`."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of data order, episodes and optimiser."""
     output_dir: str = "outputs"
     """Run folders are made here, on the pool."""

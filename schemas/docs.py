@@ -20,6 +20,7 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 
 from . import array_codec, codec, errors
+from .bounds import defaults
 from .config import JobConfig
 from .errors import TinkermqError
 from .message import SCHEMA_VERSION, Message
@@ -178,6 +179,11 @@ def configuration_page() -> str:
         "the command line (`section.key=value`). An unknown key is an error that names the "
         "closest known one; a key that has no effect beside the others is an error, too. "
         "`tinkermq config show FILE [section.key=value …]` prints what is in effect.",
+        f"Where a key names no bound, a text has at most {defaults.MAX_CHARS:,} characters, a list "
+        f"or map {defaults.MAX_ITEMS:,} entries, a whole number lies within "
+        f"±{defaults.MAX_NUMBER:,}, and a map of your own (`env.kwargs`) holds "
+        f"{defaults.MAX_TREE_VALUES:,} values and {defaults.MAX_TREE_CHARS:,} characters in "
+        f"{defaults.MAX_TREE_DEPTH} levels.",
     ]
     for title, model in _sections(JobConfig, ""):
         heading = f"## {title}" if title else "## Top level"

@@ -29,7 +29,7 @@ class RolloutConfig(Section):
     """Tokens the policy may generate in one turn; binds at generation."""
     max_response_tokens: int = Field(default=2048, ge=1)
     """Tokens after the first prompt, observations included; binds at generation."""
-    max_tries: int = Field(default=3, ge=1)
+    max_tries: int = Field(default=3, ge=1, le=100)
     """Tries of one episode before its task is given up."""
     oversample: int = Field(default=0, ge=0)
     """Episodes of a task that are started beyond `group_size`: the first `group_size` to end are

@@ -137,6 +137,8 @@ class BusyError(TinkermqError):
     """A service that has taken on as much as it may: the same request is welcome later."""
 
     code = "busy"
+    retry_after_s: ClassVar[float] = 1.0
+    """How much later."""
 
 
 class StorageError(TinkermqError):

@@ -1,10 +1,10 @@
 """Jobs: their record, states, and what clients ask the scheduler for."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .message import Message
+from .message import Message, Request
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
 from .subjects import JobScope, token
@@ -33,6 +33,10 @@ MAY_FOLLOW: dict[str, frozenset[str]] = {
 
 
 MAX_PRIORITY = 10
+MAX_CONFIG_BYTES = 512 << 10
+"""Of a request that carries a configuration."""
+MAX_RECORD_BYTES = 1 << 20
+"""Of a job's record."""
 Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 
 
@@ -124,6 +128,8 @@ class JobRecord(Message):
     starts; then the scheduler tells them at its next turn."""
     has_streams: bool = False
     """Whether its streams were made."""
+    stored_bytes: int = Field(default=0, ge=0)
+    """What its streams may hold while it lives, what they do hold once it has ended."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds that it has held, by role, until `metered`."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
@@ -159,8 +165,10 @@ class RequestRecord(Message):
     """Job id."""
 
 
-class SubmitRequest(Message):
+class SubmitRequest(Request):
     """Submit a job: `rpc.<u>.scheduler.submit`."""
+
+    max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     request_id: str = Field(min_length=1, max_length=64)
     """Made by the client; the same id returns the same job."""
@@ -186,15 +194,17 @@ class SubmitRequest(Message):
     base."""
 
 
-class JobRequest(Message):
+class JobRequest(Request):
     """Name one job, by id or by name of its run."""
 
     job: str
     """Job id or run name."""
 
 
-class ConfigureRequest(Message):
+class ConfigureRequest(Request):
     """Complete the configuration of a job that was submitted without: `configure`."""
+
+    max_bytes: ClassVar[int] = MAX_CONFIG_BYTES
 
     job: str
     """Job id or run name."""
@@ -204,7 +214,7 @@ class ConfigureRequest(Message):
     """True: the configuration is complete, start the actors."""
 
 
-class StopRequest(Message):
+class StopRequest(Request):
     """Stop a job: `stop`."""
 
     job: str
@@ -215,7 +225,7 @@ class StopRequest(Message):
     """End as COMPLETED instead of CANCELLED."""
 
 
-class ScaleRequest(Message):
+class ScaleRequest(Request):
     """Change the number of generators, servers or environment hosts of a job: `scale`."""
 
     job: str
@@ -226,7 +236,7 @@ class ScaleRequest(Message):
     """How many there shall be."""
 
 
-class PriorityRequest(Message):
+class PriorityRequest(Request):
     """Change the priority of a job that waits: `priority`."""
 
     job: str
@@ -235,13 +245,15 @@ class PriorityRequest(Message):
     """The new one."""
 
 
-class ListRequest(Message):
+class ListRequest(Request):
     """List jobs: `list`; archived ones are among those that have ended."""
 
     all: bool = False
     """Also those that have ended."""
     widest: bool = False
     """Also those of others, as far as the user may see them: for admins."""
+    after: str = Field(default="", max_length=128)
+    """Only those behind this place, which the reply before told."""
 
 
 class JobReply(Message):
@@ -256,3 +268,5 @@ class JobList(Message):
 
     records: list[JobRecord]
     """Their records."""
+    after: str = ""
+    """There are more: ask again with this place. Empty: these were the last."""

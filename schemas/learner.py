@@ -52,7 +52,7 @@ class LearnerConfig(Section):
     cpu_offload: bool = False
     """Keep master weights, gradients and optimiser state in the memory of the machine, not the
     GPU's: slower, and refused without a GPU."""
-    threads: int = Field(default=1, ge=1)
+    threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch, of each rank."""
 
     @property

@@ -245,8 +245,8 @@ def _closest(key: str, prefix: str) -> str:
 
 def _explain(problems: Sequence[ErrorDetails]) -> str:
     clauses: list[str] = []
-    for problem in problems:
-        where = ".".join(str(part) for part in problem["loc"])
+    for problem in problems[:10]:
+        where = ".".join(str(part) for part in problem["loc"])[:_MAX_KEY]
         text = problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "missing":
             clauses.append(f"{where} is missing")

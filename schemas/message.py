@@ -3,8 +3,10 @@
 import reprlib
 from typing import Any, ClassVar, Self, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema
 
+from .bounds.defaults import bounded
 from .codec import MAX_MESSAGE_BYTES, pack, unpack
 from .errors import MessageError
 
@@ -98,8 +100,20 @@ class Message(BaseModel):
             ) from error
 
 
-class Empty(Message):
+class Request(Message):
+    """What users ask the pool's own services: every field is bounded, by itself or by default."""
+
+    max_bytes: ClassVar[int] = 64 << 10
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source))
+
+
+class Empty(Request):
     """A request or reply that says nothing beyond having been sent."""
+
+    max_bytes: ClassVar[int] = 1 << 10
 
 
 def with_last(at: str, name: str | int) -> str:

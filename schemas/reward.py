@@ -35,7 +35,9 @@ class RewardConfig(Section):
     judge: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
     """Inference job that judges, by id or name, asked through the broker; or the model's name at
     `url`."""
-    judge_prompt: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
+    judge_prompt: str | None = Field(
+        default=None, max_length=64 << 10, json_schema_extra=when("source", "judge")
+    )
     """What the judge reads: `$question` is the first user message, `$answer` the policy's last one,
     `$ground_truth` the row's, `$conversation` all of it, `$scale` the best score. Default: grade
     the answer. The judge's number is the one after `score`, or its whole reply."""
@@ -44,13 +46,13 @@ class RewardConfig(Section):
     judge_tokens: int = Field(default=256, ge=1, json_schema_extra=when("source", "judge"))
     """Tokens that the judge may write."""
     timeout_s: float = Field(
-        default=60.0, gt=0, json_schema_extra=when("source", "function", *_REMOTE)
+        default=60.0, gt=0, le=86_400, json_schema_extra=when("source", "function", *_REMOTE)
     )
     """Longest time that one reward may take, all tries together."""
-    tries: int = Field(default=4, ge=1, json_schema_extra=when("source", *_REMOTE))
+    tries: int = Field(default=4, ge=1, le=100, json_schema_extra=when("source", *_REMOTE))
     """Tries while the endpoint or the judge cannot be reached, is busy or is slow."""
     max_requests: int = Field(
-        default=64, ge=1, json_schema_extra=when("source", "function", *_REMOTE)
+        default=64, ge=1, le=4096, json_schema_extra=when("source", "function", *_REMOTE)
     )
     """Rewards that one host works out at the same time."""
 

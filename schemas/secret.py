@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .message import Message
+from .message import Message, Request
 
 SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL"]
 """What a user may hand over with a job: the names of environment variables."""
@@ -29,7 +29,7 @@ class SealingKey(Message):
     """An X25519 key."""
 
 
-class SecretsRequest(Message):
+class SecretsRequest(Request):
     """Hand secrets over for a job that is there: `secrets`."""
 
     job: str

@@ -2,7 +2,10 @@
 
 from typing import Any, Self, cast
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
+
+from .bounds.defaults import bounded
 
 
 def when(key: str, *values: Any) -> dict[str, Any]:
@@ -11,9 +14,13 @@ def when(key: str, *values: Any) -> dict[str, Any]:
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors."""
+    """A part of the configuration: unknown keys are errors, and every value is bounded."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return bounded(handler(source))
 
     @model_validator(mode="after")
     def _no_ineffective_key(self) -> Self:

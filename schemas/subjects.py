@@ -22,7 +22,9 @@ BUCKET_LEASES = "tmq-leases"
 BUCKET_USERS = "tmq-users"
 BUCKET_SECRETS = "tmq-secrets"
 STREAM_AUDIT = "tmq-audit"
+STREAM_REFUSALS = "tmq-refusals"
 AUDIT = f"{PREFIX}.audit"
+REFUSALS = f"{PREFIX}.refusals"
 
 TASK_CONSUMER = "generators"
 SERVICES = ("auth", "scheduler", "node", "gateway")

@@ -1,25 +1,70 @@
 """Users of the pool: their records, what admins ask for, and what is written down about it."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from .job import MAX_PRIORITY, Priority
-from .message import Message, with_last
+from .message import Message, Request, with_last
 from .subjects import user_name
 
 UserRole = Literal["user", "admin"]
 
 
-class Quota(Message):
-    """What a user may hold of the pool; one who is not in the bucket of users has the defaults."""
+Bound = Annotated[int, Field(ge=0)] | None
+Wish = Annotated[int, Field(ge=-1, le=1 << 60)] | None
 
-    max_slots: int | None = Field(default=None, ge=0)
-    """Slots that the user's jobs may hold at once; null: no bound."""
+
+class Quota(Message):
+    """What a user may hold of the pool; null: no bound.
+
+    A user whose record names none has the defaults, a pool without users has `NO_BOUNDS`.
+    """
+
+    max_slots: Bound = None
+    """Slots that the user's jobs may hold at once."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the pool in relation to the other users that wait."""
     max_priority: Priority = MAX_PRIORITY
     """Highest priority that the user's jobs may have."""
+    max_jobs: Bound = 500
+    """Jobs that are kept, ended ones included."""
+    max_live_jobs: Bound = 64
+    """Jobs that have not ended, those that wait included."""
+    max_actors: Bound = 256
+    """Processes that the user's jobs may have at once, environment hosts and evaluators, which
+    hold no slot, included."""
+    max_stored_bytes: Bound = 1 << 40
+    """Bytes at the broker: what `limits` lets the streams of live jobs hold, and all that those of
+    ended ones do hold."""
+    max_record_bytes: Bound = 16 << 20
+    """Bytes of the records of the user's jobs."""
+    max_evaluations: Bound = 4096
+    """Evaluations of the user's jobs that are kept."""
+    max_requests: Bound = 16
+    """Requests of the user that a service of the pool works on at once; eight times as many may
+    wait."""
+    max_connections: Bound = 64
+    """Connections with the user's key."""
+    max_subscriptions: Bound = 4096
+    """Subscriptions of these connections together."""
+    max_messages_s: Bound = 20_000
+    """Messages a second that these connections may send, averaged over some seconds."""
+    max_bytes_s: Bound = 128 << 20
+    """Bytes a second that they may send, averaged so, too."""
+
+
+BOUNDS = tuple(name for name in Quota.model_fields if name not in ("weight", "max_priority"))
+"""The values of a quota that are bounds."""
+NO_BOUNDS = Quota.model_validate(dict.fromkeys(BOUNDS))
+"""What everybody has in a pool without users."""
+
+
+class QuotaReply(Quota):
+    """A user's quota, and what is held of it: reply of the scheduler's `quota`."""
+
+    held: dict[str, int] = Field(default_factory=dict[str, int])
+    """By the name of the bound, where the scheduler knows it."""
 
 
 class UserInfo(Quota):
@@ -63,7 +108,7 @@ class Invitation(Message):
     """Quota of those who register."""
 
 
-class AddUser(Message):
+class AddUser(Request):
     """Make a user: `rpc.<admin>.users.add`."""
 
     user: str
@@ -78,14 +123,14 @@ class AddUser(Message):
     """Share of the pool."""
 
 
-class NameUser(Message):
+class NameUser(Request):
     """Name one user: `revoke`."""
 
     user: str
     """Name."""
 
 
-class RotateKey(Message):
+class RotateKey(Request):
     """Replace a user's key by a new one: `rotate`; a user may do so with the own key."""
 
     user: str
@@ -94,20 +139,42 @@ class RotateKey(Message):
     """Life of the new key in days; 0: for ever."""
 
 
-class SetQuota(Message):
+class SetQuota(Request):
     """Change a user's share of the pool: `quota`; null leaves a value as it is."""
 
     user: str
     """Name."""
-    max_slots: int | None = Field(default=None, ge=-1)
-    """Slots that the user's jobs may hold at once; -1: no bound."""
     weight: float | None = Field(default=None, gt=0)
     """Share of the pool."""
     max_priority: Priority | None = None
     """Highest priority that the user's jobs may have."""
+    max_slots: Wish = None
+    """See Quota, as all below; -1: no bound."""
+    max_jobs: Wish = None
+    """Jobs that are kept."""
+    max_live_jobs: Wish = None
+    """Jobs that have not ended."""
+    max_actors: Wish = None
+    """Processes of jobs."""
+    max_stored_bytes: Wish = None
+    """Bytes of streams."""
+    max_record_bytes: Wish = None
+    """Bytes of records."""
+    max_evaluations: Wish = None
+    """Evaluations."""
+    max_requests: Wish = None
+    """Requests at once."""
+    max_connections: Wish = None
+    """Connections."""
+    max_subscriptions: Wish = None
+    """Subscriptions."""
+    max_messages_s: Wish = None
+    """Messages a second."""
+    max_bytes_s: Wish = None
+    """Bytes a second."""
 
 
-class Invite(Message):
+class Invite(Request):
     """Make an invitation: `invite`."""
 
     uses: int = Field(default=1, ge=1, le=10_000)
@@ -120,7 +187,7 @@ class Invite(Message):
     """Quota of those who register."""
 
 
-class Register(Message):
+class Register(Request):
     """Become a user by an invitation: `rpc.invited.users.register`."""
 
     code: str = Field(max_length=200)
@@ -152,6 +219,15 @@ class UserList(Message):
 
     users: list[UserInfo]
     """What is known of each."""
+    more: bool = False
+    """Others follow: ask again with the last name as `after`."""
+
+
+class ListUsers(Request):
+    """List the users by name: `list`."""
+
+    after: str = ""
+    """Only those behind this name."""
 
 
 class JobKeyRequest(Message):
@@ -184,7 +260,7 @@ class AuditRecord(Message):
     """Seconds since the epoch."""
 
 
-class AuditRequest(Message):
+class AuditRequest(Request):
     """Ask what was written down last: `audit`."""
 
     limit: int = Field(default=200, ge=1, le=2000)

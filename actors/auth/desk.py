@@ -10,17 +10,27 @@ from nats.aio.client import Client
 from ...broker.audit import Audit
 from ...broker.credentials import expiry
 from ...broker.keys import id_of_invitation, key_hash, new_api_key, new_invitation
+from ...broker.load.rates import Rates
 from ...broker.rpc import Handler, RequestContext, Service
 from ...broker.users import UserStore
-from ...schemas.errors import AuthError, ConflictError, NotFoundError, StateError, TinkermqError
+from ...schemas.errors import (
+    AuthError,
+    BusyError,
+    ConflictError,
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
 from ...schemas.message import Empty, Message
 from ...schemas.subjects import rpc, user_name
 from ...schemas.user import (
+    BOUNDS,
     AddUser,
     AuditList,
     AuditRequest,
     Invitation,
     Invite,
+    ListUsers,
     NameUser,
     NewKey,
     Register,
@@ -36,6 +46,10 @@ from .kicks import kick
 
 R = TypeVar("R")
 
+PAGE_USERS = 500
+"""Of one answer."""
+ROTATIONS, ROTATIONS_S = 10, 1 / 60
+"""How often a user may replace the own key: at once, and a second in the long run."""
 _OWN_KICK_S = 1.0
 _DAY_S = 86_400
 
@@ -49,12 +63,13 @@ class UserDesk:
         self._audit = audit
         self._system = system
         self._kicks: set[asyncio.Task[int]] = set()
+        self._rotations = Rates(ROTATIONS_S, ROTATIONS)
 
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("add", AddUser, self._add),
-            ("list", Empty, self._list),
+            ("list", ListUsers, self._list),
             ("rotate", RotateKey, self._rotate),
             ("revoke", NameUser, self._revoke),
             ("quota", SetQuota, self._quota),
@@ -63,9 +78,9 @@ class UserDesk:
             ("me", Empty, self._me),
         ]
         for method, model, handler in endpoints:
-            await service.endpoint(method, rpc("*", "users", method), model, handler)
+            await service.endpoint(method, rpc("*", "users", method), model, handler, fair=True)
         subject = rpc("invited", "users", "register")
-        await service.endpoint("register", subject, Register, self._register)
+        await service.endpoint("register", subject, Register, self._register, fair=True)
 
     async def _add(self, request: AddUser, context: RequestContext) -> NewKey:
         async def work() -> NewKey:
@@ -77,9 +92,11 @@ class UserDesk:
 
         return await self._as_admin(context, "users.add", request.user, work)
 
-    async def _list(self, _: Empty, context: RequestContext) -> UserList:
+    async def _list(self, request: ListUsers, context: RequestContext) -> UserList:
         async def work() -> UserList:
-            return UserList(users=[_info(one) for one in await self._users.list()])
+            users = [one for one in await self._users.list() if one.user > request.after]
+            page = [_info(one) for one in users[:PAGE_USERS]]
+            return UserList(users=page, more=len(users) > len(page))
 
         return await self._as_admin(context, "users.list", "", work)
 
@@ -118,9 +135,12 @@ class UserDesk:
 
     async def _quota(self, request: SetQuota, context: RequestContext) -> UserReply:
         async def work() -> UserReply:
-            update: dict[str, object] = {}
-            if request.max_slots is not None:
-                update["max_slots"] = None if request.max_slots < 0 else request.max_slots
+            asked = {name: getattr(request, name) for name in BOUNDS}
+            update: dict[str, object] = {
+                name: None if value < 0 else value
+                for name, value in asked.items()
+                if value is not None
+            }
             if request.weight is not None:
                 update["weight"] = request.weight
             if request.max_priority is not None:
@@ -199,13 +219,19 @@ class UserDesk:
         try:
             caller = await self._known(context.user)
             own_key = what == "users.rotate" and target == context.user
+            bounded = own_key and caller.role != "admin"
+            if bounded and self._rotations.take(context.user, time.monotonic()) is None:
+                raise BusyError(
+                    f"user {context.user!r} has replaced the own key {ROTATIONS} times just now",
+                    hint="another time in some minutes; an admin is not bounded so",
+                )
             if caller.revoked is not None or (caller.role != "admin" and not own_key):
                 raise AuthError(
                     f"user {context.user!r} may not do this ({what})", hint="ask an admin"
                 )
             result = await work()
         except TinkermqError as error:
-            await self._audit.write(context.user, what, target=target, outcome=error.message)
+            await self._audit.refused(context.user, what, error.message, target=target)
             raise
         await self._audit.write(context.user, what, target=target)
         return result

@@ -8,6 +8,7 @@ large, goes from the server straight to the guest.
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import structlog
@@ -18,19 +19,20 @@ from ...broker.audit import Audit
 from ...broker.connection import Broker, Listening
 from ...broker.faults import NO_STREAM
 from ...broker.kv import WRITE_ID
+from ...broker.load.fair_queue import FairQueue
 from ...broker.permissions import Guest, is_stream_of, may_read, may_store
 from ...broker.rpc import INBOXES
 from ...broker.streams import stream_info
 from ...schemas.codec import read_json
-from ...schemas.errors import MessageError, TinkermqError
+from ...schemas.errors import MessageError, NotFoundError, QuotaError, TinkermqError
 from ...schemas.subjects import PREFIX, acting, caller_of_rpc, rpc
 from ...schemas.trace import TRACEPARENT
+from .storage_bounds import StorageBounds
 
 _QUEUE = "door"
 _KNOWN_S = 5.0
+_SETTLE_S = 1.0
 _MAX_KNOWN = 10_000
-_MAX_RUNNING = 4096
-"""Beyond it requests are dropped, and asked again."""
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
 _FORBIDDEN = "403"
@@ -51,12 +53,23 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Door:
     """Answers below `rpc.<user>.store` and `job.<user>.<job>.store.<role>`."""
 
-    def __init__(self, broker: Broker, audit: Audit) -> None:
-        """Ask JetStream with this connection; write down what is refused."""
+    def __init__(
+        self,
+        broker: Broker,
+        audit: Audit,
+        bounds: StorageBounds,
+        requests: Callable[[str], int | None],
+    ) -> None:
+        """Ask JetStream with this connection; write down what is refused.
+
+        `bounds` knows what guests may add, `requests` how many of a user's may run at once.
+        """
         self._broker = broker
         self._audit = audit
+        self._bounds = bounds
         self._known: dict[str, float] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._queue = FairQueue()
+        self._queue.bound = requests
         self._listening: list[Listening] = []
 
     async def open(self) -> None:
@@ -74,12 +87,13 @@ class Door:
         """Take no more requests."""
         for one in self._listening:
             await one.stop()
+        await self._queue.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:
-        if message.reply.startswith(INBOXES) and len(self._tasks) < _MAX_RUNNING:
-            task = asyncio.create_task(self._answer(message), name="door")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
+        if message.reply.startswith(INBOXES):
+            user = message.subject.split(".")[3]
+            self._queue.submit(user, lambda: self._answer(message), len(message.data))
 
     async def _answer(self, message: Msg) -> None:
         try:
@@ -92,8 +106,8 @@ class Door:
                 await self._put(guest, rest, message)
             else:
                 raise MessageError(f"the door cannot {verb}")
-        except MessageError as error:
-            await self._refuse(message, error.message)
+        except (MessageError, NotFoundError, QuotaError) as error:
+            await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
         except TinkermqError as error:  # the guest's deadline ends it, and he asks again
             _log.warning("door_failed", subject=message.subject, error=error.message)
 
@@ -121,6 +135,7 @@ class Door:
         stream = may_store(guest, subject)
         if stream is None:
             raise MessageError(f"{guest.user} may not store on {subject}")
+        await self._bounds.check(guest, subject, len(message.data))
         if await self._exists(stream, message):
             given = message.headers or {}
             headers = {name: given[name] for name in _HEADERS if name in given}

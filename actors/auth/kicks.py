@@ -17,12 +17,22 @@ _MAX_ROUNDS = 20
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class _Connection(NamedTuple):
+class Connection(NamedTuple):
     """One connection, as the server that holds it lists it."""
 
     server: str
     number: int
     user: str
+    messages: int = 0
+    """Sent by it so far."""
+    subscriptions: int = 0
+    num_bytes: int = 0
+    """Sent by it so far."""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What tells it from all others."""
+        return self.server, self.number
 
 
 async def kick(system: Client, user: str) -> int:
@@ -37,32 +47,41 @@ async def kick(system: Client, user: str) -> int:
         if not found:
             break
         for one in found:
-            payload = json.dumps({"cid": one.number}).encode()
-            subject = f"$SYS.REQ.SERVER.{one.server}.KICK"
-            await system.request(subject, payload, timeout=_KICK_S)
+            await close(system, one)
         closed += len(found)
     _log.info("user_kicked", user=user, connections=closed)
     return closed
 
 
+async def close(system: Client, one: Connection) -> None:
+    """Close one connection."""
+    payload = json.dumps({"cid": one.number}).encode()
+    await system.request(f"$SYS.REQ.SERVER.{one.server}.KICK", payload, timeout=_KICK_S)
+
+
 async def connected(system: Client) -> set[str]:
     """Return the names of all users and processes that have a connection, at any server."""
-    names: set[str] = set()
+    return {one.user for one in await listed(system)}
+
+
+async def listed(system: Client) -> list[Connection]:
+    """Return all connections, at any server."""
+    connections: dict[tuple[str, int], Connection] = {}
     for page in range(_MAX_ROUNDS):
         found = await _list(system, {"offset": page * _PAGE})
-        names |= {one.user for one in found}
+        connections |= {one.key: one for one in found}
         if len(found) < _PAGE:  # of all servers together, so no server has more
             break
-    return names
+    return list(connections.values())
 
 
-async def _list(system: Client, query: dict[str, Any]) -> list[_Connection]:
+async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
     """Return one page of the connections at each server."""
     query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
     answers: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = system.new_inbox()
     subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
-    found: list[_Connection] = []
+    found: list[Connection] = []
     try:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
         async with asyncio.timeout(_SCATTER_S):
@@ -74,12 +93,19 @@ async def _list(system: Client, query: dict[str, Any]) -> list[_Connection]:
         await subscription.unsubscribe()
 
 
-def _read(answer: Msg) -> list[_Connection]:
+def _read(answer: Msg) -> list[Connection]:
     told: Any = json.loads(answer.data)
     data: Any = told.get("data") or {}
     connections = cast("list[dict[str, Any]]", data.get("connections") or [])
     server = str(told["server"]["id"])
     return [
-        _Connection(server, int(one["cid"]), str(one.get("authorized_user", "")))
+        Connection(
+            server,
+            int(one["cid"]),
+            str(one.get("authorized_user", "")),
+            int(one.get("in_msgs", 0)),
+            int(one.get("subscriptions", 0)),
+            int(one.get("in_bytes", 0)),
+        )
         for one in connections
     ]

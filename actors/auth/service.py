@@ -9,9 +9,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, cast
 
-import structlog
 from nats.aio.client import Client
-from nats.aio.msg import Msg
 
 from ...broker.addresses import server_urls
 from ...broker.audit import Audit
@@ -21,17 +19,21 @@ from ...broker.jobs import JobStore
 from ...broker.login import tls_options
 from ...broker.process import erase_variable
 from ...broker.users import UserStore, create_user_stores
-from ...schemas.errors import AuthError, ConfigError, ConflictError, MessageError, TinkermqError
+from ...schemas.errors import ConfigError, ConflictError
 from ..runtime import ActorContext
 from .callout import Gate
-from .claims import Issuer, LoginRequest, read_request
+from .claims import Issuer
+from .connections import LOOK_S, Connections
 from .desk import UserDesk
 from .door import Door
 from .job_ends import EVERY_S, GRACE_S, JobEnds
 from .job_keys import JobKeys
+from .known import KnownUsers
+from .logins import Logins
+from .storage_bounds import StorageBounds
 
 CALLOUT = "$SYS.REQ.USER.AUTH"
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+_SETTLE_S = 1.0
 
 
 async def run(context: ActorContext) -> None:
@@ -51,10 +53,12 @@ async def serve(
     *,
     look_s: float = EVERY_S,
     grace_s: float = GRACE_S,
+    load_s: float = LOOK_S,
 ) -> None:
     """Serve with these secrets until `context.stopping` is set.
 
-    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed.
+    Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed; every
+    `load_s` it is looked who sends too much.
     """
     broker = context.broker
     await create_user_stores(broker)
@@ -66,61 +70,36 @@ async def serve(
     gate = Gate(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
-    door = Door(broker, audit)
+    known = KnownUsers(broker)
+    await known.open()
+    door = Door(broker, audit, StorageBounds(broker, known), known.requests)
+    connections = Connections(system, audit, known.get, look_s=load_s)
+    context.service.share.bound = known.requests
+    logins = Logins(gate, issuer, audit, connections, known.get, job_secret)
     try:
+        await connections.start()
         await UserDesk(users, audit, system).open(context.service)
         await JobKeys(jobs, job_secret).open(context.service)
         await door.open()
-        answering = Answering(gate, issuer, audit)
-        await cast("Any", callout).subscribe(CALLOUT, queue="auth", cb=answering.take)
+        await cast("Any", callout).subscribe(CALLOUT, queue="auth", cb=logins.take)
         await callout.flush()
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
             ends = JobEnds(system, jobs, every_s=look_s, grace_s=grace_s)
-            looking = tasks.create_task(ends.run(), name="connections of ended jobs")
+            looking = (
+                tasks.create_task(ends.run(), name="connections of ended jobs"),
+                tasks.create_task(connections.run(), name="load of connections"),
+                tasks.create_task(known.run(), name="records of users"),
+            )
             await context.stopping.wait()
-            looking.cancel()
+            for task in looking:
+                task.cancel()
         await door.close()
+        await logins.settle(_SETTLE_S)
     finally:
+        await known.close()
         await callout.close()
         await system.close()
-
-
-class Answering:
-    """Answers the server's questions, each in a task of its own."""
-
-    def __init__(self, gate: Gate, issuer: Issuer, audit: Audit) -> None:
-        self._gate = gate
-        self._issuer = issuer
-        self._audit = audit
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    async def take(self, message: Msg) -> None:
-        """Begin to answer one question."""
-        task = asyncio.create_task(self._answer(message), name="login")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _answer(self, message: Msg) -> None:
-        try:
-            request = read_request(message.data)
-        except MessageError as error:
-            _log.error("callout_malformed", error=error.message)
-            return
-        try:
-            admission = await self._gate.admit(request.user, request.password)
-        except AuthError as error:
-            await message.respond(self._issuer.refuse(request, error.message))
-            await self._audit.refused(request.user, "login", error.message, _where(request))
-        except TinkermqError as error:  # not known: the client asks again
-            _log.error("login_undecided", user=request.user, error=error.message)
-            await message.respond(self._issuer.refuse(request, "the users cannot be read now"))
-        else:
-            await message.respond(self._issuer.admit(request, *admission))
-
-
-def _where(request: LoginRequest) -> str:
-    return f"{request.client or 'a client'} from {request.address or 'nowhere'}"
 
 
 async def _side_connection(url: str, name: str, seed: str) -> Client:

@@ -33,6 +33,7 @@ from ..job_weights import open_weights
 from ..runtime import JobContext
 
 _POLL_S = 0.5
+_MAX_BLAME_CHARS = 8192
 _TOLD_AT_ONCE = 2000
 _log = structlog.get_logger()
 
@@ -130,7 +131,8 @@ class Evaluator:
             done = record.model_copy(update={"state": "done", "values": values})
         except TinkermqError as error:
             await self._context.event("evaluation_failed", str(error), version=record.version)
-            done = record.model_copy(update={"state": "failed", "blame": str(error)})
+            blame = str(error)[:_MAX_BLAME_CHARS]
+            done = record.model_copy(update={"state": "failed", "blame": blame})
         await self._finish(done)
 
     async def _finish(self, record: EvalRecord) -> None:

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...broker.user_calls import ask_users
+from ...broker.user_calls import all_users, ask_users
 from ...schemas.errors import NotFoundError, StateError
 from ...schemas.message import Empty, Message
 from ...schemas.user import (
@@ -66,7 +66,7 @@ async def _page(request: Request, visitor: Visitor, made: NewKey | None) -> Resp
     shown: dict[str, Any] = {"user": visitor.user, "me": me, "made": made}
     shown |= {"users": [], "audit": []}
     if me.role == "admin":
-        shown["users"] = (await ask_users(visitor.broker, "list", Empty(), UserList)).users
+        shown["users"] = await all_users(visitor.broker)
         audit = AuditRequest(limit=_AUDIT_SHOWN)
         records = (await ask_users(visitor.broker, "audit", audit, AuditList)).records
         shown["audit"] = [one for one in records if not _is_look(one)]
@@ -94,7 +94,7 @@ async def list_users(request: Request) -> Response:
     """Answer with all users."""
     _check_keys(request)
     visitor = await visitor_of(request)
-    return Json(await ask_users(visitor.broker, "list", Empty(), UserList))
+    return Json(UserList(users=await all_users(visitor.broker)))
 
 
 async def change_user(request: Request) -> Response:

@@ -25,6 +25,8 @@ MAX_LINE_BYTES = 16 * 1024
 MAX_FILE_BYTES = 16 * 2**20
 MAX_WAITING_LINES = 5_000
 TAIL_LINES = 20
+MAX_REASON_CHARS = 1500
+"""Of why an actor ended: the reasons of all actors of a node travel in one message."""
 _BATCH_LINES = 500
 _FLUSH_S = 0.2
 _DRAIN_DEADLINE_S = 2.0
@@ -85,9 +87,10 @@ class ErrorMemory:
     def reason(self, exit_code: int) -> str:
         """Say why the process ended."""
         if self._told:
-            return self._told
+            return self._told[:MAX_REASON_CHARS]
         how = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        return "\n".join([how, *self._tail])
+        tail = "\n".join(self._tail)[-MAX_REASON_CHARS:]
+        return f"{how}\n{tail}" if tail else how
 
 
 def _told_error(line: str) -> str:

@@ -1,6 +1,6 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ...broker.connection import Broker
 from ...broker.jobs import is_final
@@ -11,11 +11,15 @@ from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError
 from ...schemas.job import ActorPlacement, JobRecord
 from ...schemas.load_config import parse_config
-from ...schemas.subjects import BUCKET_JOBS, BUCKET_USERS
-from ...schemas.user import Quota, UserRecord
+from ...schemas.subjects import BUCKET_JOBS, BUCKET_USERS, DEFAULT_USER
+from ...schemas.user import NO_BOUNDS, Quota, UserRecord
 from .queue import Shares
+from .quotas.holdings import holdings
 from .roster import slots_of
 from .states import ACTIVE
+
+PAGE_RECORDS, PAGE_BYTES = 200, 1 << 20
+"""Of one answer, which holds at least one record."""
 
 
 class Board:
@@ -32,6 +36,9 @@ class Board:
         self._untold: set[str] = set()
         self._removals: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
+        self._of_user: dict[str, dict[str, int]] = {}
+        self._sized: dict[str, int] = {}
+        self._has_users = broker.user != DEFAULT_USER
         self._configs: dict[tuple[str, int], JobConfig] = {}
 
     async def open(self, on_change: Callable[[], None]) -> None:
@@ -54,16 +61,22 @@ class Board:
                 self._removals.discard(key)
                 self._forget(key)
                 self._forget_name(key)
+                self._of_user.get(key.partition(".")[0], {}).pop(key, None)
+                self._sized.pop(key, None)
             else:
                 self.enter(entry)
         await self._users.refresh()
 
     def enter(self, entry: Entry[JobRecord]) -> None:
         """Enter a record that was just read or written, unless a newer one is known."""
-        key, record = entry.key, self._jobs.put(entry).value
+        newest = self._jobs.put(entry)
+        key, record = newest.key, newest.value
         if self._names.get((record.user, record.name)) != key:
             self._forget_name(key)
             self._names[record.user, record.name] = key
+        if self._sized.get(key) != newest.revision:
+            self._sized[key] = newest.revision
+            self._of_user.setdefault(record.user, {})[key] = size_of(record)
         if record.untold and record.has_streams:
             self._untold.add(key)
         else:
@@ -119,8 +132,28 @@ class Board:
 
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""
-        found = (one for one in self._every() if user is None or one.user == user)
-        return sorted(found, key=lambda record: record.created, reverse=True)
+        found = self._every() if user is None else self._own(user)
+        return sorted(found, key=_place, reverse=True)
+
+    def _own(self, user: str) -> Iterator[JobRecord]:
+        entries = self._jobs.entries
+        return (entries[key].value for key in self._of_user.get(user, {}) if key in entries)
+
+    def page(self, records: Iterable[JobRecord], after: str) -> tuple[list[JobRecord], str]:
+        """Return those of the records, newest first, that one answer holds, and where to go on.
+
+        `after` is what the page before returned, empty at the beginning; so is what ends the list.
+        """
+        found: list[JobRecord] = []
+        num_bytes = 0
+        for record in records:
+            if after and _place(record) >= after:
+                continue
+            num_bytes += self._of_user.get(record.user, {}).get(key_of(record), 0)
+            if found and (len(found) >= PAGE_RECORDS or num_bytes > PAGE_BYTES):
+                return found, _place(found[-1])
+            found.append(record)
+        return found, ""
 
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
         """Return run folder and owner of each job of somebody else."""
@@ -162,7 +195,16 @@ class Board:
     def quota(self, user: str) -> Quota:
         """Return what a user may hold."""
         entry = self._users.entries.get(f"{USER}.{user}")
-        return Quota() if entry is None else entry.value
+        unknown = Quota() if self._has_users else NO_BOUNDS
+        return unknown if entry is None else entry.value
+
+    def held(self, user: str) -> dict[str, int]:
+        """Return what a user holds, by the names of the bounds of a quota."""
+        return holdings(self._own(user), self._of_user.get(user, {}))
+
+    def record_bytes(self) -> int:
+        """Return the bytes of all records."""
+        return sum(sum(sizes.values()) for sizes in self._of_user.values())
 
     def is_admin(self, user: str) -> bool:
         """Whether a user may see and steer everybody's jobs."""
@@ -172,10 +214,12 @@ class Board:
     def shares(self) -> Shares:
         """Return what each user holds and may hold."""
         users = [entry.value for entry in self._users.entries.values()]
-        shares = Shares(quotas={one.user: one for one in users})
+        unknown = Quota() if self._has_users else NO_BOUNDS
+        shares = Shares(quotas={one.user: one for one in users}, unknown=unknown)
         for record in self.live.values():
             if record.state in ACTIVE:
-                shares.take(record.user, slots_of(placed(record.actors)))
+                given = placed(record.actors)
+                shares.take(record.user, slots_of(given), len(given))
         return shares
 
     def told(self, record: JobRecord) -> JobRecord:
@@ -187,9 +231,19 @@ class Board:
         return record.model_copy(update={"reason": reason, "place": place})
 
 
+def _place(record: JobRecord) -> str:
+    """Return what sorts as the records do: by their time, then by their id."""
+    return f"{record.created:020.6f} {record.job}"
+
+
 def key_of(record: JobRecord) -> str:
     """Return the key of a job in the shared buckets."""
     return record.scope.key
+
+
+def size_of(record: JobRecord) -> int:
+    """Return the bytes of a record as it is stored."""
+    return len(record.to_bytes())
 
 
 def placed(actors: list[ActorPlacement]) -> list[ActorPlacement]:

@@ -25,21 +25,25 @@ from ...schemas.message import Empty, Message
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.subjects import DEFAULT_USER, acting, rpc
-from ...schemas.user import Quota
+from ...schemas.user import Quota, QuotaReply
 from .board import Board
 from .messenger import tell_learner
 from .pool import Pool
+from .quotas.holdings import check_priority, check_room, reserved_bytes
 from .reconciler import Reconciler
 from .records.damaged import DamageReport
 from .records.rules import refuse_removal, refuse_removed
 from .roster import scaled, slots_of, unplaced
-from .submission import Submission, check_priority, check_quota
+from .submission import Submission
 from .vault import Vault
 
 _CHANGES = frozenset(
     {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
     | {"archive", "unarchive", "delete"}
 )
+
+MAX_ERROR_CHARS = 300
+"""Of why an actor ended, in the list of nodes; its job's events tell all of it."""
 
 
 class Desk:
@@ -67,10 +71,10 @@ class Desk:
         self._vault = vault
         self._audit = Audit(broker)
         self._damage = DamageReport(broker)
-        self._lock = asyncio.Lock()
 
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
+        service.share.bound = lambda user: self._board.quota(user).max_requests
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("configure", ConfigureRequest, self.configure),
@@ -94,7 +98,7 @@ class Desk:
         for method, model, handler in endpoints:
             noted = self._noted(method, handler) if method in _CHANGES else handler
             for place in (rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)):
-                await service.endpoint(method, place, model, noted)
+                await service.endpoint(method, place, model, noted, fair=True)
         subject = rpc("node", "secrets", "open")
         await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
 
@@ -124,24 +128,27 @@ class Desk:
         return JobReply(record=self._board.told(self._board.steered(context.user, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
-        """Return the user's jobs, or an admin everybody's."""
+        """Return a page of the user's jobs, or an admin everybody's."""
         everybody = request.widest and self._board.is_admin(context.user)
         records = self._board.records(None if everybody else context.user)
-        return JobList(
-            records=[self._board.told(one) for one in records if request.all or not is_final(one)]
-        )
+        wanted = (one for one in records if request.all or not is_final(one))
+        page, after = self._board.page(wanted, request.after)
+        return JobList(records=[self._board.told(one) for one in page], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
-        nodes = self._pool.nodes()
+        nodes = [_short(node) for node in self._pool.nodes()]
         if not self._board.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         trouble = self._broker.availability.trouble
         return NodeList(nodes=nodes, trouble=trouble.text if trouble else "")
 
-    async def quota(self, _: Empty, context: RequestContext) -> Quota:
-        """Return what the user's jobs may hold."""
-        return self._board.quota(context.user)
+    async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
+        """Return what the user's jobs may hold, and do hold."""
+        quota = {
+            name: getattr(self._board.quota(context.user), name) for name in Quota.model_fields
+        }
+        return QuotaReply(**quota, held=self._board.held(context.user))
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
@@ -186,7 +193,7 @@ class Desk:
 
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
-        async with self._lock:
+        async with self._alone(request, context):
             record = self._board.steered(context.user, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
@@ -196,6 +203,10 @@ class Desk:
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
             self._reconciler.refuse_impossible(record.actors)
+            reserved = reserved_bytes(self._board.config(record))
+            self._submission.check_growth(
+                record, record.model_copy(update={"stored_bytes": reserved, "has_streams": True})
+            )
             record = await self._jobs.transition(
                 record,
                 "QUEUED",
@@ -206,12 +217,21 @@ class Desk:
                 stop_complete=False,
                 stopped_by="",
                 losses=0,
+                stored_bytes=reserved,
                 actors=unplaced(record.actors),
             )
         return JobReply(record=record)
 
+    def _alone(self, request: JobRequest | ScaleRequest, context: RequestContext) -> asyncio.Lock:
+        """Return what one request about the jobs of an owner at a time holds."""
+        return self._submission.lock(self._board.steered(context.user, request.job).user)
+
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
+        async with self._alone(request, context):
+            return JobReply(record=await self._scale(request, context))
+
+    async def _scale(self, request: ScaleRequest, context: RequestContext) -> JobRecord:
         record = self._board.steered(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
@@ -227,13 +247,23 @@ class Desk:
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
-            check_quota(record.user, slots_of(wanted), self._board.quota(record.user))
+            added, held = wanted[len(record.actors) :], self._board.held(record.user)
+            for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
+                check_room(
+                    record.user,
+                    self._board.quota(record.user),
+                    has,
+                    max_slots=slots_of(more),
+                    max_actors=len(more),
+                )
+            grown = record.model_copy(update={"actors": wanted})
+            self._submission.check_growth(record, grown)
 
         def resize(current: JobRecord) -> JobRecord:
             actors = scaled(current.actors, request.role, request.count, slots)
             return current.model_copy(update={"actors": actors})
 
-        return JobReply(record=await self._jobs.update(record, resize))
+        return await self._jobs.update(record, resize)
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
         """Change the priority of a job; it matters while the job, or a part of it, waits."""
@@ -266,7 +296,9 @@ class Desk:
         self, request: JobRequest, context: RequestContext, removal: Removal
     ) -> JobReply:
         """Write into the record what shall be done; the reconciler does it."""
-        async with self._lock:  # not while the job, or one that lives on it, is being started
+        async with self._submission.lock(
+            context.user
+        ):  # not while the job, or one that lives on it, is being started
             record = self._board.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
                 return JobReply(record=record)
@@ -308,6 +340,15 @@ class Desk:
         record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
         await tell_learner(self._broker, record, "resume")
         return JobReply(record=record)
+
+
+def _short(node: NodeStatus) -> NodeStatus:
+    """Return a node with the beginnings of its actors' errors: those of all travel together."""
+    actors = [
+        one.model_copy(update={"error": one.error[:MAX_ERROR_CHARS]}) if one.error else one
+        for one in node.actors
+    ]
+    return node.model_copy(update={"actors": actors})
 
 
 def _shown(node: NodeStatus, user: str) -> NodeStatus:

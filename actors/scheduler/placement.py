@@ -80,7 +80,7 @@ def place(
         if not why and (request.need <= num_free or not request.whole):
             given = pool.give(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
-            shares.take(request.user, sum(len(one.devices) for one in given))
+            shares.take(request.user, sum(len(one.devices) for one in given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):
@@ -132,6 +132,9 @@ def _refusal(
     bound = shares.quota(request.user).max_slots
     if request.whole and request.need > shares.room(request.user):
         return f"waits for {request.need} slots of its user's quota of {bound}"
+    if request.whole and len(request.actors) > shares.actor_room(request.user):
+        most = shares.quota(request.user).max_actors
+        return f"waits for {len(request.actors)} processes of its user's quota of {most}"
     if not pool.could_hold(request):
         return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
     return ""

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ...schemas.job import ActorPlacement
-from ...schemas.user import Quota
+from ...schemas.user import NO_BOUNDS, Quota
 from .roster import slots_of
 
 AGING_S = 3600.0
-_NO_QUOTA = Quota()
 
 
 @dataclass(frozen=True)
@@ -51,20 +50,30 @@ class Shares:
     held: dict[str, int] = field(default_factory=dict[str, int])
     """Slots by user."""
     quotas: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
-    """Quotas by user; a user without one has the defaults."""
+    """Quotas by user."""
+    unknown: Quota = NO_BOUNDS
+    """That of everybody else."""
+    actors: dict[str, int] = field(default_factory=dict[str, int])
+    """Actors that have a node, by user."""
 
     def quota(self, user: str) -> Quota:
         """Return the quota of a user."""
-        return self.quotas.get(user, _NO_QUOTA)
+        return self.quotas.get(user, self.unknown)
 
-    def take(self, user: str, slots: int) -> None:
-        """Count slots that a user was given."""
+    def take(self, user: str, slots: int, actors: int) -> None:
+        """Count what a user was given."""
         self.held[user] = self.held.get(user, 0) + slots
+        self.actors[user] = self.actors.get(user, 0) + actors
 
     def room(self, user: str) -> float:
         """Return the slots that a user may still be given."""
         bound = self.quota(user).max_slots
         return float("inf") if bound is None else bound - self.held.get(user, 0)
+
+    def actor_room(self, user: str) -> float:
+        """Return the actors that a user may still be given."""
+        bound = self.quota(user).max_actors
+        return float("inf") if bound is None else bound - self.actors.get(user, 0)
 
     def usage(self, user: str) -> float:
         """Return what a user holds for their weight."""

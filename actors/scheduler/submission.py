@@ -16,7 +16,6 @@ from ...envs.registry import check_registered
 from ...schemas.errors import (
     ConfigError,
     MessageError,
-    QuotaError,
     StateError,
 )
 from ...schemas.ids import new_id
@@ -24,13 +23,20 @@ from ...schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
 from ...schemas.load_config import check_keys, parse_config
 from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
-from ...schemas.user import Quota
 from ..folders.links import named_by
 from ..folders.roots import in_default_folder, output_roots, with_allowed_folders
 from ..lora import is_adapter
-from .board import Board
+from .board import Board, size_of
 from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name
+from .quotas.holdings import (
+    check_bucket,
+    check_priority,
+    check_record,
+    check_room,
+    reserved_bytes,
+    stored_bytes,
+)
 from .reconciler import Reconciler
 from .roster import KINDS, actors_for, slots_of
 from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
@@ -54,7 +60,7 @@ class Submission:
         self._jobs = jobs
         self._board = board
         self._reconciler = reconciler
-        self._lock = asyncio.Lock()
+        self._locks: dict[str, asyncio.Lock] = {}
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -82,12 +88,17 @@ class Submission:
         return await asyncio.shield(making)
 
     async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
-        fresh = new_id()
-        job = await self._jobs.job_of_request(user, request.request_id, fresh)
-        record = None if job == fresh else await self._jobs.find_by_id(user, job)
-        return record or await self._create(user, job, request)
+        async with self.lock(user):
+            job = await self._jobs.asked_before(user, request.request_id)
+            record = await self._jobs.find_by_id(user, job) if job else None
+            return record or await self._create(user, job or new_id(), request)
+
+    def lock(self, user: str) -> asyncio.Lock:
+        """Return what lets one request of a user at a time count what he holds and add to it."""
+        return self._locks.setdefault(user, asyncio.Lock())
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        check_room(user, self._board.quota(user), self._board.held(user), max_jobs=1)
         fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
         adapters = await self._adapters(user, request)
@@ -112,7 +123,11 @@ class Submission:
         )
         self._names.add((user, blank.name))
         try:
-            record = await self._complete(blank) if request.configured else blank
+            self.check_growth(None, blank)
+            record = await self._complete(blank, None) if request.configured else blank
+            job = await self._jobs.job_of_request(user, request.request_id, job)
+            if job != record.job:  # another scheduler has made it meanwhile
+                return await self._jobs.get(user, job)
             if request.sealed:
                 await self._vault.keep(JobScope(user, job), request.sealed)
             return await self._jobs.create(record, f"user {user}")
@@ -124,7 +139,7 @@ class Submission:
 
         Raises StateError if the job has started, and what `submit` raises.
         """
-        async with self._lock:
+        async with self.lock(user):
             record = self._board.get(user, request.job)
             config = merged(record.config, request.config)
             if record.configured:
@@ -140,11 +155,12 @@ class Submission:
                 name = self._free_name(user, record.job, config)
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
-                changed = await self._complete(changed)
+                changed = await self._complete(changed, record)
+            self.check_growth(record, changed)
             return await self._jobs.update(record, lambda _: changed)
 
-    async def _complete(self, record: JobRecord) -> JobRecord:
-        """Return a record that can be placed, with its run folder made.
+    async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
+        """Return a record that can be placed, with its run folder made; `before` is what is kept.
 
         A checkpoint of which only the weights count becomes the model of the configuration; a job
         that trains on conversations is one of kind `sft`.
@@ -165,7 +181,10 @@ class Submission:
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
-        check_quota(record.user, slots_of(actors), self._board.quota(record.user))
+        quota = self._board.quota(record.user)
+        check_room(record.user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
+        wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
+        self.check_growth(before, record.model_copy(update=wanted))
         run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
         fork_dir = record.fork_dir
         if fork_dir:
@@ -180,7 +199,7 @@ class Submission:
             "configured": True,
             "kind": kind,
             "reason": "waits for a node",
-            "actors": actors,
+            **wanted,
             "run_dir": str(run_dir),
             "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
@@ -188,6 +207,23 @@ class Submission:
             "judge": self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
+
+    def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
+        """Raise QuotaError unless there is room for a record, or for what it grows by."""
+        user, new = after.user, size_of(after)
+        more = new - (size_of(before) if before is not None else 0)
+        if more > 0:
+            check_record(after, new)
+            is_admin = self._board.is_admin(user) or not self._has_users
+            check_bucket(self._board.record_bytes(), more, is_admin=is_admin)
+        check_room(
+            user,
+            self._board.quota(user),
+            self._board.held(user),
+            max_live_jobs=int(before is None or is_final(before)),
+            max_record_bytes=more,
+            max_stored_bytes=after.stored_bytes - stored_bytes(before),
+        )
 
     @property
     def _has_users(self) -> bool:
@@ -297,25 +333,6 @@ def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         else:
             result[key] = value
     return result
-
-
-def check_quota(user: str, need: int, quota: Quota) -> None:
-    """Raise QuotaError if a job needs more slots than its user may ever hold."""
-    if quota.max_slots is not None and need > quota.max_slots:
-        raise QuotaError(
-            f"the job needs {need} slots, the quota of user {user!r} is {quota.max_slots}",
-            hint=f"set generator.count so that it needs {quota.max_slots} or less, or ask an admin",
-        )
-
-
-def check_priority(user: str, priority: int, quota: Quota) -> None:
-    """Raise QuotaError if a user may not give jobs this priority."""
-    if priority > quota.max_priority:
-        raise QuotaError(
-            f"priority {priority} is above the highest that user {user!r} may give, "
-            f"{quota.max_priority}",
-            hint="give a lower one, or ask an admin",
-        )
 
 
 def check_game(config: Mapping[str, Any]) -> None:

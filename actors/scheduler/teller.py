@@ -53,10 +53,11 @@ class Teller:
             version = record.version
             async with asyncio.timeout(_TELL_S):
                 await self._jobs.tell(record)
+                stored = None
                 if is_final(record):
-                    await settle_job_streams(self._broker, record.scope)
+                    stored = await settle_job_streams(self._broker, record.scope)
                     version = await last_version(self._broker, record)
-                await self._jobs.told(record, version)
+                await self._jobs.told(record, version, stored)
         except NotFoundError as error:
             await self._give_up(record, error)
         except _LATER as error:  # next turn

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.learner_calls import write_checkpoint
-from ...broker.metering import held_slots
 from ...broker.presence import list_presences
 from ...broker.recent import recent_values, run_row
 from ...schemas.errors import BrokerError, ConfigError
@@ -65,7 +64,7 @@ def ps(
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
         records = [one for one in records if (one.archived is not None) == archived]
-        told = asyncio.create_task(_told(pool, records)) if not common.json else None
+        told = asyncio.create_task(_told(pool)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if told is None else await told
 
@@ -95,9 +94,9 @@ def _print_rows(rows: Sequence[dict[str, Any]], *, everyone: bool) -> None:
     print_table(columns, cells)
 
 
-async def _told(pool: Pool, records: Sequence[JobRecord]) -> str:
+async def _told(pool: Pool) -> str:
     """Say what keeps the pool from going on, and what of the user's quota is held."""
-    return "\n".join(one for one in (await trouble_of(pool), await _quota(pool, records)) if one)
+    return "\n".join(one for one in (await trouble_of(pool), await _quota(pool)) if one)
 
 
 async def trouble_of(pool: Pool) -> str:
@@ -110,18 +109,21 @@ async def trouble_of(pool: Pool) -> str:
     return f"the broker is in trouble: {trouble}" if trouble else ""
 
 
-async def _quota(pool: Pool, records: Sequence[JobRecord]) -> str:
-    """Say what of the user's quota these runs hold; runs are told of without a scheduler, too."""
+async def _quota(pool: Pool) -> str:
+    """Say what of the user's quota is held; runs are told of without a scheduler, too."""
     try:
         async with asyncio.timeout(_QUOTA_S):
             quota = await pool.quota()
     except (BrokerError, TimeoutError):
         return "no scheduler answers: your quota is unknown, and nothing is placed"
-    if quota.max_slots is None:
-        return ""
-    own = [one for one in records if one.user == pool.broker.user]
-    held = sum(sum(held_slots(one).values()) for one in own if one.state not in FINAL_STATES)
-    return f"{held} of {quota.max_slots} slots of your quota are held"
+    shown = {"max_slots": "slots", "max_live_jobs": "live runs", "max_jobs": "runs in all"}
+    bounds = {name: getattr(quota, name) for name in shown}
+    told = [
+        f"{quota.held.get(name, 0)} of {most} {shown[name]}"
+        for name, most in bounds.items()
+        if most is not None
+    ]
+    return f"{', '.join(told)} of your quota are held" if told else ""
 
 
 async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
 from ...broker.login import INVITATION_VARIABLE, KEY_VARIABLE
-from ...broker.user_calls import ask_users
+from ...broker.user_calls import all_users, ask_users
 from ...schemas.errors import AuthError
-from ...schemas.message import Empty, Message
+from ...schemas.message import Message
 from ...schemas.user import (
+    BOUNDS,
     AddUser,
     AuditList,
     AuditRequest,
@@ -21,7 +22,6 @@ from ...schemas.user import (
     RotateKey,
     SetQuota,
     UserInfo,
-    UserList,
     UserReply,
 )
 from ..pool import Pool
@@ -63,11 +63,15 @@ def add(
 
 def list_users(*, common: Common = COMMON) -> int:
     """List the users."""
-    users = _ask(common, "list", Empty(), UserList).users
+
+    async def work(pool: Pool) -> list[UserInfo]:
+        return await all_users(pool.broker)
+
+    users = with_pool(common.nats_url, work)
     if common.json:
         print_json([user.model_dump() for user in users])
     else:
-        columns = ("user", "role", "key ends", "state", "slots", "weight")
+        columns = ("user", "role", "key ends", "state", "slots", "weight", "runs", "storage")
         print_table(columns, [_cells(user) for user in users])
     return 0
 
@@ -105,25 +109,80 @@ def quota(
     slots: int | None = None,
     weight: float | None = None,
     max_priority: int | None = None,
+    jobs: int | None = None,
+    live_jobs: int | None = None,
+    actors: int | None = None,
+    stored_bytes: int | None = None,
+    record_bytes: int | None = None,
+    evaluations: int | None = None,
+    requests: int | None = None,
+    connections: int | None = None,
+    subscriptions: int | None = None,
+    messages_s: int | None = None,
+    bytes_s: int | None = None,
     common: Common = COMMON,
 ) -> int:
-    """Change a user's share of the pool.
+    """Change what a user may hold of the pool, and show it; -1 stands for no bound.
 
     Parameters
     ----------
     user
         Name.
     slots
-        Slots that the user's jobs may hold at once; -1: no bound.
+        Slots that the user's jobs may hold at once.
     weight
         Share in relation to others who wait.
     max_priority
         Highest priority that the user's jobs may have.
+    jobs
+        Jobs that are kept, ended ones included.
+    live_jobs
+        Jobs that have not ended.
+    actors
+        Processes of the user's jobs at once, environment hosts included.
+    stored_bytes
+        Bytes at the broker: the limits of live jobs, and what ended ones hold.
+    record_bytes
+        Bytes of the records of the user's jobs.
+    evaluations
+        Evaluations of the user's jobs that are kept.
+    requests
+        Requests that a service of the pool works on at once.
+    connections
+        Connections with the user's key.
+    subscriptions
+        Subscriptions of these connections together.
+    messages_s
+        Messages a second that these connections may send.
+    bytes_s
+        Bytes a second that they may send.
     """
-    request = SetQuota(user=user, max_slots=slots, weight=weight, max_priority=max_priority)
+    request = SetQuota(
+        user=user,
+        weight=weight,
+        max_priority=max_priority,
+        max_slots=slots,
+        max_jobs=jobs,
+        max_live_jobs=live_jobs,
+        max_actors=actors,
+        max_stored_bytes=stored_bytes,
+        max_record_bytes=record_bytes,
+        max_evaluations=evaluations,
+        max_requests=requests,
+        max_connections=connections,
+        max_subscriptions=subscriptions,
+        max_messages_s=messages_s,
+        max_bytes_s=bytes_s,
+    )
     info = _ask(common, "quota", request, UserReply).user
     bound = "no bound" if info.max_slots is None else f"{info.max_slots} slots"
-    return _show_user(info, f"{user} has {bound}, weight {info.weight:g}", as_json=common.json)
+    others = ", ".join(
+        f"{name.removeprefix('max_')} {_bound(getattr(info, name))}"
+        for name in BOUNDS
+        if name != "max_slots"
+    )
+    text = f"{user} has {bound}, weight {info.weight:g}\n{others}"
+    return _show_user(info, text, as_json=common.json)
 
 
 def invite(
@@ -229,8 +288,20 @@ def _cells(user: UserInfo) -> list[str]:
         state = f"revoked {_day(user.revoked)}"
     elif user.expires is not None and user.expires < time.time():
         state = "key has expired"
-    slots = "" if user.max_slots is None else str(user.max_slots)
-    return [user.user, user.role, _day(user.expires), state, slots, f"{user.weight:g}"]
+    bounds = (user.max_slots, user.max_jobs, user.max_stored_bytes)
+    slots, runs, stored = ("" if one is None else _bound(one) for one in bounds)
+    weight = f"{user.weight:g}"
+    return [user.user, user.role, _day(user.expires), state, slots, weight, runs, stored]
+
+
+def _bound(number: int | None) -> str:
+    """Return a bound for people; large ones are bytes."""
+    if number is None:
+        return "no bound"
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if number >= size:
+            return f"{number / size:g} {unit}"
+    return str(number)
 
 
 def _day(moment: float | None) -> str:

@@ -104,7 +104,7 @@ def test_users_are_managed_on_the_command_line(operator: Operator) -> None:
     assert users["root"]["role"] == "admin"
     assert "key_hash" not in users["ada"]
     assert operator.told("user", "quota", "bob", "--slots", "4", key="root")["max_slots"] == 4
-    assert "0 of 4 slots of your quota are held" in operator.run("ps", key="bob").err
+    assert "0 of 4 slots, 0 of 64 live runs" in operator.run("ps", key="bob").err
     denied = operator.run("user", "list", key="ada")
     assert denied.code != 0
     assert "may not do this" in denied.err

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
+from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.rollouts import RolloutLog
@@ -13,8 +14,10 @@ from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.subjects import JobScope
 
-from tests.secured import SecuredPool, secured
+from tests.secured import SecuredPool, environment, secured
 from tests.strategies import make_group, make_task
+
+from .submitting import a_scheduler
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -47,3 +50,13 @@ async def mallory(pool: SecuredPool) -> Broker:
     broker = await pool.user("mallory")
     await pool.job("mallory", "01mine")
     return broker
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scheduled(
+    pool: SecuredPool, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[SecuredPool]:
+    """The pool with a scheduler, and no node: jobs wait."""
+    with environment(**{ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}):
+        async with a_scheduler(pool):
+            yield pool

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tinkermq.actors.auth.claims import Issuer, LoginRequest, read_request
 from tinkermq.actors.auth.door import read_request as read_door_request
 from tinkermq.actors.auth.door import read_subject
-from tinkermq.broker.audit import Bound
 from tinkermq.broker.permissions import Guest, user_permissions
 from tinkermq.schemas.errors import MessageError
 
@@ -63,12 +62,6 @@ def test_an_answer_is_signed_and_names_server_and_connection() -> None:
     refusal = claims_of(issuer.refuse(REQUEST, "why").decode())
     assert refusal["nats"]["error"] == "why"
     assert "jwt" not in refusal["nats"]
-
-
-def test_refusals_are_bounded_and_what_was_left_out_is_told() -> None:
-    bound = Bound(2, 60)
-    assert [bound.take(at) for at in (0, 1, 2, 3)] == [0, 0, None, None]
-    assert [bound.take(at) for at in (61, 62, 63)] == [2, 0, None]
 
 
 @pytest.mark.parametrize(

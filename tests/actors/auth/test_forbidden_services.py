@@ -123,13 +123,13 @@ async def test_a_message_id_of_one_user_hides_nothing_that_another_stores(
     pool: SecuredPool, job: JobScope, mallory: Broker
 ) -> None:
     ada, headers = await pool.user("ada"), {"Nats-Msg-Id": "the-same-for-both"}
-    for who, broker in (("mallory", mallory), ("ada", ada)):
-        subject = rpc(who, "store", f"put.$KV.{BUCKET_EVALS}.{who}.x.1")
+    for who, of, broker in (("mallory", "01mine", mallory), ("ada", job.job, ada)):
+        subject = rpc(who, "store", f"put.$KV.{BUCKET_EVALS}.{who}.{of}.1")
         payload = EvalRecord(version=1, step=1).to_bytes()
         reply = json.loads((await broker.request(subject, payload, headers=headers)).data)
         assert "seq" in reply
         assert not reply.get("duplicate"), who
-        found = await Bucket(broker, BUCKET_EVALS, EvalRecord).get(f"{who}.x.1")
+        found = await Bucket(broker, BUCKET_EVALS, EvalRecord).get(f"{who}.{of}.1")
         assert found is not None, who
 
 

@@ -1,13 +1,16 @@
 """What an actor writes: lines, file, error."""
 
 import asyncio
+import json
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.node.output import (
     MAX_LINE_BYTES,
+    MAX_REASON_CHARS,
     MAX_WAITING_LINES,
+    TAIL_LINES,
     ActorOutput,
     ErrorMemory,
     LineSplitter,
@@ -97,3 +100,13 @@ async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: P
     output.take(["one"])
     await output.drain()
     assert sent == ["one"]
+
+
+def test_why_an_actor_ended_is_short_however_much_it_wrote() -> None:
+    memory = ErrorMemory()
+    for _ in range(TAIL_LINES):
+        memory.note("x" * 16_000)
+    assert len(memory.reason(1)) < 2 * MAX_REASON_CHARS
+    memory.note(json.dumps({"event": "actor_failed", "code": "game", "message": "x" * 16_000}))
+    assert memory.reason(1).startswith("game: xxx")
+    assert len(memory.reason(1)) == MAX_REASON_CHARS

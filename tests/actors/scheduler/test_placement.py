@@ -191,6 +191,13 @@ def test_a_quota_bounds_what_a_user_holds_and_lets_others_pass() -> None:
     assert placed.waits == {"a": "waits for 2 slots of its user's quota of 3"}
 
 
+def test_a_quota_counts_the_processes_that_hold_no_slot_too() -> None:
+    shares = Shares(actors={"ann": 2}, quotas={"ann": Quota(max_actors=5)})
+    placed = place([job("a", 1), job("b", 1, user="bob", created=1.0)], [node("n", 8)], shares)
+    assert {one.job for one in placed.assignments} == {"b"}
+    assert placed.waits == {"a": "waits for 4 processes of its user's quota of 5"}
+
+
 def test_a_job_that_can_never_fit_is_refused_with_need_largest_and_remedy() -> None:
     with pytest.raises(PlacementError) as raised:
         refuse_impossible(job("", 4).actors, [node("a", 2), node("b", 1)])

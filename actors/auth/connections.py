@@ -1,0 +1,192 @@
+"""Who is connected: counted as the servers tell it, and looked through for those who do too much.
+
+NATS bounds neither how many connections a user of an auth callout has, nor what they send. The
+servers tell the system account of each connection that is opened or closed, and list all of them
+with what they have sent so far; every few seconds the list is read, which also sets the count
+right. A user over the quota is closed, and let in again after half a minute; of a job's processes
+only the connection that sends too much.
+"""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+
+from ...broker.audit import Audit
+from ...broker.credentials import ACCOUNT
+from ...schemas.errors import BrokerError, DeadlineError
+from ...schemas.user import Quota
+from .job_ends import JobConnection
+from .kicks import Connection, close, kick, listed
+
+LOOK_S = 2.0
+SHUT_OUT_S = 30.0
+PROCESS_MESSAGES_S = 50_000
+"""Messages a second of one process of a job, beyond which it is a flood."""
+_EXPECTED_S = 5.0
+_Key = tuple[str, int]
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Connections:
+    """The connections of users and processes at all servers, by the name they were let in with."""
+
+    def __init__(
+        self,
+        system: Client,
+        audit: Audit,
+        quota: Callable[[str], Quota | None],
+        *,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """Ask through the server's `system` account; `quota` knows those of users."""
+        self._system = system
+        self._audit = audit
+        self._quota = quota
+        self._look_s = look_s
+        self._open: dict[_Key, str] = {}
+        self._count: dict[str, int] = defaultdict(int)
+        self._expected: dict[str, list[float]] = {}
+        self._seen: dict[_Key, Connection] = {}
+        self._looked = time.monotonic()
+        self._over: set[str] = set()
+        self._shut_out: dict[str, float] = {}
+
+    async def start(self) -> None:
+        """Hear of what is opened and closed, and count what is open."""
+        subject = f"$SYS.ACCOUNT.{ACCOUNT}."
+        subscribe = cast("Any", self._system).subscribe
+        await subscribe(f"{subject}CONNECT", cb=self._opened)
+        await subscribe(f"{subject}DISCONNECT", cb=self._closed)
+        await self._look()
+
+    def num_of(self, name: str) -> int:
+        """Return the connections under a name, those that were just let in included."""
+        now = time.monotonic()
+        expected = [one for one in self._expected.get(name, ()) if now - one < _EXPECTED_S]
+        if expected:
+            self._expected[name] = expected
+        else:
+            self._expected.pop(name, None)
+        return self._count.get(name, 0) + len(expected)
+
+    def expect(self, name: str) -> None:
+        """Count one that is let in and not told of yet."""
+        self._expected.setdefault(name, []).append(time.monotonic())
+
+    def shut_out_s(self, name: str) -> float:
+        """Return for how many seconds a user is still shut out for having sent too much."""
+        left = self._shut_out.get(name, 0.0) - time.monotonic()
+        if left <= 0:
+            self._shut_out.pop(name, None)
+        return max(left, 0.0)
+
+    async def run(self) -> None:
+        """Look through them every few seconds, for ever."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            try:
+                await self._look()
+            except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
+                _log.warning("connections_not_seen", error=str(error))
+
+    async def _opened(self, message: Msg) -> None:
+        key, name = _told(message)
+        if key not in self._open:
+            self._open[key] = name
+            self._count[name] += 1
+        if self._expected.get(name):
+            self._expected[name].pop()
+
+    async def _closed(self, message: Msg) -> None:
+        key, _ = _told(message)
+        name = self._open.pop(key, None)
+        if name is not None:
+            self._uncount(name)
+
+    def _uncount(self, name: str) -> None:
+        self._count[name] -= 1
+        if self._count[name] <= 0:
+            del self._count[name]
+
+    async def _look(self) -> None:
+        found = await listed(self._system)
+        now = time.monotonic()
+        passed_s, self._looked = max(now - self._looked, 0.001), now
+        self._open = {one.key: one.user for one in found}
+        self._count = defaultdict(int)
+        for one in found:
+            self._count[one.user] += 1
+        rates = {one.key: self._rate(one, passed_s) for one in found}
+        self._seen = {one.key: one for one in found}
+        by_user: dict[str, list[Connection]] = defaultdict(list)
+        for one in found:
+            by_user[one.user].append(one)
+        over: set[str] = set()
+        for name, mine in by_user.items():
+            quota = self._quota(name)
+            if quota is not None:
+                why = _excess(quota, mine, [rates[one.key] for one in mine])
+                if why:
+                    over.add(name)
+                    await self._end(name, why)
+            elif JobConnection.read(name) is not None:
+                for one in mine:
+                    if rates[one.key].messages > PROCESS_MESSAGES_S:
+                        await self._end_process(one, rates[one.key].messages)
+        self._over = over
+
+    def _rate(self, one: Connection, passed_s: float) -> "_Rate":
+        """Return what was sent a second since the last look; a new connection has only begun."""
+        before = self._seen.get(one.key)
+        messages = one.messages - (before.messages if before else 0)
+        num_bytes = one.num_bytes - (before.num_bytes if before else 0)
+        return _Rate(messages / passed_s, num_bytes / passed_s)
+
+    async def _end(self, name: str, why: str) -> None:
+        """Close a user's connections, at the second look in a row that finds him over."""
+        if name not in self._over:
+            return
+        self._shut_out[name] = time.monotonic() + SHUT_OUT_S
+        await kick(self._system, name)
+        await self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+
+    async def _end_process(self, one: Connection, rate: float) -> None:
+        await close(self._system, one)
+        why = f"{rate:,.0f} messages a second, a process may send {PROCESS_MESSAGES_S:,}"
+        await self._audit.refused(one.user, "flood", why)
+
+
+class _Rate(NamedTuple):
+    """What a connection sends a second."""
+
+    messages: float
+    num_bytes: float
+
+
+def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
+    """Say what a user has too much of; empty if nothing."""
+    messages = sum(rate.messages for rate in rates)
+    if quota.max_messages_s is not None and messages > quota.max_messages_s:
+        return f"{messages:,.0f} messages a second, the quota is {quota.max_messages_s:,}"
+    num_bytes = sum(rate.num_bytes for rate in rates)
+    if quota.max_bytes_s is not None and num_bytes > quota.max_bytes_s:
+        return f"{num_bytes:,.0f} bytes a second, the quota is {quota.max_bytes_s:,}"
+    num_subscriptions = sum(one.subscriptions for one in mine)
+    if quota.max_subscriptions is not None and num_subscriptions > quota.max_subscriptions:
+        return f"{num_subscriptions:,} subscriptions, the quota is {quota.max_subscriptions:,}"
+    return ""
+
+
+def _told(message: Msg) -> tuple[_Key, str]:
+    """Return which connection the server tells of, and its user."""
+    told: Any = json.loads(message.data)
+    client = told["client"]
+    return (str(told["server"]["id"]), int(client["id"])), str(client.get("user", ""))

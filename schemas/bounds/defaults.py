@@ -1,0 +1,97 @@
+"""The bounds of fields that name none: no text, list, map or number of a user is without one.
+
+`bounded` is the one place. Sections of the configuration and requests of users pass the schema that
+pydantic has made of them through it, so a new field cannot be forgotten. Where a field of the kind
+`Any` holds a tree of its own, its size is bounded as a whole.
+"""
+
+from typing import Any, cast
+
+from pydantic_core import CoreSchema, core_schema
+
+MAX_CHARS = 4096
+"""Of a text: a path, a name, a reason."""
+MAX_ITEMS = 10_000
+"""Of a list or map."""
+MAX_NUMBER = 1_000_000_000
+"""Of a whole number, either side of 0."""
+MAX_REAL = 1e12
+"""Of any other number, either side of 0."""
+MAX_TREE_CHARS = 256 << 10
+"""Of all texts of a free tree together."""
+MAX_TREE_VALUES = 50_000
+"""Values of a free tree."""
+MAX_TREE_DEPTH = 32
+"""Maps and lists of a free tree within each other."""
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "str": {"max_length": MAX_CHARS},
+    "bytes": {"max_length": MAX_CHARS},
+    "list": {"max_length": MAX_ITEMS},
+    "set": {"max_length": MAX_ITEMS},
+    "dict": {"max_length": MAX_ITEMS},
+    "int": {"le": MAX_NUMBER, "ge": -MAX_NUMBER},
+    "float": {"le": MAX_REAL, "ge": -MAX_REAL, "allow_inf_nan": False},
+}
+_SAME_SIDE = {"le": "lt", "ge": "gt"}
+_OPAQUE = frozenset({"serialization", "metadata", "config", "default", "function"})
+
+
+def bounded(schema: CoreSchema) -> CoreSchema:
+    """Return the schema of a model with a bound for each field that has none."""
+    return cast("CoreSchema", _bounded(cast("dict[str, Any]", schema), is_outer=True))
+
+
+def _bounded(schema: dict[str, Any], *, is_outer: bool) -> dict[str, Any]:
+    kind = schema.get("type")
+    if kind == "model" and not is_outer:  # bounds itself, if it is for users
+        return schema
+    if kind == "any":
+        return cast(
+            "dict[str, Any]",
+            core_schema.no_info_after_validator_function(check_tree, core_schema.any_schema()),
+        )
+    for name, value in _DEFAULTS.get(str(kind), {}).items():
+        if _SAME_SIDE.get(name) not in schema:
+            schema.setdefault(name, value)
+    for name, value in schema.items():
+        if name not in _OPAQUE:
+            schema[name] = _inside(value, is_outer=is_outer and kind != "model")
+    return schema
+
+
+def _inside(value: Any, *, is_outer: bool) -> Any:
+    """Bound the schemas that stand in a part of a schema: one, a list, or a map by name."""
+    if isinstance(value, list):
+        return [_inside(one, is_outer=is_outer) for one in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    part = cast("dict[str, Any]", value)
+    if isinstance(part.get("type"), str):
+        return _bounded(part, is_outer=is_outer)
+    return {name: _inside(one, is_outer=is_outer) for name, one in part.items()}
+
+
+def check_tree(value: Any) -> Any:
+    """Return a tree of maps, lists and plain values as it is; ValueError if it is too large."""
+    left: list[tuple[Any, int]] = [(value, 0)]
+    num_values = num_chars = 0
+    while left:
+        one, depth = left.pop()
+        num_values += 1
+        if isinstance(one, str | bytes):
+            num_chars += len(one)
+        elif isinstance(one, dict):
+            tree = cast("dict[Any, Any]", one)
+            num_chars += sum(len(key) for key in tree if isinstance(key, str | bytes))
+            left += [(inner, depth + 1) for inner in tree.values()]
+        elif isinstance(one, list | tuple):
+            left += [(inner, depth + 1) for inner in cast("list[Any]", one)]
+        for what, number, most in (
+            ("values", num_values + len(left), MAX_TREE_VALUES),
+            ("characters", num_chars, MAX_TREE_CHARS),
+            ("levels", depth, MAX_TREE_DEPTH),
+        ):
+            if number > most:
+                raise ValueError(f"holds more than {most:,} {what}")
+    return value

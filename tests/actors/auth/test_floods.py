@@ -1,0 +1,210 @@
+"""Somebody with a key who floods the pool, from a process of his own: the others are answered."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.kv import Bucket
+from tinkermq.broker.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.process import die_with
+from tinkermq.broker.user_calls import ask_users
+from tinkermq.clients.pool import Pool
+from tinkermq.schemas.errors import BrokerError, DeadlineError
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.node import SchedulerLease
+from tinkermq.schemas.subjects import BUCKET_LEASES, rpc
+from tinkermq.schemas.user import AuditList, AuditRequest, SetQuota, UserReply
+
+from tests.secured import SecuredPool, secured
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.asyncio(loop_scope="function")
+FLOODING = Path(__file__).with_name("flooding.py")
+NUM_ASKED = 5
+
+
+@contextmanager
+def ended_at_last(*command: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process for as long as the block does."""
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=die_with(os.getpid()),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@asynccontextmanager
+async def flood(pool: SecuredPool, kind: str, user: str, *what: str) -> AsyncIterator[None]:
+    """Let a user flood the pool once he is in."""
+    address = ("127.0.0.1", str(pool.server.port))
+    with ended_at_last(str(FLOODING), kind, *address, pool.keys[user], *what) as process:
+        assert process.stdout is not None
+        assert (await asyncio.to_thread(process.stdout.readline)).startswith(b"in")
+        yield
+
+
+@asynccontextmanager
+async def scheduler_process(pool: SecuredPool) -> AsyncIterator[subprocess.Popen[bytes]]:
+    """Run a scheduler beside the pool, until it answers and beyond."""
+    credentials = {CREDENTIALS_VARIABLE: str(pool.secrets.credentials("scheduler"))}
+    command = ("-m", "tinkermq.actors.scheduler", "--nats", pool.server.url)
+    with ended_at_last(*command, **credentials) as process:
+        ada = Pool(await pool.user("ada"))
+
+        async def answers() -> bool:
+            try:
+                await ada.quota()
+            except BrokerError:
+                return False
+            return True
+
+        await eventually(answers, "the scheduler to answer")
+        yield process
+
+
+async def refusals(root: Broker, user: str) -> list[str]:
+    """Return why a user was refused, as the audit tells an admin."""
+    records = (await ask_users(root, "audit", AuditRequest(limit=500), AuditList)).records
+    return [one.outcome for one in records if one.who == user and one.what in ("flood", "login")]
+
+
+async def log_in(pool: SecuredPool, user: str) -> None:
+    """Log in anew, and be answered; a machine that is busy may take more than one try."""
+
+    async def attempt() -> bool:
+        try:
+            async with await connect(pool.server.url, name=user, api_key=pool.keys[user]) as one:
+                await ask_users(one, "me", Empty(), UserReply)
+        except (BrokerError, DeadlineError):
+            return False
+        return True
+
+    await eventually(attempt, f"{user} to be let in")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_bytes", [3, 1_000_000])
+async def test_a_flood_of_requests_ends_neither_scheduler_nor_the_answers_to_others(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    async with secured(tmp_path) as pool, scheduler_process(pool) as scheduler:
+        await pool.user("mallory")
+        ada, root = Pool(await pool.user("ada")), await pool.user("root")
+        leases = Bucket(await pool.service("scheduler"), BUCKET_LEASES, SchedulerLease)
+        before = await leases.get("scheduler")
+        subject = rpc("mallory", "scheduler", "list")
+        async with flood(pool, "publish", "mallory", subject, str(num_bytes)):
+            for _ in range(NUM_ASKED):
+                await ada.told_jobs()
+                await ask_users(ada.broker, "me", Empty(), UserReply)
+
+            async def told() -> bool:
+                return any(
+                    "a second, the quota is" in one for one in await refusals(root, "mallory")
+                )
+
+            await eventually(told, "the flood to be noticed")
+            await ada.told_jobs()
+        after = await leases.get("scheduler")
+        assert scheduler.poll() is None
+        assert before is not None
+        assert after is not None
+        assert after.value.holder == before.value.holder
+
+
+async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_path: Path) -> None:
+    async with secured(tmp_path) as pool:
+        root = await pool.user("root")
+        for user in ("ada", "mallory"):
+            await pool.user(user)
+        async with flood(pool, "connect", "mallory", "1000"):
+            for _ in range(NUM_ASKED):
+                async with await connect(
+                    pool.server.url, name="ada", api_key=pool.keys["ada"]
+                ) as one:
+                    await ask_users(one, "me", Empty(), UserReply)
+
+            async def told() -> bool:
+                return any("the quota is 64" in one for one in await refusals(root, "mallory"))
+
+            await eventually(told, "the refusals to be told")
+
+
+@pytest.mark.long
+async def test_4096_log_ins_of_one_user_do_not_shut_the_others_out(tmp_path: Path) -> None:
+    async with secured(tmp_path) as pool:
+        for user in ("ada", "mallory"):
+            await pool.user(user)
+        async with flood(pool, "connect", "mallory", "4096"):
+            for _ in range(3):
+                async with await connect(
+                    pool.server.url, name="ada", api_key=pool.keys["ada"]
+                ) as one:
+                    await ask_users(one, "me", Empty(), UserReply)
+
+
+async def test_a_user_has_so_many_connections_as_the_quota_allows(tmp_path: Path) -> None:
+    async with secured(tmp_path) as pool:
+        await pool.user("bob")
+        root = await pool.user("root")
+        await ask_users(root, "quota", SetQuota(user="bob", max_connections=3), UserReply)
+
+        async def refused() -> bool:
+            try:
+                await pool.connected(pool.keys["bob"])
+            except BrokerError:
+                return True
+            return False
+
+        await eventually(refused, "the fourth connection to be refused")
+        told = await refusals(root, "bob")
+        assert any("connections, the quota is 3" in one for one in told)
+        await ask_users(root, "quota", SetQuota(user="bob", max_connections=-1), UserReply)
+
+        async def let_in() -> bool:
+            return not await refused()
+
+        await eventually(let_in, "a further connection to be let in")
+
+
+async def test_who_subscribes_to_more_than_the_quota_allows_is_shut_out(tmp_path: Path) -> None:
+    async with secured(tmp_path) as pool:
+        bob, root = await pool.user("bob"), await pool.user("root")
+        await ask_users(root, "quota", SetQuota(user="bob", max_subscriptions=50), UserReply)
+        for number in range(200):
+            await bob.listen(f"_INBOX_bob.{number}", lambda _: None)
+
+        async def told() -> bool:
+            return any(
+                "subscriptions, the quota is 50" in one for one in await refusals(root, "bob")
+            )
+
+        await eventually(told, "the refusal")
+        with pytest.raises(BrokerError):
+            await pool.connected(pool.keys["bob"])
+
+
+async def test_what_a_flood_leaves_waiting_is_refused_to_its_user_alone(tmp_path: Path) -> None:
+    async with secured(tmp_path) as pool:
+        eager, ada = await pool.user("eager"), await pool.user("ada")
+        calls = [ask_users(eager, "me", Empty(), UserReply) for _ in range(180)]
+        flooding = asyncio.gather(*calls, return_exceptions=True)
+        for _ in range(NUM_ASKED):
+            await ask_users(ada, "me", Empty(), UserReply)
+        answers = await flooding
+        kinds = {type(one).__name__ for one in answers}
+        assert kinds <= {"UserReply", "BusyError"}
+        assert "UserReply" in kinds, kinds
