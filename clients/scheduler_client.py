@@ -73,7 +73,7 @@ class AsyncSchedulerClient:
             os.environ[WANDB_KEY] = wandb_key
         self._submitted = None
         tree = translate(as_tree(config))
-        if num_gpus is not None:
+        if num_gpus is not None and not (num_gpus == 1 and _value(tree, "sft", "data")):
             tree = merged(tree, translate({"num_gpus": num_gpus}))
         if from_run is not None:
             tree = merged(tree, {"model": {"path": from_run}})
@@ -218,8 +218,9 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         `rollout_n` …), or both, as a dict, namespace or OmegaConf tree. A complete one starts at
         once, and this returns when the job runs. One without a model or a game waits for
         `ServiceClient.set_config` and `fit`. `num_gpus` counts learner and generators together.
-        One with `sft.data` learns from conversations. `from_run` names the run whose weights the
-        job begins with: `RUN@STEP`, or `RUN` for its newest checkpoint.
+        One with `sft.data` learns from conversations, for which the learner alone holds slots.
+        `from_run` names the run whose weights the job begins with: `RUN@STEP`, or `RUN` for its
+        newest checkpoint.
         `wandb_key` is for the trackers of this process and of the job, to which it travels sealed;
         without it a job that logs to wandb gets that of $WANDB_API_KEY.
 
@@ -252,7 +253,10 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         return self._run(self.aio.cancel_job(job_id))
 
     def complete_job(self, job_id: str) -> dict[str, Any]:
-        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended."""
+        """Stop a job after a checkpoint; it ends as COMPLETED. Harmless when it has ended.
+
+        Returns at once, with the state until then: `job_status` tells of the end.
+        """
         return self._run(self.aio.complete_job(job_id))
 
     def delete_job(self, job_id: str) -> dict[str, Any]:

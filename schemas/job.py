@@ -142,9 +142,11 @@ class JobRecord(Message):
     """When its streams were put into its run folder, in seconds since the epoch."""
 
     def named_at(self, at: str) -> str:
-        """Return the key of the job; the names of its actors are checked with it."""
+        """Return the key of the job; the names of its actors and of other jobs are checked, too."""
         for actor in self.actors:
             token(actor.name, what="actor")
+        for job in (self.follow, self.judge):
+            token(job or self.job, what="job id")
         return self.scope.key
 
     @property

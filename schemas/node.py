@@ -6,7 +6,7 @@ from pydantic import Field
 
 from .job import Role
 from .message import Message
-from .subjects import JobScope, token
+from .subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
 """Slots of one node at most."""
@@ -15,11 +15,11 @@ MAX_SLOTS = 4096
 class WantedActor(Message):
     """An actor that a node shall run."""
 
-    user: str
+    user: str = Field(pattern=NAME_PATTERN)
     """Owner of the job."""
-    job: str
+    job: str = Field(pattern=NAME_PATTERN)
     """Job id."""
-    name: str
+    name: str = Field(pattern=NAME_PATTERN)
     """Name within the job."""
     role: Role
     """What it does."""

@@ -61,6 +61,10 @@ class Gateway:
         """Ask for a path; underscores in the names of headers become dashes."""
         return await asyncio.to_thread(self._ask, "GET", path, None, headers)
 
+    async def delete(self, path: str) -> Answer:
+        """Delete what is at a path."""
+        return await asyncio.to_thread(self._ask, "DELETE", path, None, {})
+
     async def post(self, path: str, body: Any = None, **headers: str) -> Answer:
         """Send JSON, or bytes as they are."""
         sent = body if isinstance(body, bytes) else json.dumps(body or {}).encode()

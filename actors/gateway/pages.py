@@ -178,7 +178,7 @@ async def act_form(request: Request) -> Response:
     if action not in BODIES:
         raise MessageError(f"{action!r} cannot be done to a job")
     record = await act(Scheduler(visitor), job, action, body_of(BODIES[action], form))
-    own = "/" if action == "delete" else f"/jobs/{quote(record.job)}"
+    own = "/jobs" if action == "delete" else f"/jobs/{quote(record.job)}"
     place = own if record.user == visitor.user else "/pool"
     return RedirectResponse(place, status_code=303)
 

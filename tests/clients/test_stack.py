@@ -1,5 +1,6 @@
 """`up` starts a stack that holds itself up; `down` takes it down and leaves nothing."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,9 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.connection import connect
+from tinkermq.broker.kv import Bucket
 from tinkermq.broker.server import NatsServer
 from tinkermq.clients.home import Home, StackState, find_url
 from tinkermq.schemas.errors import BrokerError, StateError
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.subjects import BUCKET_JOBS
 
 from tests.clients.conftest import Cli
 from tests.processes import alive
@@ -41,6 +46,13 @@ def state_of(home: Home) -> StackState:
     return state
 
 
+async def _belie_a_key(url: str) -> None:
+    """Write a job's record under another key than its own."""
+    record = JobRecord(job="j", name="n", user="u", state="QUEUED", config={}, created=0.0)
+    async with await connect(url, name="test") as broker:
+        await Bucket(broker, BUCKET_JOBS, JobRecord).put("other.key", record)
+
+
 def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) -> None:
     up = cli("up", "--port", "0", "--slots", "2", "--json")
     assert up.code == 0, up.err
@@ -51,10 +63,14 @@ def test_up_holds_its_children_up_and_down_leaves_nothing(home: Home, cli: Cli) 
         assert json.load(reply)["status"] == "ok"
     assert find_url() == state.url
     assert json.loads(cli("ps", "--json").out) == []
-    findings = {one["name"]: one["ok"] for one in json.loads(cli("doctor", "--json").out)}
-    assert findings["broker"]
-    assert findings["scheduler"]
-    assert findings["node"]
+    asyncio.run(_belie_a_key(state.url))
+    findings = {one["name"]: one for one in json.loads(cli("doctor", "--json").out)}
+    assert findings["broker"]["ok"]
+    assert findings["scheduler"]["ok"]
+    assert findings["node"]["ok"]
+    assert not findings["records"]["ok"]
+    belied = "other.key of tmq-jobs: the JobRecord under 'other.key' says"
+    assert belied in findings["records"]["detail"]
 
     again = cli("up", "--port", "0", "--json")
     assert StackState.model_validate_json(again.out) == state

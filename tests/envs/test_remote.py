@@ -1,7 +1,7 @@
 """The hosts as their callers see them: many questions in one message, slow games, dead hosts."""
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import pytest
 from tinkermq.envs.host import EnvironmentHost
@@ -160,3 +160,26 @@ async def test_a_host_without_a_sandbox_ends_at_once_with_the_remedy(broker, sco
     (error,) = ended.value.exceptions
     assert isinstance(error, SandboxError)
     assert "apt-get install bubblewrap" in error.hint
+
+
+async def test_who_waits_for_a_host_that_has_gone_names_it(broker, scope):
+    settings = EnvConfig(game="broken_games:CountingGame")
+    missing = asyncio.Queue()
+
+    @contextmanager
+    def waiting(what):
+        missing.put_nowait(what)
+        yield
+
+    caller = Environments(broker, scope, settings, waiting)
+    first = asyncio.create_task(caller.describe())
+    none_yet = await asyncio.wait_for(missing.get(), PATIENCE_S)
+    assert none_yet == "a host of broken_games:CountingGame (none has answered yet)"
+    async with hosting(broker, scope, "CountingGame") as (host, _):
+        await asyncio.wait_for(first, PATIENCE_S)
+        await caller.reset("e", START)
+    second = asyncio.create_task(caller.reset("f", START))
+    gone = await asyncio.wait_for(missing.get(), PATIENCE_S)
+    assert f"({host.name} was the last one, and is gone)" in gone
+    async with hosting(broker, scope, "CountingGame"):
+        await asyncio.wait_for(second, PATIENCE_S)

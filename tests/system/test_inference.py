@@ -185,7 +185,8 @@ async def test_served_episodes_are_those_of_the_generators_own_loop(
         report = await run_inference_async(
             job["vllm_server_url"], game_class=GuessGame, tasks=seeds, token_ids=True
         )
-        await client.cancel_job(job["job_id"])
+        ended = await client.cancel_job(job["job_id"])
+        assert ended["status"] == "CANCELLED"
     served = {one.task: (one.token_ids, one.mask, one.messages) for one in report.results}
     config = parse_config(small_job(model, env={"game": "guess"}, **settings))
     engine = await start_engine(config)

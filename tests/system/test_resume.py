@@ -60,3 +60,20 @@ async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_causal_lm(str(folder), dtype=torch.float32).state_dict()
+
+
+@pytest.mark.long
+async def test_the_last_rollouts_of_a_run_stay_readable_and_are_not_trained_again(
+    stack: Stack, model: Path
+) -> None:
+    training = {"num_steps": 4, "keep_rollouts": False}
+    job = await stack.submit(small_job(model, env={"num_val": 0}, training=training))
+    await job.until("COMPLETED")
+    batches = await job.batches()
+    left = {entry.seq: entry for entry in await job.entries()}
+    assert all(left[seq].group is not None for seq in batches[-1].seqs)
+    await job.resume()
+    await job.until_event("training_completed", count=2)
+    await job.until("COMPLETED")
+    assert await job.batches() == batches
+    assert {entry.seq for entry in await job.entries()} >= set(batches[-1].seqs)

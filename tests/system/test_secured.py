@@ -254,9 +254,15 @@ def test_a_user_serves_follows_and_infers_and_another_reaches_none_of_it(
     assert operator.run("stop", served["name"], "--now", key="ada").code == 0
     stopped = operator.told("stop", "live-run", "--now", key="root", TINKERMQ_AS="ada")
     assert stopped["stopped_by"] == "user root for ada"
+    assert operator.run("delete", "live-run", "--yes", key="bob").code != 0
+    words = ("delete", "live-run", "--yes")
+    while (deleted := operator.run(*words, key="root", TINKERMQ_AS="ada")).code != 0:
+        assert "only a run that has ended" in deleted.err, deleted.err
+    assert not (tmp_path / "runs" / "ada" / "live-run").exists()
     audit = operator.told("user", "audit", key="root")
     noted = {(one["who"], one["what"], one["target"]) for one in audit}
     assert ("root", "jobs.stop", "ada/live-run") in noted
+    assert ("root", "jobs.delete", "ada/live-run") in noted
     assert not {one for one in noted if one[0] == "ada" and one[1].startswith("jobs.")}
 
 

@@ -66,4 +66,4 @@ def _needs(other: JobRecord, record: JobRecord, removal: Removal) -> str:
 
 
 def _is_within(path: str, folder: str) -> bool:
-    return path.startswith("/") and Path(path).is_relative_to(folder)
+    return path.startswith(folder) and Path(path).is_relative_to(folder)

@@ -102,9 +102,26 @@ async def test_a_job_is_submitted_found_and_stopped(
     assert config["config"]["generator"]["count"] == 31
     assert config["effective"]["learner"]["grad_clip"] == 1.0
 
+    early = await gateway.delete(f"/api/v1/jobs/{job}")
+    assert early.status == 409
+    assert "only a run that has ended can be deleted" in early.json["error"]["message"]
     stopped = await gateway.post(f"/api/v1/jobs/{job}/stop", {"now": True})
     assert stopped.status == 200
     assert stopped.json["stop"] == "now"
+    run_dir = Path(stopped.json["run_dir"])
+
+    async def ended() -> bool:
+        return (await gateway.get(f"/api/v1/jobs/{job}")).json["state"] == "CANCELLED"
+
+    await eventually(ended, "the job to end")
+    deleted = await gateway.delete(f"/api/v1/jobs/{job}")
+    assert (deleted.status, deleted.json["removal"]) == (200, "delete")
+
+    async def gone() -> bool:
+        return (await gateway.get(f"/api/v1/jobs/{job}")).status == 404
+
+    await eventually(gone, "the job to be deleted")
+    assert not await asyncio.to_thread(run_dir.exists)
 
 
 async def test_a_form_that_is_sent_twice_makes_one_job_and_a_changed_one_another(

@@ -14,9 +14,10 @@ from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import follow
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rpc import Service, call
-from tinkermq.schemas.errors import ConfigError, FencedError, StateError
+from tinkermq.schemas.errors import ConfigError, FencedError, MessageError, StateError
+from tinkermq.schemas.message import Empty
 from tinkermq.schemas.metric import LogLines
-from tinkermq.schemas.node import NodeStatus, NodeSync, WantedActor
+from tinkermq.schemas.node import NodeStatus, NodeSync, RemoveRun, WantedActor
 from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, node, token
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
@@ -244,3 +245,33 @@ def test_a_node_gives_away_gpus_or_cpu_shares() -> None:
     check_slots(None, "0,1")
     with pytest.raises(ConfigError, match="one or the other"):
         check_slots(4, "0,1")
+
+
+async def test_a_wanted_actor_whose_name_is_a_path_is_refused_and_the_node_goes_on(
+    client: Client,
+) -> None:
+    for wrong in ({"name": "../../escaped"}, {"user": "A b"}, {"job": "*"}):
+        strange = client.wanted("a").model_copy(update=wrong)
+        with pytest.raises(MessageError):
+            await client.sync(strange)
+    await client.until(client.wanted("a"), that=all_run)
+
+
+async def test_the_folder_of_a_deleted_job_is_removed_unless_the_job_still_runs(
+    client: Client,
+) -> None:
+    folder = client.run_dir / "runs" / "mine"
+    await client.until(client.wanted("a", run_dir=str(folder)), that=all_run)
+    request = RemoveRun(user=client.scope.user, job=client.scope.job, run_dir=str(folder))
+
+    async def remove() -> None:
+        subject = node("box", "remove")
+        await call(client.broker, subject, request, Empty, timeout_s=5, waiting_for="the node")
+
+    with pytest.raises(StateError, match="still has actors"):
+        await remove()
+    assert await asyncio.to_thread(folder.is_dir)
+    await client.until(that=lambda status: not status.actors, kill=True)
+    await remove()
+    await remove()
+    assert [path.name for path in folder.parent.iterdir()] == []
