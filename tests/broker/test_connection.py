@@ -44,9 +44,11 @@ async def test_an_unreachable_server_is_named_within_the_deadline() -> None:
     assert "tinkermq up" in got.value.hint
 
 
-async def test_a_key_for_a_pool_without_users_is_told_that_nobody_asks_for_it(url: str) -> None:
+async def test_a_key_for_a_pool_without_users_is_told_that_nobody_asks_for_it(
+    nats_server: NatsServer,
+) -> None:
     with pytest.raises(BrokerError, match=r"has no users: it knows no key of user 'ada'") as got:
-        await connect(url, name="test", api_key=new_api_key("ada"))
+        await connect(nats_server.url, name="test", api_key=new_api_key("ada"))
     assert "unset TINKERMQ_API_KEY" in got.value.hint
 
 
