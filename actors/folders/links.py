@@ -15,11 +15,14 @@ from typing import Any, NamedTuple, cast
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.job import JobRecord
+from ..checkpoint_folders import checkpoint_folders
 from ..lora import base_of, is_adapter
 from .roots import below_roots, is_of_another, without_tilde
 
 _MAX_FILES = 10_000
 _MAX_DEPTH = 4
+_NEWEST = 3
+"""Checkpoints of its own that a run may go on from: the newest, or one before a damaged one."""
 _MAX_JSON_BYTES = 8 << 20
 _BIG = frozenset({"tokenizer.json", "vocab.json"})
 """Words of a language, no names of files."""
@@ -83,7 +86,8 @@ def refuse_links_to_others(record: JobRecord, config: JobConfig) -> None:
     below_roots("run_dir", record.run_dir, roots)
     if config.weights.folder is not None:
         below_roots("weights.folder", config.weights.folder, roots)
-    more = {**named_by(record), "checkpoints": f"{record.run_dir}/checkpoints"}
+    newest = sorted(checkpoint_folders(record.run_dir).items())[-_NEWEST:]
+    more = {**named_by(record), **{f"checkpoint {step}": str(path) for step, path in newest}}
     for lead in leads(config, more):
         if _is_linked(lead) and is_of_another(lead.path, record.user, roots):
             raise foreign(str(lead))

@@ -119,7 +119,7 @@ def test_a_link_that_came_after_the_submission_is_found_right_before_the_files_a
     root = tmp_path / "runs"
     hers = a_model(root / "ben" / "r")
     mine = a_model(root / "ada" / "old" / "checkpoints" / "step_1")
-    fork, checkpoint = a_model(root / "ada/r/fork"), a_model(root / "ada/r/checkpoints/step_1")
+    fork, checkpoint = a_model(root / "ada/r/fork"), a_model(root / "ada/r/checkpoints/step_000001")
     config = parse_config({"model": {"path": str(mine)}, "env": {"game": "bandit"}})
     record = a_job(root, fork_dir=str(fork))
     (mine / "own").symlink_to(fork)
