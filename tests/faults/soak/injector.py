@@ -175,6 +175,7 @@ class Injector:
             await asyncio.sleep(away_s)
             self.pool.server.start()
             return
+        await self.pool.until_gone(target.name)
         await asyncio.sleep(away_s)
         self.start_now(target.name)
 

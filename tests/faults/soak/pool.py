@@ -114,6 +114,11 @@ class Pool(Stack):
         url = f"http://127.0.0.1:{self.gateway_port}"
         return Gateway(url, self._processes["gateway"], self.folder / "gateway.log")
 
+    async def until_gone(self, name: str) -> None:
+        """Wait until a service or program has ended that was killed."""
+        if (process := self._processes.get(name)) is not None:
+            await asyncio.to_thread(process.wait)
+
     def forget(self, name: str) -> None:
         """Forget a program that has ended for good."""
         self._processes.pop(name)
