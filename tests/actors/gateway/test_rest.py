@@ -73,8 +73,8 @@ async def test_a_query_key_that_an_operation_does_not_know_is_refused_with_the_c
     gateway: Gateway, operation: Operation
 ) -> None:
     path = re.sub(r"{\w+:int}", "1", operation.path).replace("{job}", "any")
-    ask = gateway.get if operation.method == "GET" else gateway.post
-    known = [name for name, _, _ in operation.query]
+    asks = {"GET": gateway.get, "POST": gateway.post, "DELETE": gateway.delete}
+    ask, known = asks[operation.method], [name for name, _, _ in operation.query]
     for given, hint in [(f"{name}s", f"did you mean {name}?") for name in known] or [("q", "none")]:
         answer = await ask(f"{path}?{given}=1")
         assert answer.status == 400, answer.text
