@@ -12,6 +12,7 @@ checkpointing, logging of completions, the reference model.
 # TRL and datasets are of the `bench` extra, which development does without, and the stubs of
 # transformers hold what the rooms use.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 import json
 import sys
