@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from tests.waiting import eventually
 _TEND_S = 0.5
 _REPLAY_S = 600.0
 _GONE_S = 60.0
+_ACCOUNTANTS = 2
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,24 @@ async def soak(options: Options, model: Path, say: Callable[[str], None] = print
         await watcher.open(pool.server.url)
         rng = random.Random(options.seed)
         by_name = {one.name: one for one in RECIPES}
+        done: asyncio.Queue[Finished | None] = asyncio.Queue()
         lanes = [
-            Lane(number, by_name[name], pool, watcher, model, options.steps, _apart(rng), tell)
-            for number, name in enumerate(options.lanes)
+            Lane(n, by_name[name], pool, watcher, model, options.steps, _apart(rng), tell, done)
+            for n, name in enumerate(options.lanes)
         ]
         injector = Injector(
             pool, lanes, _apart(rng), options.roles, options.kills, options.pause_s, tell
         )
-        await _let_run(injector, lanes, outcome)
-        tell(f"all jobs have ended; {sum(len(lane.finished) for lane in lanes)} are accounted for")
+
+        async def account_all() -> None:
+            while (one := await done.get()) is not None:
+                outcome.runs.append((one, await _account(pool, watcher, one)))
+                tell(_line(*outcome.runs[-1]))
+
+        await _let_run(injector, lanes, outcome, account_all, done)
         outcome.problems += injector.faults
         outcome.remarks += pool.ended
         await _check_pool(pool, outcome)
-        for done in [one for lane in lanes for one in lane.finished]:
-            outcome.runs.append((done, await _account(pool, watcher, done)))
-            tell(_line(*outcome.runs[-1]))
         await watcher.close()
     await _check_nothing_left(pool, outcome)
     outcome.table = _table(options, injector, outcome, time.monotonic() - began)
@@ -105,23 +109,36 @@ def _apart(rng: random.Random) -> random.Random:
     return random.Random(rng.getrandbits(64))
 
 
-async def _let_run(injector: Injector, lanes: Sequence[Lane], outcome: Outcome) -> None:
-    """Kill while the lanes run jobs; then let the last ones come to their end."""
+async def _let_run(
+    injector: Injector,
+    lanes: Sequence[Lane],
+    outcome: Outcome,
+    account_all: Callable[[], Coroutine[None, None, None]],
+    done: "asyncio.Queue[Finished | None]",
+) -> None:
+    """Kill while the lanes run jobs; account for those that have ended while the last ones do."""
     over = asyncio.Event()
     running = [asyncio.create_task(lane.run(over)) for lane in lanes]
     tending = asyncio.create_task(_tend(injector))
     killing = asyncio.create_task(injector.run())
     await asyncio.wait([killing, *running], return_when=asyncio.FIRST_COMPLETED)
     over.set()
-    for task in [killing, *running]:
-        try:
-            await task
-        except Exception as error:  # noqa: BLE001  told with the outcome: the rest is looked at
-            outcome.problems.append(f"{type(error).__name__}: {error}")
-            killing.cancel()
-        except asyncio.CancelledError:
-            outcome.problems.append("the kills were cut short")
+    if not killing.done():  # a lane has failed, and its error is told below
+        killing.cancel()
+    await _settle([killing], outcome)
+    accounting = [asyncio.create_task(account_all()) for _ in range(_ACCOUNTANTS)]
+    await _settle(running, outcome)
+    for _ in accounting:
+        done.put_nowait(None)
+    await _settle(accounting, outcome)
     tending.cancel()
+
+
+async def _settle(tasks: "Sequence[asyncio.Task[None]]", outcome: Outcome) -> None:
+    """Wait for tasks; their errors are told with the outcome, and the rest is looked at."""
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        if result is not None:
+            outcome.problems.append(f"{type(result).__name__}: {result}")
 
 
 async def _tend(injector: Injector) -> None:

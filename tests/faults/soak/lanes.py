@@ -93,7 +93,9 @@ class Lane:
     steps: int
     rng: random.Random
     say: Callable[[str], None]
-    finished: list[Finished] = field(default_factory=list)
+    done: "asyncio.Queue[Finished | None]"
+    """Where jobs go with which the lane is done."""
+    num_jobs: int = 0
     _job: Job | None = None
     _hosting: bool = False
 
@@ -137,12 +139,13 @@ class Lane:
         while not over.is_set():
             await self._submit()
             done = Finished(self.job, self.recipe)
-            self.finished.append(done)
+            self.num_jobs += 1
             await self._watch(done)
             if self.client:
                 self._hosting = False
                 await self.pool.end(self.client)
                 self.pool.forget(self.client)
+            self.done.put_nowait(done)
 
     async def patiently(self, attempt: Callable[[], Awaitable[T]], what: str) -> T:
         """Ask again while broker and scheduler are away, or the answer is not true yet."""
@@ -168,7 +171,7 @@ class Lane:
 
     async def _submit(self) -> None:
         config = self.recipe.make(self.model, self.pool.folder, self.steps)
-        name = f"soak-{self.recipe.name}-{self.number}-{len(self.finished)}"
+        name = f"soak-{self.recipe.name}-{self.number}-{self.num_jobs}"
         tree = {**config, "name": name, "output_dir": str(self.pool.folder / "runs")}
         request = SubmitRequest(
             request_id=uuid.UUID(int=self.rng.getrandbits(128)).hex, config=tree
