@@ -32,7 +32,7 @@ from .faults import ConnectionLost, NoResponders, shown_url
 from .listening import Callbacks, Listening, giving_way
 from .login import Login, find_login, tls_options
 from .outages.availability import Availability
-from .outages.persistence import RETRY_PAUSE_S, persist
+from .outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
 from .replies import Replies, checked
 
 __all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
@@ -258,7 +258,12 @@ class Broker:
         place = self._door.store(subject)
 
         async def attempt() -> int:
-            return int(checked(await self.request(place, payload, headers=headers))["seq"])
+            try:
+                reply = await self.request(place, payload, headers=headers)
+            except TimeoutError:
+                await look_for_stream(self, self._door, subject)
+                raise
+            return int(checked(reply)["seq"])
 
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)

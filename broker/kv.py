@@ -136,10 +136,7 @@ class Bucket(Generic[M]):
         bucket reads it. This is for keys that come and go by the thousand and that nobody watches.
         """
         verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
-        try:
-            await self._read(lambda: self._broker.api(verb, {"filter": subject}))
-        except NatsNotFound as error:
-            raise self._missing() from error
+        await self._read(lambda: self._broker.api(verb, {"filter": subject}))
 
     async def changes(self, prefix: str, behind: int) -> list[Entry[M]]:
         """Return the entries below the tokens of `prefix` written after revision `behind`.
@@ -202,7 +199,7 @@ class Bucket(Generic[M]):
             return await self._broker.retry(
                 attempt, deadline_s=self._deadline_s, waiting_for=f"bucket {self.name}"
             )
-        except NoResponders as error:
+        except (NoResponders, NatsNotFound) as error:
             raise self._missing() from error
 
     async def _swap(

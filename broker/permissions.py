@@ -195,6 +195,7 @@ def _generator(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$JS.API.CONSUMER.MSG.NEXT.{scope.stream_task}.{TASK_CONSUMER}",
         f"$JS.ACK.{scope.stream_task}.{TASK_CONSUMER}.>",
         f"$JS.API.STREAM.PURGE.{scope.stream_segment}",
+        _there(scope.stream_dead),
         *_readable(scope.stream_task, scope.stream_rollout, scope.stream_segment),
         _env(scope),
     )
@@ -228,6 +229,7 @@ def _common(scope: JobScope, actor: str) -> tuple[str, ...]:
         scope.event,
         f"{inbox('scheduler')}.>",
         f"$KV.{BUCKET_ACTORS}.{scope.key}.{actor}",
+        _there(scope.stream_feed),
         *_readable(f"KV_{weights}", f"OBJ_{weights}"),
     )
 
@@ -237,9 +239,14 @@ def _readable(*streams: str) -> tuple[str, ...]:
         "$JS.API.DIRECT.GET.{}",
         "$JS.API.DIRECT.GET.{}.>",
         "$JS.API.STREAM.MSG.GET.{}",
-        "$JS.API.STREAM.INFO.{}",
     )
-    return tuple(verb.format(stream) for stream in streams for verb in verbs)
+    rights = (verb.format(stream) for stream in streams for verb in verbs)
+    return (*rights, *map(_there, streams))
+
+
+def _there(stream: str) -> str:
+    """Return what tells who writes a stream whether it is there."""
+    return f"$JS.API.STREAM.INFO.{stream}"
 
 
 def _env(scope: JobScope) -> str:

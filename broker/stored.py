@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.errors import BrokerError
-from .connection import Broker, ConnectionLost, Listening
+from .connection import Broker, ConnectionLost, Listening, NoResponders
 from .faults import missing, nobody_listens
 from .replies import checked
 
@@ -119,7 +119,7 @@ def _of_leader(reply: Msg) -> StoredMessage | None:
     except NatsNotFound as error:
         if error.err_code == _NO_MESSAGE:
             return None
-        raise
+        raise NoResponders("there is no such stream") from error
     lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     headers = {name.strip(): value.strip() for name, value in pairs}

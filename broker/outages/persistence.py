@@ -5,19 +5,24 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...schemas.errors import BrokerError
+from ...schemas.subjects import stream_of
 from .. import faults
 from ..faults import ConnectionLost, NoResponders
+from ..replies import checked
 from .availability import Unanswered
 
 if TYPE_CHECKING:
     from ..connection import Broker
+    from ..door import Door
 
 T = TypeVar("T")
 
 RETRY_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
+_LOOK_S = 2.0
 
 
 async def persist(
@@ -50,6 +55,31 @@ async def persist(
                 unanswered.note("no answer; is the disk of nats-server full?")
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
+
+
+async def look_for_stream(broker: "Broker", door: "Door", subject: str) -> None:
+    """Raise NoResponders if the stream is gone that was to store a message on `subject`.
+
+    The server says so by itself unless somebody listens there, as all do who mirror a bucket or
+    follow a run: then the message has arrived, and nobody ever confirms it. For guests the door
+    looks. Log lines are left out: nothing waits for them, and the nodes, which write those of all
+    jobs, have no right to look.
+    """
+    stream = stream_of(subject)
+    if door.is_guest or stream == subject or stream.endswith("-log"):
+        return
+    try:
+        if door.passes(stream):
+            await broker.request(f"{door.direct_get(stream)}.{subject}", timeout_s=_LOOK_S)
+        else:
+            place = door.api(f"STREAM.INFO.{stream}")
+            checked(await broker.request(place, timeout_s=_LOOK_S))
+    except NoResponders:
+        raise
+    except StreamNotFound as error:
+        raise NoResponders(f"no stream stores {subject}") from error
+    except (APIError, BrokerError, TimeoutError):
+        return  # the broker is slow, or away: the same is asked again
 
 
 def _is_over(broker: "Broker", deadline: float) -> bool:

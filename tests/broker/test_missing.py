@@ -5,17 +5,18 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared, delete_stream, stream_info
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.errors import NotFoundError, StateError
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope, stream_of
+from tinkermq.schemas.subjects import BUCKET_JOBS, PREFIX, JobScope, stream_of
 from tinkermq.schemas.task import Blame, DeadLetter, Task
 
 from tests.groups import make_group, make_trajectory
@@ -75,6 +76,23 @@ async def test_whatever_needs_a_stream_that_was_deleted_names_it(
         assert isinstance(error, NotFoundError), (name, error)
         assert error.message == f"there is no stream {name}"
         assert "tinkermq" in error.hint
+
+
+@pytest.mark.long
+async def test_who_is_patient_is_told_of_a_missing_stream_though_others_listen_on_its_subjects(
+    nats_server: NatsServer, broker: Broker, scope: JobScope
+) -> None:
+    async with await connect(nats_server.url, name="patient") as patient:
+        patient.availability.set_patient(True)
+        uses = _uses(patient, scope)
+        for name in {name for name, _ in uses}:
+            await delete_stream(broker, name)
+        for heard in (f"{PREFIX}.job.{scope.key}.>", f"$KV.{scope.bucket_weights}.>"):
+            await broker.listen(heard, lambda _: None)
+        found = await asyncio.gather(*(use for _, use in uses), return_exceptions=True)
+    for (name, _), error in zip(uses, found, strict=True):
+        assert isinstance(error, NotFoundError), (name, error)
+        assert error.message == f"there is no stream {name}"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tinkermq.broker.permissions import (
     service_permissions,
     user_permissions,
 )
-from tinkermq.schemas.subjects import SERVICES
+from tinkermq.schemas.subjects import SERVICES, stream_of
 
 ROLES = ("learner", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"
@@ -75,6 +75,15 @@ def test_only_the_learner_publishes_weights_tasks_and_batches(role: str) -> None
     purge = "$JS.API.STREAM.PURGE.tmq-ada-j1-segment"
     for subject in (f"{JOB}.segment.1.0", purge):
         assert may_publish(permissions, subject) == (role == "generator")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_who_stores_something_may_see_whether_its_stream_is_there(role: str) -> None:
+    permissions = of_role(role)
+    for last in ("task.1", "rollout.1", "segment.1.0", "batch", "dead", "metric", "event"):
+        subject = f"{JOB}.{last}"
+        if may_publish(permissions, subject):
+            assert may_publish(permissions, f"$JS.API.STREAM.INFO.{stream_of(subject)}")
 
 
 def test_who_runs_code_of_users_neither_hears_who_looks_for_services_nor_answers_him() -> None:
