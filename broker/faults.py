@@ -7,7 +7,7 @@ import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
 from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
-from ..schemas.subjects import BUCKET_JOBS, stream_of
+from ..schemas.subjects import BUCKET_JOBS, BUCKET_USERS, stream_of
 from .addresses import split_servers
 
 TRANSIENT = (
@@ -143,6 +143,8 @@ def missing(stream: str) -> NotFoundError:
     plain = stream.removeprefix("KV_").removeprefix("OBJ_")
     if plain == BUCKET_JOBS:
         what = "all job records were in it: restore a back-up (`tinkermq restore`)"
+    elif plain == BUCKET_USERS:
+        what = "all users and their keys were in it: restore a back-up (`tinkermq restore`)"
     elif "-" not in plain.removeprefix("tmq-"):
         what = "start the scheduler again, or `tinkermq up`: it makes what all jobs share"
     else:

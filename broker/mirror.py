@@ -30,7 +30,8 @@ class Mirror(Generic[M]):
     def __init__(self, broker: Broker, name: str, model: type[M], *, prefix: str = "") -> None:
         """Hold nothing yet; `open` starts listening.
 
-        `prefix` are the leading tokens of the keys that count. A bucket that is not there is empty.
+        `prefix` are the leading tokens of the keys that count. A bucket that is not there is empty,
+        and when it is deleted what was known of it stays.
         """
         self._prefix = prefix
         self.bucket = Bucket(broker, name, model)
@@ -97,6 +98,8 @@ class Mirror(Generic[M]):
             entry = await self.bucket.get(key)
         except DamagedEntry as error:
             self.damaged[key] = error
+            return
+        except NotFoundError:
             return
         self.damaged.pop(key, None)
         if entry is None:

@@ -10,6 +10,7 @@ from tinkermq.broker.connection import Broker
 from tinkermq.broker.feed import follow, publish_log, publish_metric, read_dead, read_events
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.rollouts import RolloutLog
+from tinkermq.broker.streams import EVALUATION_BYTES
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord, Dropped
@@ -135,7 +136,8 @@ async def test_the_feed_goes_on_behind_junk(broker: Broker, scope: JobScope) -> 
 async def test_a_bucket_goes_on_behind_junk(broker: Broker) -> None:
     bucket = Bucket(broker, BUCKET_EVALS, EvalRecord)
     for number, payload in enumerate(JUNK):
-        await _store(broker, f"$KV.{BUCKET_EVALS}.u.junk.{number}", payload)
+        fits = payload[: EVALUATION_BYTES // 2]
+        await _store(broker, f"$KV.{BUCKET_EVALS}.u.junk.{number}", fits)
     await bucket.put("u.junk.100", EvalRecord(version=100, step=1))
     await bucket.put("u.junk.101", EvalRecord(version=100, step=1))
     found, damaged = await bucket.read_all("u.junk")

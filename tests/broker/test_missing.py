@@ -8,6 +8,7 @@ from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
+from tinkermq.broker.mirror import Mirror
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_shared, delete_stream, stream_info
@@ -15,8 +16,16 @@ from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.errors import NotFoundError, StateError
+from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.subjects import BUCKET_JOBS, PREFIX, JobScope, stream_of
+from tinkermq.schemas.subjects import (
+    BUCKET_JOBS,
+    BUCKET_REQUESTS,
+    BUCKET_USERS,
+    PREFIX,
+    JobScope,
+    stream_of,
+)
 from tinkermq.schemas.task import Blame, DeadLetter, Task
 
 from tests.groups import make_group, make_trajectory
@@ -95,6 +104,22 @@ async def test_who_is_patient_is_told_of_a_missing_stream_though_others_listen_o
         assert error.message == f"there is no stream {name}"
 
 
+@pytest.mark.long
+async def test_what_was_known_of_a_bucket_that_was_deleted_stays_known(own_broker: Broker) -> None:
+    mirror, heard = Mirror(own_broker, BUCKET_REQUESTS, RequestRecord), asyncio.Event()
+    await mirror.open(heard.set)
+    await mirror.bucket.put("a", RequestRecord(job="x"))
+    await mirror.refresh()
+    await delete_stream(own_broker, f"KV_{BUCKET_REQUESTS}")
+    heard.clear()
+    await own_broker.publish(f"$KV.{BUCKET_REQUESTS}.a", b"stored nowhere")
+    async with asyncio.timeout(30):
+        await heard.wait()
+    assert await mirror.refresh() == {"a"}
+    assert mirror.entries["a"].value.job == "x"
+    await mirror.close()
+
+
 @pytest.mark.parametrize(
     ("subject", "stream"),
     [
@@ -114,12 +139,19 @@ def test_a_subject_tells_its_stream(subject: Callable[[JobScope], str], stream: 
 def test_what_brings_a_stream_back_depends_on_what_it_held() -> None:
     hints = {
         name: missing(name).hint
-        for name in ("tmq-a-b-task", "tmq-a-b-batch", "KV_tmq-evals", f"KV_{BUCKET_JOBS}")
+        for name in (
+            "tmq-a-b-task",
+            "tmq-a-b-batch",
+            "KV_tmq-evals",
+            f"KV_{BUCKET_JOBS}",
+            f"KV_{BUCKET_USERS}",
+        )
     }
     assert "resume RUN` makes it again, and its tasks" in hints["tmq-a-b-task"]
     assert "tinkermq fork RUN@STEP" in hints["tmq-a-b-batch"]
     assert "start the scheduler again" in hints["KV_tmq-evals"]
-    assert "tinkermq restore" in hints[f"KV_{BUCKET_JOBS}"]
+    for bucket in (BUCKET_JOBS, BUCKET_USERS):
+        assert "tinkermq restore" in hints[f"KV_{bucket}"]
 
 
 async def test_the_records_of_jobs_are_not_begun_anew_while_jobs_have_streams(
