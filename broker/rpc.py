@@ -36,6 +36,7 @@ from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 from .load.fair_queue import FairQueue
 from .load.rates import Rates
+from .outages.flushing import flush
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -162,8 +163,9 @@ class Service:
 
     async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> Any:
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
-        await self._broker.nc.flush()
-        return cast("Any", self._micro)._endpoints[-1]
+        endpoint = cast("Any", self._micro)._endpoints[-1]
+        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        return endpoint
 
     async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
         """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
@@ -175,7 +177,10 @@ class Service:
             pending_msgs_limit=_MAX_PENDING,
             pending_bytes_limit=_MAX_PENDING_BYTES,
         )
-        await before.drain()
+        try:
+            await before.drain()
+        except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
+            await before.unsubscribe()
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
