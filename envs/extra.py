@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from ..schemas.errors import GameError
-from .global_random import GlobalRandom
 
 
 @dataclass(frozen=True)
@@ -50,5 +49,7 @@ def import_quietly(name: str) -> ModuleType:
     """Import a module that may draw from the process-wide generators, or seed them."""
     if name in sys.modules:
         return sys.modules[name]
+    from .global_random import GlobalRandom  # NumPy, which a list of games does without
+
     with GlobalRandom(0).lent():
         return importlib.import_module(name)
