@@ -57,7 +57,7 @@ class Broker:
         self.inbox_prefix = login.inbox
         self.derived_key = login.derived_key
         self.rpc, self.control = login.rpc, login.control
-        self._login = login
+        self.login = login
         self._door = Door("", is_guest=False)
         self.nc = CarefulClient()
         self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
@@ -309,14 +309,14 @@ class Broker:
                 ping_interval=10,
                 pending_size=PENDING_BYTES,
                 inbox_prefix=self.inbox_prefix,
-                **{**self._login.options, **tls_options(self.url), **credentials},
+                **{**self.login.options, **tls_options(self.url), **credentials},
             )
         except asyncio.CancelledError:
             await self.nc.close()
             raise
         if cast("Any", self.nc)._server_info.get("auth_required"):
-            self._door = Door(self._login.door, is_guest=self._login.is_guest)
-        elif self._login.is_guest:
+            self._door = Door(self.login.door, is_guest=self.login.is_guest)
+        elif self.login.is_guest:
             await self.nc.close()
             raise faults.without_users(self.url, self.user)
         inbox = self.nc.new_inbox()

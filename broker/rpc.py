@@ -48,7 +48,9 @@ _ERROR_CODE = "Nats-Service-Error-Code"
 _ERROR_TEXT = "Nats-Service-Error"
 _RETRY_AFTER = "Retry-After"
 _DRAIN_S = 5.0
-_MAX_PENDING, _MAX_PENDING_BYTES = 4096, 32 << 20
+_MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
+_BEHIND, _BEHIND_BYTES = 4096, 16 << 20
+"""With the most that one read of the socket brings, less than the bound: nothing is dropped."""
 _BUSY_S = 50.0
 _MAX_ERROR_CHARS = 200
 
@@ -168,7 +170,10 @@ class Service:
         return endpoint
 
     async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
-        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
+        """Let few requests wait to be looked at: behind a flood's all others would wait as long.
+
+        Those of all users wait here, so nobody's may be dropped: who is behind reads no more.
+        """
         before = micro._subscription
         micro._subscription = await cast("Any", self._broker.nc).subscribe(
             subject,
@@ -225,10 +230,12 @@ class _Endpoint:
     async def take_turn(self, request: Request) -> None:
         """Answer when it is its user's turn; one who has too many is told so at once."""
         assert self._share is not None
-        await self._share.give_way()
+        if not self._is_behind:
+            await self._share.give_way()
         user, num_bytes = caller_of_rpc(request.subject), len(request.data)
         if num_bytes > self._request_model.max_bytes:  # which would wait in memory
             error: TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
+            self._share.num_refused += 1
         elif self._share.submit(user, lambda: self.answer(request), num_bytes):
             return
         elif self._busy.take(user, time.monotonic()) is None:
@@ -241,6 +248,17 @@ class _Endpoint:
         payload, headers = _error_reply(error.code, error.message, error.hint)
         self._count(0, headers)
         await self._send(request, payload, headers)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether so much waits that no more may be read before it has been looked at.
+
+        nats-py reads on while other tasks run, and drops what is too much, whosever it is.
+        """
+        subscription = self.micro._subscription if self.micro is not None else None
+        return subscription is not None and (
+            subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
+        )
 
     async def answer(self, request: Request) -> None:
         """Handle one request; nothing that it holds or causes comes out of here as an error."""

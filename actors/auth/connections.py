@@ -155,8 +155,8 @@ class Connections:
         if name not in self._over:
             return
         self._shut_out[name] = time.monotonic() + SHUT_OUT_S
-        await kick(self._system, name)
-        await self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+        told = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
+        await asyncio.gather(told, kick(self._system, name))  # told before log-ins use up his bound
 
     async def _end_process(self, one: Connection, rate: float) -> None:
         await close(self._system, one)

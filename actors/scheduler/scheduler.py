@@ -6,7 +6,9 @@ it knows is in the job records and on the nodes, so the next one goes on where i
 
 import asyncio
 
+from ...broker.connection import Broker
 from ...broker.jobs import JobStore
+from ...broker.load.request_connection import drop_old_requests, request_connection
 from ...broker.rpc import Service
 from ...schemas.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
@@ -24,6 +26,12 @@ DEFAULT_TIMING = Timing()
 
 async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
     """Schedule until `context.stopping` is set."""
+    async with request_connection(context.broker, context.stopping) as requests:
+        if requests is not None:
+            await _schedule(context, requests, timing)
+
+
+async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> None:
     while not context.stopping.is_set():
         lease = Lease(context.broker, timing)
         context.set_state("waiting")
@@ -33,14 +41,14 @@ async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
         context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
         context.set_state("working")
         try:
-            await _lead(context, lease, timing)
+            await _lead(context, requests, lease, timing)
         except* FencedError as group:
             context.log.warning("lease_lost", error=str(group.exceptions[0]))
         else:
             await _release(context, lease)
 
 
-async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
+async def _lead(context: ActorContext, requests: Broker, lease: Lease, timing: Timing) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
     board, pool = Board(broker), Pool(broker, timing)
@@ -50,7 +58,7 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
     reconciler = Reconciler(broker, jobs, board, pool, lease, timing, notifier)
     async with (
         await Service.start(
-            broker,
+            requests,
             name="tinkermq-scheduler-desk",
             description="Jobs and nodes of the pool, answered by the scheduler that leads",
             metadata={"holder": lease.holder},
@@ -65,8 +73,12 @@ async def _lead(context: ActorContext, lease: Lease, timing: Timing) -> None:
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
             await Desk(broker, jobs, board, pool, reconciler, vault).open(service)
+            dropping = group.create_task(
+                drop_old_requests(requests, service.share), name="requests behind a flood"
+            )
             await reconciler.run(context.stopping)
             telling.cancel()
+            dropping.cancel()
         finally:
             await board.close()
             await pool.records.close()

@@ -27,6 +27,8 @@ class FairQueue:
         """Hold nothing."""
         self.bound: Callable[[str], int | None] = lambda _: DEFAULT_BOUND
         """How many requests of a user may run at once; None: as many as run in all."""
+        self.num_refused = 0
+        """Requests that were not taken, so far."""
         self._max_running = max_running
         self._waiting: OrderedDict[str, deque[tuple[Work, int]]] = OrderedDict()
         self._running: dict[str, int] = {}
@@ -46,9 +48,9 @@ class FairQueue:
         `num_bytes` is what it keeps in memory until it has ended.
         """
         waiting, held = self._waiting.get(user), self._bytes.get(user, 0)
-        if waiting is not None and len(waiting) >= WAITING_PER_RUNNING * self._most(user):
-            return False
-        if held and held + num_bytes > MAX_BYTES:
+        full = waiting is not None and len(waiting) >= WAITING_PER_RUNNING * self._most(user)
+        if full or (held and held + num_bytes > MAX_BYTES):
+            self.num_refused += 1
             return False
         self._bytes[user] = held + num_bytes
         self._waiting.setdefault(user, deque()).append((work, num_bytes))

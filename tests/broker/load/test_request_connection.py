@@ -1,0 +1,69 @@
+"""A flood of one user before the requests of others: none of theirs is lost or left waiting."""
+
+import asyncio
+import os
+import signal
+
+from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.load.fair_queue import FairQueue
+from tinkermq.broker.load.request_connection import drop_old_requests, request_connection
+from tinkermq.broker.rpc import Service, call
+from tinkermq.broker.server import NatsServer
+from tinkermq.schemas.message import Empty
+from tinkermq.schemas.subjects import rpc
+
+from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
+
+NUM_FLOODING = 30_000
+
+
+async def _work() -> None:
+    await asyncio.sleep(AFTER_PATIENCE_S)
+
+
+async def test_a_request_behind_a_flood_of_another_user_is_not_dropped(
+    nats_server: NatsServer, broker: Broker
+) -> None:
+    async def answer(_: Empty) -> Empty:
+        return Empty()
+
+    async with (
+        await connect(nats_server.url, name="service") as own,
+        await Service.start(own, name="behind", description="test") as service,
+        await connect(nats_server.url, name="flood") as flooding,
+    ):
+        await service.endpoint("look", rpc("*", "behind", "look"), Empty, answer, fair=True)
+        for _ in range(NUM_FLOODING):
+            await flooding.nc.publish(rpc("mallory", "behind", "look"), b"\x80", reply="_INBOX.no")
+        subject = rpc("ada", "behind", "look")
+        who = {"waiting_for": "the service", "timeout_s": PATIENCE_S}
+        replies = [call(flooding, subject, Empty(), Empty, **who) for _ in range(10)]
+        assert len(await asyncio.gather(*replies)) == 10
+        assert service.share.num_refused > 0
+
+
+async def test_a_connection_that_a_flood_has_left_behind_is_made_anew(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    share, lost, back = FairQueue(), asyncio.Event(), asyncio.Event()
+
+    def flooded() -> bool:
+        for _ in range(1000):
+            share.submit("mallory", _work)
+        return lost.is_set()
+
+    async with request_connection(own_broker, asyncio.Event()) as own:
+        assert own is not None
+        own.on_disconnect(lost.set)
+        own.on_reconnect(back.set)
+        dropping = asyncio.create_task(drop_old_requests(own, share, look_s=0.01, late_s=0.1))
+        assert own_server.pid is not None
+        os.kill(own_server.pid, signal.SIGSTOP)
+        try:
+            await until(flooded, "the connection to be dropped")
+        finally:
+            os.kill(own_server.pid, signal.SIGCONT)
+        await asyncio.wait_for(back.wait(), PATIENCE_S)
+        assert own_broker.is_connected
+        dropping.cancel()
+    await share.settle(0)
