@@ -170,10 +170,7 @@ class Service:
         return endpoint
 
     async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
-        """Let few requests wait to be looked at: behind a flood's all others would wait as long.
-
-        Those of all users wait here, so nobody's may be dropped: who is behind reads no more.
-        """
+        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
         before = micro._subscription
         micro._subscription = await cast("Any", self._broker.nc).subscribe(
             subject,
@@ -251,10 +248,7 @@ class _Endpoint:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether so much waits that no more may be read before it has been looked at.
-
-        nats-py reads on while other tasks run, and drops what is too much, whosever it is.
-        """
+        """Whether so much waits, of all users, that nats-py would drop some if it read on."""
         subscription = self.micro._subscription if self.micro is not None else None
         return subscription is not None and (
             subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES

@@ -134,10 +134,7 @@ async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_pa
             await pool.user(user)
         async with flood(pool, "connect", "mallory", "1000"):
             for _ in range(NUM_ASKED):
-                async with await connect(
-                    pool.server.url, name="ada", api_key=pool.keys["ada"]
-                ) as one:
-                    await ask_users(one, "me", Empty(), UserReply)
+                await log_in(pool, "ada")
 
             async def told() -> bool:
                 return any("the quota is 64" in one for one in await refusals(root, "mallory"))
@@ -152,10 +149,7 @@ async def test_4096_log_ins_of_one_user_do_not_shut_the_others_out(tmp_path: Pat
             await pool.user(user)
         async with flood(pool, "connect", "mallory", "4096"):
             for _ in range(3):
-                async with await connect(
-                    pool.server.url, name="ada", api_key=pool.keys["ada"]
-                ) as one:
-                    await ask_users(one, "me", Empty(), UserReply)
+                await log_in(pool, "ada")
 
 
 async def test_a_user_has_so_many_connections_as_the_quota_allows(tmp_path: Path) -> None:
