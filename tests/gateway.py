@@ -61,9 +61,14 @@ class Gateway:
         """Ask for a path; underscores in the names of headers become dashes."""
         return await asyncio.to_thread(self._ask, "GET", path, None, headers)
 
-    async def delete(self, path: str) -> Answer:
+    async def delete(self, path: str, body: Any = None, **headers: str) -> Answer:
         """Delete what is at a path."""
-        return await asyncio.to_thread(self._ask, "DELETE", path, None, {})
+        if body is None:
+            return await asyncio.to_thread(self._ask, "DELETE", path, None, headers)
+        headers = {"content_type": "application/json", **headers}
+        return await asyncio.to_thread(
+            self._ask, "DELETE", path, json.dumps(body).encode(), headers
+        )
 
     async def post(self, path: str, body: Any = None, **headers: str) -> Answer:
         """Send JSON, or bytes as they are."""

@@ -97,8 +97,9 @@ class Desk:
         ]
         for method, model, handler in endpoints:
             noted = self._noted(method, handler) if method in _CHANGES else handler
-            for place in (rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)):
-                await service.endpoint(method, place, model, noted, fair=True)
+            own, of_admins = rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)
+            await service.endpoint(method, own, model, noted, fair=True)
+            await service.endpoint(f"{method}-as-admin", of_admins, model, noted, fair=True)
         subject = rpc("node", "secrets", "open")
         await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
 

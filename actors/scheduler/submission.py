@@ -104,7 +104,7 @@ class Submission:
         adapters = await self._adapters(user, request)
         blank = JobRecord(
             job=job,
-            name=self._free_name(user, job, request.config),
+            name=await self._free_name(user, job, request.config),
             user=user,
             kind=request.kind,
             state="QUEUED",
@@ -152,7 +152,7 @@ class Submission:
             check_game(config)
             name = record.name
             if request.config.get("name") is not None:
-                name = self._free_name(user, record.job, config)
+                name = await self._free_name(user, record.job, config)
             changed = record.model_copy(update={"config": config, "name": name})
             if request.start:
                 changed = await self._complete(changed, record)
@@ -246,16 +246,22 @@ class Submission:
         """Return the folder for the runs of a user; a pool without users has one for all."""
         return "" if user == DEFAULT_USER and not self._has_users else user
 
-    def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
-        """Return the configured name if no other run has it, else a new one."""
+    def _taken(self, user: str, job: str) -> set[str]:
+        """Return the names of a user's other runs."""
         mine = self._board.find(user, job)
         taken = self._board.names(user) - {mine.name if mine else None}
-        taken |= {name for owner, name in self._names if owner == user}
+        return taken | {name for owner, name in self._names if owner == user}
+
+    async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
+        """Return the configured name if no other run has it, else a new one."""
+        taken = self._taken(user, job)
         name = config.get("name")
         if name is None:
             return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
         check_name(name)
         if name in taken:
+            await self._board.refresh()  # the run that had it may have been deleted just now
+        if name in self._taken(user, job):
             raise StateError(
                 f"there is a run named {name!r} already",
                 hint=f"go on with it (`tinkermq resume {name}`), or choose another name",

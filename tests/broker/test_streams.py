@@ -106,7 +106,7 @@ async def test_subjects_are_listed_without_reading_what_they_hold(
 async def test_a_bound_that_the_server_cannot_hold_is_named_with_what_to_do(
     own_server: NatsServer, own_broker: Broker
 ) -> None:
-    limits = LimitsConfig(rollout_bytes=2**51)
+    limits = LimitsConfig().model_copy(update={"rollout_bytes": 2**51})
     with pytest.raises(BrokerError, match="refuses the stream tmq-local-big-rollout") as raised:
         await create_job_streams(own_broker, JobScope("local", "big"), limits)
     assert "max_file_store" in raised.value.hint
