@@ -105,6 +105,13 @@ class Request(Message):
 
     max_bytes: ClassVar[int] = 64 << 10
 
+    def __init__(self, **values: Any) -> None:
+        """Make a request; raises MessageError: what is wrong is what somebody has typed."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise MessageError(summarize(error)) from error
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return bounded(handler(source))
@@ -143,6 +150,10 @@ def summarize(error: ValidationError) -> str:
         return f"{error.error_count():,} of its values are wrong"
     clauses: list[str] = []
     for problem in error.errors()[:5]:
+        told = problem.get("ctx", {}).get("error")
+        if isinstance(told, MessageError):  # one that was made while this was being checked
+            clauses.append(told.message)
+            continue
         where = ".".join(str(part)[:_MOST_CHARS] for part in problem["loc"]) or "value"
         shown = _short.repr(problem.get("input"))
         clauses.append(f"{where}: {problem['msg'][:_MOST_CHARS]} (got {shown})")

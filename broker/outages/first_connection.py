@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import structlog
 
 from ...schemas.errors import BrokerError
+from .. import faults
 from ..connection import Broker, connect
 from ..login import Login
 
@@ -52,8 +53,10 @@ async def first_connection(
 
     With `for_ever` a broker that is away, or refuses because who checks keys is away, is waited
     for: an actor of a job was given the address by its node, which is connected there. Else
-    whoever typed the address is told after half a minute. Raises BrokerError, AuthError.
+    whoever typed the address is told after half a minute. Raises BrokerError, AuthError; what is
+    no address at all is told at once.
     """
+    faults.check_url(url)
     while not stopping.is_set():
         try:
             connecting = connect(url, name=name, login=login, deadline_s=DEADLINE_S)
