@@ -95,7 +95,9 @@ class Sender:
             text = reply.read()
         finally:
             connection.close()
-        told = f"{self._method} {path[:300]} {(body or b'')[:300]!r}: {reply.status} {text[:300]!r} … {text[-900:]!r}"
+        told = (
+            f"{self._method} {path[:300]} {(body or b'')[:300]!r}: {reply.status} {text[-500:]!r}"
+        )
         assert reply.status < 500, told
         if reply.status >= 400 and path.startswith(("/api/", "/v1/")):
             error = json.loads(text)["error"]
