@@ -141,11 +141,12 @@ class Service:
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
-        if share is None:
-            endpoint.micro = await self.raw_endpoint(name, subject, endpoint.answer, queue=queue)
-        else:
-            endpoint.micro = await self._listen(name, subject, endpoint.take_turn, queue)
-            await self._bound_pending(endpoint.micro, subject, queue)
+        listen = self.raw_endpoint if share is None else self._listen
+        take = endpoint.answer if share is None else endpoint.take_turn
+        micro = await listen(name, subject, take, queue=queue)
+        endpoint.micro.set_result(micro)
+        if share is not None:
+            await self._bound_pending(micro, subject, queue)
 
     async def raw_endpoint(
         self, name: str, subject: str, answer: RawHandler, *, queue: str = "q"
@@ -222,7 +223,8 @@ class _Endpoint:
         self._busy = Rates(_BUSY_S, int(_BUSY_S))
         self._request_model = request_model
         self._handler = handler
-        self.micro: Any = None
+        self.micro: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """nats-py's endpoint; the first requests may come before it is known."""
 
     async def take_turn(self, request: Request) -> None:
         """Answer when it is its user's turn; one who has too many is told so at once."""
@@ -243,13 +245,13 @@ class _Endpoint:
                 hint=f"send fewer at once; this one again in {BusyError.retry_after_s:g} s",
             )
         payload, headers = _error_reply(error.code, error.message, error.hint)
-        self._count(0, headers)
+        await self._count(0, headers)
         await self._send(request, payload, headers)
 
     @property
     def _is_behind(self) -> bool:
         """Whether so much waits, of all users, that nats-py would drop some if it read on."""
-        subscription = self.micro._subscription if self.micro is not None else None
+        subscription = self.micro.result()._subscription if self.micro.done() else None
         return subscription is not None and (
             subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
         )
@@ -258,7 +260,7 @@ class _Endpoint:
         """Handle one request; nothing that it holds or causes comes out of here as an error."""
         started = time.perf_counter_ns()
         payload, headers = await self._reply_to(request)
-        self._count(time.perf_counter_ns() - started, headers)
+        await self._count(time.perf_counter_ns() - started, headers)
         await self._send(request, payload, headers)
 
     async def _send(self, request: Request, payload: bytes, headers: dict[str, str] | None) -> None:
@@ -291,12 +293,13 @@ class _Endpoint:
                 "its log has the details",
             )
 
-    def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
+    async def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
         """Count what nats.micro cannot see, as the handlers run in tasks of their own."""
-        self.micro._processing_time += duration_ns
+        micro = await self.micro
+        micro._processing_time += duration_ns
         if headers is not None:
-            self.micro._num_errors += 1
-            self.micro._last_error = f"{headers[_ERROR_CODE]}: {headers[_ERROR_TEXT]}"
+            micro._num_errors += 1
+            micro._last_error = f"{headers[_ERROR_CODE]}: {headers[_ERROR_TEXT]}"
 
 
 def _reply_of(request: Request) -> str:

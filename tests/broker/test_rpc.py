@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
@@ -25,7 +23,6 @@ from tinkermq.schemas.errors import (
 )
 from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.reply import ErrorReply
-from tinkermq.schemas.subjects import rpc
 
 from tests.strategies import hostile_payloads
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
@@ -272,30 +269,6 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
             await once
         echo.release.set()
         assert (await asyncio.wait_for(again, PATIENCE_S)).observation == "wait"
-    await service.stop()
-
-
-@pytest.mark.parametrize("fair", [False, True], ids=["plain", "fair"])
-async def test_a_server_that_dies_while_an_endpoint_is_made_is_waited_for(
-    own_server: NatsServer, own_broker: Broker, fair: bool
-) -> None:
-    echo, subject = Echo(), rpc("local", "test", "step")
-    echo.release.set()
-    service = await Service.start(own_broker, name="test-service", description="d")
-    assert own_server.pid is not None
-    os.kill(own_server.pid, signal.SIGSTOP)  # nobody answers, and then nobody is there
-    making = asyncio.create_task(service.endpoint("step", subject, Question, echo.step, fair=fair))
-    for _ in range(20):
-        await asyncio.sleep(0)
-    own_server.kill()
-    own_server.start()
-    await asyncio.wait_for(making, PATIENCE_S)
-    async with await connect(own_server.url, name="caller") as caller:
-        request = Question(episode="e", turn=0, action="wait")
-        answer = await call(
-            caller, subject, request, Answer, timeout_s=PATIENCE_S, waiting_for="host h"
-        )
-    assert answer.observation == "wait"
     await service.stop()
 
 
