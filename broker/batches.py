@@ -12,12 +12,12 @@ from ..schemas.batch import BatchRecord
 from ..schemas.errors import BrokerError, FencedError
 from ..schemas.subjects import JobScope
 from .connection import Broker, NoResponders
+from .faults import WRONG_SEQUENCE
 from .kv import WRITE_ID
 from .stored import StoredMessage, get_all, get_last_behind, missing
 from .streams import stream_info
 
 DEADLINE_S = 60.0
-_WRONG_SEQUENCE = (10071, 10164)
 
 
 class BatchLog:
@@ -48,7 +48,7 @@ class BatchLog:
                 waiting_for=f"the batch record of step {record.step}",
             )
         except APIError as error:
-            if error.err_code in _WRONG_SEQUENCE:
+            if error.err_code in WRONG_SEQUENCE:
                 return await self._mine(record, headers[WRITE_ID], expected_last_seq)
             raise BrokerError(
                 f"the batch record of step {record.step} was refused: {error.description}",

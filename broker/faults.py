@@ -22,6 +22,10 @@ _UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
 """What a cluster answers while it has no leader, or too few servers for a new stream."""
 _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """What a cluster without a quorum answers, and a server whose storage is all in use."""
+WRONG_SEQUENCE = frozenset({10071, 10164})
+"""What the server answers when something else was written meanwhile."""
+STORE_FAILED = 10077
+"""What it answers when a stream is full."""
 _STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
 INVITED = "invited"

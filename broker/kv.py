@@ -22,7 +22,7 @@ from nats.js.errors import NotFoundError as NatsNotFound
 from ..schemas.errors import BrokerError, ConflictError, MessageError, NotFoundError
 from ..schemas.message import Message
 from .connection import Broker, NoResponders
-from .faults import missing
+from .faults import WRONG_SEQUENCE, missing
 from .stored import StoredMessage, get_all, get_last, get_last_behind
 
 M = TypeVar("M", bound=Message)
@@ -35,7 +35,6 @@ _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 _OPERATION = "KV-Operation"
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _TTL = "Nats-TTL"
-_WRONG_SEQUENCE = (10071, 10164)
 WRITE_ID = "Tmq-Write"
 """Header with a random id, by which a writer whose answer was lost recognises its own write."""
 
@@ -250,7 +249,7 @@ class Bucket(Generic[M]):
         )
 
     def _lost_or_refused(self, key: str, error: APIError) -> BrokerError | ConflictError:
-        if error.err_code in _WRONG_SEQUENCE:
+        if error.err_code in WRONG_SEQUENCE:
             return self._conflict(key, "somebody else wrote it first")
         return BrokerError(
             f"key {key!r} of bucket {self.name} was refused: {error.description}",

@@ -25,6 +25,7 @@ from nats.js.errors import NotFoundError as StreamNotFound
 from ..schemas.errors import BrokerError, NotFoundError
 from .bulk import BulkLink, Incoming
 from .connection import Broker, NoResponders
+from .faults import STORE_FAILED
 from .stored import get_all, get_last, missing
 
 T = TypeVar("T")
@@ -34,7 +35,6 @@ PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
 _END_OF_BATCH = "204"
-_STORE_FAILED = 10077
 _LAG_S = 3.0
 _LAG_PAUSE_S = 0.05
 
@@ -208,7 +208,7 @@ class ObjectStore:
 
     def _refused(self, name: str, error: APIError) -> BrokerError:
         hint = "look at the bucket with `nats object info`"
-        if error.err_code == _STORE_FAILED:
+        if error.err_code == STORE_FAILED:
             hint = "its bucket is full: old versions are not removed, or the bound is too small"
         return BrokerError(f"object {name} was refused: {error.description}", hint=hint)
 

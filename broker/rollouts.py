@@ -6,7 +6,6 @@ full log is back-pressure: the append waits for the learner to trim. A malformed
 as such and never ends a reader.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from ..schemas.rollout import Group
 from ..schemas.subjects import JobScope, number_of
 from ..schemas.trace import TRACEPARENT
 from .connection import Broker, NoResponders
-from .outages.availability import Unanswered
+from .faults import STORE_FAILED
+from .outages.appending import append_once
 from .reader import StreamReader
 from .stored import StoredMessage, get_last, get_newest, get_seq, missing
 from .streams import numbers_of, stream_info, stream_subjects
@@ -29,9 +29,6 @@ T = TypeVar("T")
 
 APPEND_DEADLINE_S = 300.0
 _API_DEADLINE_S = 60.0
-_FULL_PAUSE_S = 0.2
-_WRONG_SEQUENCE = (10071, 10164)
-_STORE_FAILED = 10077
 _FULL_HINT = (
     "raise limits.rollout_bytes, or see why the learner does not trim the log "
     "(it does so behind each checkpoint: training.save_freq, keep_rollouts)"
@@ -88,30 +85,16 @@ class RolloutLog:
     ) -> bool:
         """Append the bytes of a group; see `append`."""
         self._broker.check_size(len(payload), what=f"the group of task {number}")
-        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
-        if traceparent:
-            headers[TRACEPARENT] = traceparent
-        broker, what = self._broker, f"the group of task {number} to be appended"
-        deadline = broker.clock() + deadline_s
-        with Unanswered(broker.availability, what) as unanswered:
-            while True:
-                try:
-                    await broker.append(
-                        self._scope.rollout(number),
-                        payload,
-                        headers=headers,
-                        deadline_s=deadline - broker.clock(),
-                        waiting_for=what,
-                    )
-                    return True
-                except APIError as error:
-                    if _is_there(error):
-                        return False
-                    late = not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S
-                    if error.err_code != _STORE_FAILED or late:
-                        raise self._refused(number, error, deadline_s) from error
-                    unanswered.note(f"the rollout log is full ({_FULL_HINT})")
-                await asyncio.sleep(_FULL_PAUSE_S)
+        return await append_once(
+            self._broker,
+            self._scope.rollout(number),
+            payload,
+            traceparent=traceparent,
+            deadline_s=deadline_s,
+            waiting_for=f"the group of task {number} to be appended",
+            full_hint=f"the rollout log is full ({_FULL_HINT})",
+            refused=lambda error: self._refused(number, error, deadline_s),
+        )
 
     async def contains(self, number: int) -> bool:
         """Whether the log has a group of this task."""
@@ -206,7 +189,7 @@ class RolloutLog:
             raise missing(self._stream) from error
 
     def _refused(self, number: int, error: APIError, deadline_s: float) -> BrokerError:
-        if error.err_code == _STORE_FAILED:
+        if error.err_code == STORE_FAILED:
             return BrokerError(
                 f"the group of task {number} waited {deadline_s:g} s for room in the rollout log "
                 f"of job {self._scope.job}: {error.description}",
@@ -228,7 +211,3 @@ def read_entry(message: StoredMessage) -> LogEntry:
     except MessageError as error:
         return LogEntry(message.seq, number, message.payload, None, error, trace)
     return LogEntry(message.seq, number, message.payload, group, None, trace)
-
-
-def _is_there(error: APIError) -> bool:
-    return error.err_code in _WRONG_SEQUENCE or "per subject" in (error.description or "")

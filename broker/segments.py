@@ -21,13 +21,12 @@ from ..schemas.errors import BrokerError, MessageError, TinkermqError
 from ..schemas.segment import Segment
 from ..schemas.subjects import JobScope
 from .connection import Broker, NoResponders
+from .faults import STORE_FAILED, WRONG_SEQUENCE
 from .stored import StoredMessage, get_all, get_last_behind, missing
 
 APPEND_DEADLINE_S = 60.0
 _PAUSE_S = 0.02
 _EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-_WRONG_SEQUENCE = (10071, 10164)
-_STORE_FAILED = 10077
 
 _log = structlog.get_logger()
 
@@ -108,10 +107,10 @@ class SegmentWriter:
                 )
                 return True
             except APIError as error:
-                if error.err_code == _STORE_FAILED:
+                if error.err_code == STORE_FAILED:
                     _log.warning("segments_full", stream=self._stream, reason=error.description)
                     return False
-                if error.err_code not in _WRONG_SEQUENCE:
+                if error.err_code not in WRONG_SEQUENCE:
                     raise self._refused(error) from error
             found = await self._last()
             if found is None:

@@ -21,7 +21,7 @@ from ..schemas.subjects import TASK_CONSUMER, JobScope
 from ..schemas.task import Task
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
-from .outages.availability import Unanswered
+from .outages.appending import append_once
 from .pull import NS, ConsumerGone, PullInbox
 from .stored import missing
 from .streams import (
@@ -39,9 +39,7 @@ _NEXT_S = 0.05  # the rest of a batch comes at once, or not: the number of lease
 _ACK_TIMEOUT_S = 2.0
 _API_DEADLINE_S = 60.0
 _MALFORMED_DELAY_S = 3600
-_FULL_PAUSE_S = 0.1
-_WRONG_SEQUENCE = (10071, 10164)
-_STORE_FAILED = 10077
+_REFUSED_HINT = "if its queue is full, raise limits.task_bytes or start more generators"
 
 _log = structlog.get_logger()
 
@@ -125,31 +123,16 @@ class TaskQueue:
         Waits while the queue is full, on a patient connection for as long as it is. Raises
         DeadlineError, BrokerError when it stays full, NotFoundError when the job is gone.
         """
-        broker, what = self._broker, f"task {task.task} to be queued"
-        deadline = broker.clock() + deadline_s
-        payload = task.to_bytes()
-        headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
-        if traceparent:
-            headers[TRACEPARENT] = traceparent
-        with Unanswered(broker.availability, what) as unanswered:
-            while True:
-                try:
-                    await broker.append(
-                        self._scope.task(task.task),
-                        payload,
-                        headers=headers,
-                        deadline_s=deadline - broker.clock(),
-                        waiting_for=what,
-                    )
-                    return True
-                except APIError as error:
-                    if _is_there(error):
-                        return False
-                    late = not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S
-                    if error.err_code != _STORE_FAILED or late:
-                        raise self._refused(task, error) from error
-                    unanswered.note(self._refused(task, error).hint)
-                await asyncio.sleep(_FULL_PAUSE_S)
+        return await append_once(
+            self._broker,
+            self._scope.task(task.task),
+            task.to_bytes(),
+            traceparent=traceparent,
+            deadline_s=deadline_s,
+            waiting_for=f"task {task.task} to be queued",
+            full_hint=_REFUSED_HINT,
+            refused=lambda error: self._refused(task, error),
+        )
 
     async def pull(self, num: int, timeout_s: float) -> list[Lease]:
         """Return up to `num` tasks as soon as there is one; none after `timeout_s`.
@@ -253,9 +236,5 @@ class TaskQueue:
     def _refused(self, task: Task, error: APIError) -> BrokerError:
         return BrokerError(
             f"task {task.task} of job {self._scope.job} was refused: {error.description}",
-            hint="if its queue is full, raise limits.task_bytes or start more generators",
+            hint=_REFUSED_HINT,
         )
-
-
-def _is_there(error: APIError) -> bool:
-    return error.err_code in _WRONG_SEQUENCE or "per subject" in (error.description or "")

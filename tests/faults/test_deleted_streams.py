@@ -43,6 +43,15 @@ async def _started(stack: Stack, model: Path) -> Job:
     return job
 
 
+async def _fails_without(stack: Stack, model: Path, kind: str) -> tuple[Job, str]:
+    """Delete a stream of a run that is under way; return what the run fails with."""
+    job = await _started(stack, model)
+    await delete_stream(stack.broker, _named(job, kind))
+    reason = (await job.until("FAILED")).reason
+    assert f"there is no stream {_named(job, kind)}" in reason
+    return job, reason
+
+
 def _named(job: Job, kind: str) -> str:
     return kind.format(f"tmq-{job.scope.user}-{job.scope.job}")
 
@@ -53,12 +62,8 @@ def _named(job: Job, kind: str) -> str:
 async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_resumed(
     stack: Stack, model: Path, kind: str
 ) -> None:
-    job = await _started(stack, model)
-    name = _named(job, kind)
-    await delete_stream(stack.broker, name)
-    record = await job.until("FAILED")
-    assert f"there is no stream {name}" in record.reason
-    assert "`tinkermq resume RUN` makes it again" in record.reason
+    job, reason = await _fails_without(stack, model, kind)
+    assert "`tinkermq resume RUN` makes it again" in reason
     await job.resume()
     await job.until("COMPLETED")
 
@@ -67,15 +72,11 @@ async def test_a_run_without_one_of_its_streams_names_it_and_goes_on_when_it_is_
 async def test_a_run_without_its_log_names_it_and_does_not_begin_another(
     stack: Stack, model: Path, kind: str
 ) -> None:
-    job = await _started(stack, model)
-    name = _named(job, kind)
-    await delete_stream(stack.broker, name)
-    record = await job.until("FAILED")
-    assert f"there is no stream {name}" in record.reason
-    assert "`tinkermq fork RUN@STEP`" in record.reason
+    job, reason = await _fails_without(stack, model, kind)
+    assert "`tinkermq fork RUN@STEP`" in reason
     await job.resume()
     record = await job.until("FAILED")
-    assert f"stream {name} was deleted and made again" in record.reason
+    assert f"stream {_named(job, kind)} was deleted and made again" in record.reason
 
 
 @pytest.mark.parametrize("kind", ["{}-trace", "{}-log", "{}-dead"])

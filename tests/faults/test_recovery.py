@@ -5,23 +5,16 @@ checkpoint with a damaged file, groups from outside that came to nothing.
 """
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from tinkermq.actors.learner.checkpoint import CheckpointStore
-from tinkermq.broker.rpc import call
-from tinkermq.clients import AsyncTrajectoryPublisher, make_trajectory
+from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.control import ReserveReply, ReserveRequest
-from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.task import Task
 
 from tests.configs import small_job
-from tests.jobs import Job
-from tests.processes import alive
+from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
@@ -62,29 +55,12 @@ async def test_a_learner_killed_between_a_checkpoint_and_the_next_issue_goes_on(
     """With no staleness allowed every entry of the log is decided then, and none can come."""
     job = await stack.submit(small_job(model, training={"max_staleness": 0, "num_steps": 9}))
     pid = await job.pid("learner")
-    await asyncio.to_thread(_kill_after_checkpoint, stack, job, pid, 6)
+    await asyncio.to_thread(kill_after_checkpoint, stack, job, pid, 6)
     again = await job.until_event("training_started", count=2)
     assert again.data["step"] == 6
     await job.until("COMPLETED")
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
-
-
-def _kill_after_checkpoint(stack: Stack, job: Job, pid: int, step: int) -> None:
-    """Halt the broker while the checkpoint is written, and kill the learner once it is there."""
-    folder, broker = job.run_dir / "checkpoints", stack.server.pid
-    assert broker is not None
-    while not list(folder.glob(f".step_{step:06d}.*")):
-        pass
-    os.kill(broker, signal.SIGSTOP)
-    try:
-        while not (folder / f"step_{step:06d}").is_dir():
-            assert alive(pid)
-        os.kill(pid, signal.SIGKILL)
-        while alive(pid):
-            pass
-    finally:
-        os.kill(broker, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("keep_rollouts", [True, False], ids=["kept", "trimmed"])
@@ -117,11 +93,6 @@ async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_bef
         await assert_replay_is_identical(job)
 
 
-def _episode(reward: float, last_token: int = 13) -> Trajectory:
-    tokens = [10, 11, 12, last_token]
-    return make_trajectory(tokens, [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
-
-
 def _external(model: Path, **training: object) -> dict[str, object]:
     training = {"tasks": "external", "num_steps": 2, "batch_size": 2, "save_freq": 1, **training}
     return small_job(model, training=training, rollout={"group_size": 2})
@@ -135,12 +106,12 @@ async def test_a_run_all_of_whose_groups_from_outside_are_decided_starts_again(
     url = JobAddress(stack.server.url, job.scope).server_url
     async with AsyncTrajectoryPublisher(url, source="agent") as publisher:
         for _ in range(2):
-            await publisher.publish_group([_episode(0), _episode(1)])
+            await publisher.publish_group([episode(0), episode(1)])
         await job.until_event("checkpoint_saved")
         await job.kill("learner")
         await job.until_event("training_started", count=2)
         for _ in range(2):
-            await publisher.publish_group([_episode(1), _episode(0)])
+            await publisher.publish_group([episode(1), episode(0)])
     await job.until("COMPLETED")
     await assert_every_task_once(job)
 
@@ -153,8 +124,8 @@ async def test_a_run_whose_last_group_from_outside_is_dropped_asks_for_another(
     url = JobAddress(stack.server.url, job.scope).server_url
     async with AsyncTrajectoryPublisher(url, source="agent") as publisher:
         await publisher.publish_tasks([{"seed": 5}, {"seed": 6}])
-        await publisher.publish_group([_episode(0), _episode(1)])
-        await _append_unchecked(stack, job)
+        await publisher.publish_group([episode(0), episode(1)])
+        await append_untrainable(stack, job)
         told = await job.until_event("groups_dropped")
         assert "token_ids must be from 0 to 263" in told.message
         assert "publish 1 more" in told.message
@@ -166,21 +137,6 @@ async def test_a_run_whose_last_group_from_outside_is_dropped_asks_for_another(
             )
 
         await job.eventually(asks, "the learner to ask for a group")
-        await publisher.publish_group([_episode(1), _episode(0)])
+        await publisher.publish_group([episode(1), episode(0)])
     await job.until("COMPLETED")
     await assert_every_task_once(job)
-
-
-async def _append_unchecked(stack: Stack, job: Job) -> None:
-    """Append a group whose tokens the model does not have, as an agent without our client could."""
-    reserved = await call(
-        stack.broker,
-        f"{job.scope.control('learner')}.reserve",
-        ReserveRequest(count=1, source="smuggler"),
-        ReserveReply,
-        timeout_s=10,
-        waiting_for="the learner",
-    )
-    task = Task(task=reserved.tasks[0], seed=0, group_size=2)
-    bad = [_episode(0), _episode(1, last_token=9999)]
-    assert await job.rollout_log.append(Group(task=task, trajectories=bad, source="smuggler"))

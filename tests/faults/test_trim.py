@@ -6,8 +6,6 @@ what the learner trims, so that the run can still be proved and trained again.
 """
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -16,8 +14,8 @@ from tinkermq.broker.stored import get_seq
 from tinkermq.broker.streams import delete_stream, stream_info
 
 from tests.configs import small_job
+from tests.faults.injected import kill_after_checkpoint
 from tests.jobs import Job
-from tests.processes import alive
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
@@ -35,7 +33,7 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
     job = await stack.submit(small_job(model, env=env, training=training))
     await _mirror(stack, job.scope.stream_rollout, BACKUP)
     pid = await job.pid("learner")
-    await asyncio.to_thread(_kill_after_checkpoint, stack, job, pid)
+    await asyncio.to_thread(kill_after_checkpoint, stack, job, pid, SAVED_STEP)
     assert await job.rollout_log.first_seq() == 1, "it was trimmed before the kill"
     again = await job.until_event("training_started", count=2)
     assert again.data["step"] == SAVED_STEP
@@ -49,24 +47,6 @@ async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_app
     assert [one.reason for record in records for one in record.dropped] == ["duplicate"]
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
-
-
-def _kill_after_checkpoint(stack: Stack, job: Job, pid: int) -> None:
-    """Halt the broker while the checkpoint is written, and kill the learner once it is there."""
-    folder = job.run_dir / "checkpoints"
-    broker = stack.server.pid
-    assert broker is not None
-    while not list(folder.glob(f".step_{SAVED_STEP:06d}.*")):
-        pass
-    os.kill(broker, signal.SIGSTOP)
-    try:
-        while not (folder / f"step_{SAVED_STEP:06d}").is_dir():
-            assert alive(pid)
-        os.kill(pid, signal.SIGKILL)
-        while alive(pid):
-            pass
-    finally:
-        os.kill(broker, signal.SIGCONT)
 
 
 async def _is_trimmed(job: Job) -> bool:

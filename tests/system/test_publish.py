@@ -1,29 +1,18 @@
 """An agent of the user's own puts trajectories and tasks into a job; both are trained."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tinkermq.broker.rpc import call
-from tinkermq.clients import AsyncTrajectoryPublisher, make_trajectory
+from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
-from tinkermq.schemas.control import ReserveReply, ReserveRequest
 from tinkermq.schemas.errors import MessageError
-from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.task import Task
 
 from tests.configs import small_job
-from tests.jobs import Job
+from tests.faults.injected import append_untrainable, episode
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-
-
-def episode(reward: float, last_token: int = 13) -> Any:
-    return make_trajectory(
-        [10, 11, 12, last_token], [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0
-    )
 
 
 async def test_trajectories_and_tasks_of_a_client_are_trained_and_malformed_ones_are_not(
@@ -40,7 +29,7 @@ async def test_trajectories_and_tasks_of_a_client_are_trained_and_malformed_ones
             await publisher.publish_group([episode(0), episode(1, last_token=264)])
         with pytest.raises(MessageError, match="has 2 trajectories, this has 1"):
             await publisher.publish_group([episode(0)])
-        smuggled = await _append_unchecked(stack, job)
+        smuggled = await append_untrainable(stack, job)
         await publisher.publish_tasks([{"seed": 5}, {"seed": 6, "reset_kwargs": {"room": 1}}])
         for _ in range(3):
             await publisher.publish_group([episode(1), episode(0)])
@@ -56,19 +45,3 @@ async def test_trajectories_and_tasks_of_a_client_are_trained_and_malformed_ones
     assert sources == ["generator-0"] * 2 + ["my-agent"] * 4
     asked = [group.task for group in trained if group.source == "generator-0"]
     assert sorted(task.seed for task in asked) == [5, 6]
-
-
-async def _append_unchecked(stack: Stack, job: Job) -> int:
-    """Append a group whose tokens the model does not have, as an agent without our client could."""
-    reserved = await call(
-        stack.broker,
-        f"{job.scope.control('learner')}.reserve",
-        ReserveRequest(count=1, source="smuggler"),
-        ReserveReply,
-        timeout_s=10,
-        waiting_for="the learner",
-    )
-    task = Task(task=reserved.tasks[0], seed=0, group_size=2)
-    bad = [episode(0), episode(1, last_token=9999)]
-    assert await job.rollout_log.append(Group(task=task, trajectories=bad, source="smuggler"))
-    return task.task

@@ -1,0 +1,56 @@
+"""Faults that tests put into a run from outside."""
+
+import os
+import signal
+
+from tinkermq.broker.rpc import call
+from tinkermq.clients import make_trajectory
+from tinkermq.schemas.control import ReserveReply, ReserveRequest
+from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import Task
+
+from tests.jobs import Job
+from tests.processes import alive
+from tests.stack import Stack
+
+
+def episode(reward: float, last_token: int = 13) -> Trajectory:
+    """Return an episode of four tokens, as an agent of the user's own makes it."""
+    tokens = [10, 11, 12, last_token]
+    return make_trajectory(tokens, [0, 0, 1, 1], [0, 0, -5.0, -5.0], reward, version=0)
+
+
+async def append_untrainable(stack: Stack, job: Job) -> int:
+    """Append a group whose tokens the model does not have, as an agent without our client could."""
+    reserved = await call(
+        stack.broker,
+        f"{job.scope.control('learner')}.reserve",
+        ReserveRequest(count=1, source="smuggler"),
+        ReserveReply,
+        timeout_s=10,
+        waiting_for="the learner",
+    )
+    task = Task(task=reserved.tasks[0], seed=0, group_size=2)
+    bad = [episode(0), episode(1, last_token=9999)]
+    assert await job.rollout_log.append(Group(task=task, trajectories=bad, source="smuggler"))
+    return task.task
+
+
+def kill_after_checkpoint(stack: Stack, job: Job, pid: int, step: int) -> None:
+    """Kill a learner between a checkpoint and whatever it does next.
+
+    The broker is halted while the checkpoint is written, so the learner can tell nobody of it.
+    """
+    folder, broker = job.run_dir / "checkpoints", stack.server.pid
+    assert broker is not None
+    while not list(folder.glob(f".step_{step:06d}.*")):
+        pass
+    os.kill(broker, signal.SIGSTOP)
+    try:
+        while not (folder / f"step_{step:06d}").is_dir():
+            assert alive(pid)
+        os.kill(pid, signal.SIGKILL)
+        while alive(pid):
+            pass
+    finally:
+        os.kill(broker, signal.SIGCONT)
