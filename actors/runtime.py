@@ -173,7 +173,7 @@ class JobContext(ActorContext):
         await publish_event(self.broker, self.scope, event, message_id=once)
 
     async def serve_control(self, handler: ControlHandler | None = None) -> None:
-        """Answer control requests: `stop` drains, everything else is the actor's `handler`.
+        """Answer control requests: the actor's `handler` does, and without one `stop` drains.
 
         It may be called again with the handler of an actor that has finished starting.
         """
@@ -187,7 +187,9 @@ class JobContext(ActorContext):
         detail: dict[str, Any] = {}
         if context.caller != context.user:
             await self.event("control_by_admin", f"{request.verb} asked for by {context.who}")
-        if self._control_handler is not None:
+        if request.verb == "hand_over":
+            self.stopping.set()
+        elif self._control_handler is not None:
             detail = await self._control_handler(request)
         elif request.verb == "stop":
             self.stop_asked = True

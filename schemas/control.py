@@ -12,9 +12,9 @@ MAX_TRACED_STEPS = 32
 class ControlRequest(Message):
     """Ask an actor to do something."""
 
-    verb: Literal["pause", "resume", "checkpoint", "profile", "stop", "status"]
+    verb: Literal["pause", "resume", "checkpoint", "profile", "stop", "hand_over", "status"]
     """pause and resume the work; write a checkpoint now, or torch's traces of the next steps; drain
-    and end; tell."""
+    and end; end as on SIGTERM, because the job goes on elsewhere; tell."""
     reason: str = ""
     """Why, for the event."""
     steps: int = Field(default=1, ge=1, le=MAX_TRACED_STEPS)

@@ -54,7 +54,7 @@ class Stack:
             self.start("scheduler")
             self.start("node")
             self._broker = await connect(self.server.url, name="test")
-            await self.until_node()
+            await self.until_nodes()
         except BaseException:
             await self.__aexit__()
             raise
@@ -76,13 +76,14 @@ class Stack:
 
     # -- processes ---------------------------------------------------------------------------
 
-    def start(self, role: str) -> int:
-        """Start the scheduler or the node; return its process id."""
+    def start(self, role: str, name: str = "") -> int:
+        """Start the scheduler or a node, by default of the role's name; return its process id."""
+        name = name or role
         command = [sys.executable, "-m", f"tinkermq.actors.{role}", "--nats", self.server.url]
         if role == "node":
-            command += ["--name", "node", "--slots", str(self._slots)]
-        self._processes[role] = self._popen(command, role)
-        return self._processes[role].pid
+            command += ["--name", name, "--slots", str(self._slots)]
+        self._processes[name] = self._popen(command, name)
+        return self._processes[name].pid
 
     def start_by_hand(self, role: str, job: "Job", name: str) -> subprocess.Popen[bytes]:
         """Start an actor of a job outside any node; the caller ends it."""
@@ -177,13 +178,13 @@ class Stack:
 
         return await eventually(answer, "an answer of the scheduler", 30)
 
-    async def until_node(self) -> None:
-        """Wait until the scheduler knows the node."""
+    async def until_nodes(self, count: int = 1) -> None:
+        """Wait until the scheduler knows so many nodes."""
 
         async def known() -> bool:
-            return bool((await self.ask("nodes", Empty(), NodeList)).nodes)
+            return len((await self.ask("nodes", Empty(), NodeList)).nodes) == count
 
-        await eventually(known, "the scheduler to know the node", 60)
+        await eventually(known, f"the scheduler to know {count} nodes", 60)
 
     async def stop_all(self) -> None:
         """End all jobs at once, without checkpoints."""

@@ -1,4 +1,4 @@
-"""Passes stops and pauses on to learners.
+"""Passes on to learners that they shall stop, pause, or leave their job to another.
 
 What a learner shall do is in its job's record; here is only remembered which process has heard
 it. A learner that was started again, or did not listen yet, is told anew.
@@ -49,6 +49,22 @@ class Messenger:
             self._telling.add(key)
             group.create_task(self._tell(key, record, verb, learner.pid), name=f"{verb} {key}")
 
+    def hand_over(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
+        """Tell the learner of a silent node to end, in case that it is the node alone that hangs.
+
+        It could go on training beside its successor otherwise: each would find that the other has
+        written to the batch log, and whichever starts again loses to the one that runs. A learner
+        that does not hear it cannot write there either.
+        """
+        group.create_task(self._hand_over(record), name=f"hand over {record.job}")
+
+    async def _hand_over(self, record: JobRecord) -> None:
+        try:
+            await tell_learner(self._broker, record, "hand_over")
+            _log.info("learner_told_to_end", job=record.job)
+        except TinkermqError as error:
+            _log.debug("learner_not_told", job=record.job, verb="hand_over", error=error.message)
+
     def forget(self, key: str) -> None:
         """Drop what is known of a job that has ended."""
         self._told.pop(key, None)
@@ -66,7 +82,7 @@ class Messenger:
 
 
 async def tell_learner(
-    broker: Broker, record: JobRecord, verb: Literal["stop", "pause", "resume"]
+    broker: Broker, record: JobRecord, verb: Literal["stop", "pause", "resume", "hand_over"]
 ) -> ControlReply:
     """Send a control request to the learner of a job."""
     return await call(

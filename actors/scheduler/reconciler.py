@@ -300,6 +300,8 @@ class Reconciler:
             return
         if is_final(record):
             self._messenger.forget(key_of(record))
+        elif step is not None and step.state == "LOST":
+            self._messenger.hand_over(record, group)
         elif record.actors:
             main = statuses.get(main_actor(record.actors).name)
             self._messenger.pass_on(key_of(record), record, main, group)

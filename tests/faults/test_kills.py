@@ -7,6 +7,8 @@ same bits.
 
 import asyncio
 import json
+import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -72,6 +74,25 @@ async def test_a_learner_killed_after_recording_a_batch_and_before_a_checkpoint(
     lines = (job.run_dir / "metrics.jsonl").read_text().splitlines()
     written = [json.loads(line)["step"] for line in lines]
     assert written == list(range(1, 13))  # … but is written once
+
+
+@pytest.mark.long
+async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
+    tmp_path: Path, model: Path
+) -> None:
+    async with Stack(tmp_path) as stack:
+        job = await stack.submit(small_job(model, env=SLOW, training={"num_steps": 150}))
+        await job.until_step(4)
+        [hanging] = [pid for pid in stack.pids if "--name" in psutil.Process(pid).cmdline()]
+        stack.start("node", "other")
+        await stack.until_nodes(2)
+        os.kill(hanging, signal.SIGSTOP)
+        lost = await job.until_event("job_lost")
+        assert lost.message == "node 'node' of the learner was silent for too long"
+        await job.until_event("training_recovered")
+        await assert_nothing_lost(job)
+        assert job.record.losses == 1
+        assert len(await job.events("actor_failed")) <= 1  # a record may still come in between
 
 
 @pytest.mark.long

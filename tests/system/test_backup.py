@@ -49,7 +49,7 @@ async def test_a_run_goes_on_from_a_back_up_after_the_broker_lost_everything(
         assert "holds messages in" in again.err
         stack.start("scheduler")
         stack.start("node")
-        await stack.until_node()
+        await stack.until_nodes()
         await job.resume()
         await job.until("COMPLETED")
         await assert_every_task_once(job)

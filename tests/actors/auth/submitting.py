@@ -11,7 +11,7 @@ from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.broker.rpc import Service
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError
+from tinkermq.schemas.errors import BrokerError, NotFoundError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
 
@@ -55,7 +55,7 @@ async def submitted(pool: SecuredPool, user: str, folder: Path | None, **changes
         try:
             return await clients.submit(config)
         except BrokerError as error:
-            if "no scheduler" not in error.message:
+            if not isinstance(error.__cause__, NotFoundError):  # nobody answers yet
                 raise
             return None
 

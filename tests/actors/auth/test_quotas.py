@@ -212,14 +212,15 @@ async def test_stops_and_repairs_find_room_when_the_bucket_of_jobs_is_full(
         if room < 0:
             break
 
-    async def refused() -> bool:
+    async def refused() -> QuotaError | None:
         try:
             await submitted(scheduled, "ada", tmp_path)
         except QuotaError as error:
-            return "the records of all jobs of the pool take" in error.message
-        return False
+            return error
+        return None
 
-    await eventually(refused, "the scheduler to have read the records")
+    error = await eventually(refused, "the scheduler to have read the records")
+    assert "the records of all jobs of the pool take" in error.message
     assert (await submitted(scheduled, "root", tmp_path)).state == "QUEUED"
     with environment(**{AS_VARIABLE: "ada"}):
         as_ada = Pool(await scheduled.connected(scheduled.admin_key))

@@ -1,9 +1,6 @@
 """Checkpoints are whole or absent, load as model folders, and continue bit for bit."""
 
-import os
 import random
-import shutil
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +14,7 @@ from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.schemas.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import disks
 from tests.models import make_tiny_model
 from tests.saving import (
     fork_context,
@@ -184,16 +182,8 @@ def test_a_file_that_cannot_be_written_leaves_earlier_checkpoints_whole(
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = os.geteuid() == 0 and shutil.which("mount") is not None
-    mounted = mounted and not subprocess.call(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(place)], stderr=subprocess.DEVNULL
-    )
-    if not mounted:
-        pytest.skip("mounting a small file system needs root")
-    yield place
-    subprocess.check_call(["umount", str(place)])
+    with disks.small_disk(tmp_path / "disk", 4) as place:
+        yield place
 
 
 @pytest.mark.parametrize("left", [8_192, 200_000, 700_000])

@@ -12,7 +12,7 @@ from tinkermq.broker.server import NatsServer
 from tinkermq.schemas.job import StopRequest
 
 from tests.processes import alive
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, eventually
 
 from .conftest import FAST, Stack
 
@@ -113,6 +113,23 @@ async def test_a_node_that_stays_silent_loses_its_job_to_another(stack: Stack) -
     await stack.node("n2")
     job = await stack.until(job, "RUNNING")
     assert {actor.node for actor in job.actors} == {"n2"}
+
+
+@pytest.mark.faults
+async def test_the_learner_of_a_node_that_hangs_is_told_to_leave_its_job(stack: Stack) -> None:
+    await stack.scheduler(replace(FAST, silent_s=1.5))
+    hanging = await stack.node_process("n1")
+    await stack.until_nodes(1)
+    job = await stack.until(await stack.submit(), "RUNNING")
+    await stack.answer_as_learner(job)
+    os.kill(hanging.pid, signal.SIGSTOP)
+    await stack.until(job, "QUEUED")
+    await eventually(lambda: _is_told(stack), "the learner to be told")
+    assert stack.told == ["hand_over"]
+
+
+async def _is_told(stack: Stack) -> bool:
+    return bool(stack.told)
 
 
 @pytest.mark.faults
