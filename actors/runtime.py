@@ -52,7 +52,7 @@ SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
 """Services without the right to make the buckets that all jobs share: they wait for them."""
 _SHARED_DEADLINE_S = 60.0
-_NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict"})
+_NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict", "fenced"})
 
 T = TypeVar("T")
 ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]

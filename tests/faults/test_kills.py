@@ -89,10 +89,9 @@ async def test_a_node_that_hangs_while_its_learner_trains_on_hands_its_job_over(
         os.kill(hanging, signal.SIGSTOP)
         lost = await job.until_event("job_lost")
         assert lost.message == "node 'node' of the learner was silent for too long"
-        await job.until_event("training_recovered")
+        await job.until_event("training_started", count=2)
         await assert_nothing_lost(job)
         assert job.record.losses == 1
-        assert len(await job.events("actor_failed")) <= 1  # a record may still come in between
 
 
 @pytest.mark.long
