@@ -31,7 +31,8 @@ _log = structlog.get_logger()
 
 class CarefulClient(Client):
     """nats-py's client, which leaves no socket of a refused attempt behind, sends no secret in
-    clear text to a `tls://` URL, and asks again when it is refused after a reconnect.
+    clear text to a `tls://` URL, asks again when it is refused after a reconnect, and reads on when
+    a ping is answered late.
     """
 
     async def _select_next_server(self) -> None:
@@ -49,6 +50,17 @@ class CarefulClient(Client):
         error = nats.errors.AuthorizationError()
         await self._error_cb(error)
         await self._process_op_err(error)
+
+    async def _process_connect_init(self) -> None:
+        """Begin to read anew: of the connection before, half a message may have come since."""
+        self._ps.reset()
+        await super()._process_connect_init()
+
+    async def _process_pong(self) -> None:
+        """Take the answer to a ping, also to one whose flush has run out of time."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
 
     async def close(self) -> None:
         """Close for good, with the socket below TLS."""

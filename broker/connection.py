@@ -29,7 +29,7 @@ from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
 from .door import Door
 from .faults import ConnectionLost, NoResponders, shown_url
-from .listening import Callbacks, Listening, giving_way
+from .listening import Callbacks, Listening, listen
 from .login import Login, find_login, tls_options
 from .outages.availability import Availability
 from .outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
@@ -164,9 +164,7 @@ class Broker:
         self, subject: str, take: Callable[[Msg], None], *, queue: str = ""
     ) -> Listening:
         """Call `take` with each message on `subject`, also after reconnects."""
-
-        subscribing = cast("Any", self.nc).subscribe(subject, queue=queue, cb=giving_way(take))
-        return Listening(self.nc, await subscribing)
+        return await listen(self.nc, subject, take, queue=queue)
 
     async def request(
         self,

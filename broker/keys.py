@@ -16,6 +16,7 @@ from ..schemas.subjects import JobScope, token
 
 SECRET_BYTES = 32
 _SECRET_CHARS = 43  # 62**43 > 256**32
+_NUMBER_CHARS = 8
 _LETTERS = string.digits + string.ascii_letters
 _KEY, _JOB_KEY, _INVITATION = "tmq", "tmqj", "tmqinv"
 
@@ -40,6 +41,11 @@ def new_api_key(user: str) -> str:
     return f"{_KEY}_{user}_{_secret()}"
 
 
+def api_key(user: str, pool_secret: bytes, *request: str) -> str:
+    """Return the key of a user that a request makes: the same one if it comes again."""
+    return f"{_KEY}_{user}_{_derived(pool_secret, 'key', user, *request)}"
+
+
 def user_of_key(key: str) -> str:
     """Return the user that an API key names.
 
@@ -55,10 +61,10 @@ def user_of_key(key: str) -> str:
     return token(user, what="user")
 
 
-def new_invitation() -> tuple[str, str]:
-    """Return the id and the code of a fresh invitation."""
-    number = secrets.token_hex(4)
-    return number, f"{_INVITATION}_{number}_{_secret()}"
+def invitation_code(pool_secret: bytes, *request: str) -> tuple[str, str]:
+    """Return id and code of the invitation that a request makes: the same if it comes again."""
+    number = _derived(pool_secret, "invitation id", *request)[:_NUMBER_CHARS]
+    return number, f"{_INVITATION}_{number}_{_derived(pool_secret, 'invitation', *request)}"
 
 
 def id_of_invitation(code: str) -> str | None:
@@ -108,6 +114,16 @@ def check_job_key(key: str, secret: bytes) -> JobIdentity | None:
 
 def _secret() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_SECRET_CHARS))
+
+
+def _derived(secret: bytes, *parts: str) -> str:
+    """Return what follows from a secret and some words, and tells neither of them."""
+    digest = hmac.digest(secret, "\0".join(("made", *parts)).encode(), hashlib.sha512)
+    number, letters = int.from_bytes(digest), ""
+    for _ in range(_SECRET_CHARS):
+        number, letter = divmod(number, len(_LETTERS))
+        letters += _LETTERS[letter]
+    return letters
 
 
 def _signature(text: str, secret: bytes) -> str:

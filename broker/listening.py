@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
 
 import nats.errors
 from nats.aio.client import Client
@@ -13,6 +13,8 @@ from nats.aio.subscription import Subscription
 
 F = TypeVar("F", bound=Callable[..., None])
 _YIELD_EVERY = 64
+_BEHIND, _BEHIND_BYTES = 4096, 16 << 20
+"""With the most that one read of the socket brings, less than any bound: nothing is dropped."""
 
 
 class Listening:
@@ -30,19 +32,31 @@ class Listening:
                 await self._subscription.unsubscribe()
 
 
-def giving_way(take: Callable[[Msg], None]) -> Callable[[Msg], Awaitable[None]]:
-    """Return a callback for nats-py that lets other tasks run now and then.
+async def listen(
+    client: Client, subject: str, take: Callable[[Msg], None], *, queue: str = ""
+) -> Listening:
+    """Call `take` with each message on `subject`, and let other tasks run now and then.
 
     nats-py itself goes on for as long as messages wait, however many there are.
     """
+    subscription: Subscription | None = None
     taken = itertools.count(1)
 
     async def on_message(message: Msg) -> None:
         take(message)
-        if next(taken) % _YIELD_EVERY == 0:
+        if next(taken) % _YIELD_EVERY == 0 and not is_behind(subscription):
             await asyncio.sleep(0)
 
-    return on_message
+    subscription = await cast("Any", client).subscribe(subject, queue=queue, cb=on_message)
+    assert subscription is not None
+    return Listening(client, subscription)
+
+
+def is_behind(subscription: Subscription | None) -> bool:
+    """Whether so much waits that nats-py would drop some if it read on before it is taken."""
+    return subscription is not None and (
+        subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
+    )
 
 
 class Callbacks(Generic[F]):

@@ -9,12 +9,14 @@ details. Who asks is told by the subject, which the broker enforces, never by th
 """
 
 import asyncio
+import contextlib
 import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import nats.errors
 import structlog
 from nats.aio.msg import Msg
 from nats.micro.request import Request
@@ -34,6 +36,7 @@ from ..schemas.reply import ErrorReply
 from ..schemas.subjects import caller_of_rpc, user_of_rpc
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .listening import is_behind
 from .load.fair_queue import FairQueue
 from .load.rates import Rates
 from .outages.flushing import flush
@@ -49,8 +52,6 @@ _ERROR_TEXT = "Nats-Service-Error"
 _RETRY_AFTER = "Retry-After"
 _DRAIN_S = 5.0
 _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
-_BEHIND, _BEHIND_BYTES = 4096, 16 << 20
-"""With the most that one read of the socket brings, less than the bound: nothing is dropped."""
 _BUSY_S = 50.0
 _MAX_ERROR_CHARS = 200
 
@@ -183,7 +184,7 @@ class Service:
         try:
             await before.drain()
         except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
-            await before.unsubscribe()
+            cast("Any", self._broker.nc)._remove_sub(before._id)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -192,7 +193,7 @@ class Service:
     async def stop(self, drain_s: float = _DRAIN_S) -> None:
         """Take no more requests, and give those that run `drain_s` to finish."""
         if not self._broker.nc.is_closed:
-            await self._micro.stop()
+            await self._unsubscribe()
         await self.share.settle(drain_s)
         running = set(self._running)
         if running:
@@ -200,6 +201,16 @@ class Service:
             for task in late:
                 task.cancel()
             await asyncio.wait(running)
+
+    async def _unsubscribe(self) -> None:
+        """Not nats-py's `stop`: it waits for the server, which may be gone."""
+        micro = cast("Any", self._micro)
+        for one in (
+            *(each._subscription for each in micro._endpoints),
+            *micro._subscriptions.values(),
+        ):
+            with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
+                await one.unsubscribe()
 
     async def __aenter__(self) -> "Service":
         return self
@@ -250,11 +261,8 @@ class _Endpoint:
 
     @property
     def _is_behind(self) -> bool:
-        """Whether so much waits, of all users, that nats-py would drop some if it read on."""
-        subscription = self.micro.result()._subscription if self.micro.done() else None
-        return subscription is not None and (
-            subscription.pending_msgs > _BEHIND or subscription.pending_bytes > _BEHIND_BYTES
-        )
+        """Whether so much waits, of all users, that the next of them would be dropped."""
+        return self.micro.done() and is_behind(self.micro.result()._subscription)
 
     async def answer(self, request: Request) -> None:
         """Handle one request; nothing that it holds or causes comes out of here as an error."""
@@ -326,6 +334,10 @@ def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable
     return without
 
 
+class NobodyAnswers(NotFoundError):
+    """Nobody listens on the subject of a request, and whoever did has had time to come back."""
+
+
 async def call(
     broker: Broker,
     subject: str,
@@ -342,8 +354,8 @@ async def call(
     `waiting_for` names whom this waits for, for the message of DeadlineError. With `idempotent`
     the request is sent again when the connection broke under it.
 
-    Raises the error that the service raised, DeadlineError, NotFoundError when nobody answers on
-    the subject, ConnectionLost, MessageError for a request that is too large or a malformed reply.
+    Raises the error that the service raised, DeadlineError, NobodyAnswers, ConnectionLost,
+    MessageError for a request that is too large or a malformed reply.
     """
     payload = request.to_bytes()
     headers = {TRACEPARENT: traceparent} if traceparent else None
@@ -356,7 +368,7 @@ async def call(
             hint="see what it does: `nats micro stats`, or its log",
         ) from None
     except NoResponders:
-        raise NotFoundError(
+        raise NobodyAnswers(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ..schemas.errors import BrokerError, BusyError, NotFoundError
+from ..schemas.errors import BrokerError, BusyError
 from ..schemas.ids import new_id
 from ..schemas.job import (
     ConfigureRequest,
@@ -24,13 +24,12 @@ from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.user import QuotaReply
 from .connection import Broker
-from .rpc import call
+from .load.repeated_call import repeated_call
+from .rpc import NobodyAnswers
 
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 30.0
-ATTEMPT_S = 5.0
-"""After which a request is sent again; a late reply to the one before counts as well."""
 _TAKEOVER_S = 6.0
 _PAUSE_S = 0.1
 
@@ -173,10 +172,15 @@ class SchedulerCalls:
         patience, deadline = (time.monotonic() + each for each in (_TAKEOVER_S, TIMEOUT_S))
         while True:
             try:
-                return await self._insist(subject, request, reply, deadline)
-            except NotFoundError as error:
-                if subject not in error.message:
-                    raise  # the scheduler tells of somebody else who is not there
+                return await repeated_call(
+                    self.broker,
+                    subject,
+                    request,
+                    reply,
+                    deadline=deadline,
+                    waiting_for="the scheduler",
+                )
+            except NobodyAnswers as error:
                 if time.monotonic() > patience:
                     raise BrokerError(
                         f"no scheduler is connected to the broker at {self.broker.url}",
@@ -187,31 +191,3 @@ class SchedulerCalls:
                 if time.monotonic() + error.retry_after_s > patience:
                     raise
                 await asyncio.sleep(error.retry_after_s)
-
-    async def _insist(self, subject: str, request: Message, reply: type[R], deadline: float) -> R:
-        """Send a request again and again until one of them is answered.
-
-        It may have been dropped, or wait, among too many of somebody else's.
-        """
-        sent: set[asyncio.Task[R]] = set()
-        try:
-            while True:
-                asking = call(
-                    self.broker,
-                    subject,
-                    request,
-                    reply,
-                    timeout_s=max(deadline - time.monotonic(), _PAUSE_S),
-                    waiting_for="the scheduler",
-                    idempotent=True,
-                )
-                sent.add(asyncio.create_task(asking, name=subject))
-                answered, _ = await asyncio.wait(
-                    sent, timeout=ATTEMPT_S, return_when=asyncio.FIRST_COMPLETED
-                )
-                if answered:
-                    return answered.pop().result()
-        finally:
-            for one in sent:
-                one.cancel()
-            await asyncio.gather(*sent, return_exceptions=True)

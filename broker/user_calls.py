@@ -1,42 +1,51 @@
 """What may be asked of the auth service about users, on behalf of the connection's user."""
 
+import asyncio
+import time
 from typing import TypeVar
 
-from ..schemas.errors import BrokerError, NotFoundError
+from ..schemas.errors import BrokerError
 from ..schemas.message import Message
 from ..schemas.user import ListUsers, UserInfo, UserList
 from .connection import Broker
 from .faults import shown_url
-from .rpc import call
+from .load.repeated_call import repeated_call
+from .rpc import NobodyAnswers
 
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 20.0
+_BACK_S = 6.0
+"""For how long an auth service may be away that a pool with users has."""
+_PAUSE_S = 0.1
 
 
 async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
-    """Ask on `rpc.<user>.users.<method>`.
+    """Ask on `rpc.<user>.users.<method>`; every request may be sent again, and is.
 
     Raises AuthError where only admins may, BrokerError at a pool without users.
     """
     subject = broker.rpc("users", method)
-    try:
-        return await call(
-            broker,
-            subject,
-            request,
-            reply,
-            timeout_s=TIMEOUT_S,
-            waiting_for="the auth service",
-        )
-    except NotFoundError as error:
-        if subject not in error.message:
-            raise  # the service tells of somebody else who is not there
-        raise BrokerError(
-            f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
-            hint="`tinkermq init` makes the secrets of a pool with authentication; where it has "
-            "them, see `tinkermq doctor`",
-        ) from error
+    patience_s = _BACK_S if broker.is_limited else 0.0
+    patience, deadline = (time.monotonic() + each for each in (patience_s, TIMEOUT_S))
+    while True:
+        try:
+            return await repeated_call(
+                broker,
+                subject,
+                request,
+                reply,
+                deadline=deadline,
+                waiting_for="the auth service",
+            )
+        except NobodyAnswers as error:
+            if time.monotonic() >= patience:
+                raise BrokerError(
+                    f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
+                    hint="`tinkermq init` makes the secrets of a pool with authentication; where "
+                    "it has them, see `tinkermq doctor`",
+                ) from error
+            await asyncio.sleep(_PAUSE_S)
 
 
 async def all_users(broker: Broker) -> list[UserInfo]:

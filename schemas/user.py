@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .ids import new_id
 from .job import MAX_PRIORITY, Priority
 from .message import Message, Request, with_last
 from .subjects import user_name
@@ -108,8 +109,14 @@ class Invitation(Message):
     """Quota of those who register."""
 
 
+RequestId = Annotated[str, Field(min_length=16, max_length=64)]
+
+
 class AddUser(Request):
     """Make a user: `rpc.<admin>.users.add`."""
+
+    request_id: RequestId = Field(default_factory=new_id)
+    """Made by the client for itself alone: the same id returns the same key, for two minutes."""
 
     user: str
     """Name."""
@@ -132,6 +139,9 @@ class NameUser(Request):
 
 class RotateKey(Request):
     """Replace a user's key by a new one: `rotate`; a user may do so with the own key."""
+
+    request_id: RequestId = Field(default_factory=new_id)
+    """Made by the client for itself alone: the same id returns the same key."""
 
     user: str
     """Name."""
@@ -177,6 +187,9 @@ class SetQuota(Request):
 class Invite(Request):
     """Make an invitation: `invite`."""
 
+    request_id: RequestId = Field(default_factory=new_id)
+    """Made by the client for itself alone: the same id returns the same invitation."""
+
     uses: int = Field(default=1, ge=1, le=10_000)
     """How many may register with it."""
     days: float = Field(default=7.0, gt=0)
@@ -189,6 +202,9 @@ class Invite(Request):
 
 class Register(Request):
     """Become a user by an invitation: `rpc.invited.users.register`."""
+
+    request_id: RequestId = Field(default_factory=new_id)
+    """Made by the client for itself alone: the same id returns the same key, for two minutes."""
 
     code: str = Field(max_length=200)
     """The invitation's code."""

@@ -71,6 +71,8 @@ class SecuredPool:
         self._stopping = asyncio.Event()
         self._connections: list[Broker] = []
         self._auth: asyncio.Task[None] | None = None
+        self.auth_broker: Broker | None = None
+        """The auth service's connection for its own work."""
 
     async def __aenter__(self) -> "SecuredPool":
         self.server.start()
@@ -113,6 +115,7 @@ class SecuredPool:
     async def _serve(self, ready: asyncio.Event) -> None:
         async with await self._service_connection("auth") as broker:
             await create_shared(broker)
+            self.auth_broker = broker
             async with await Service.start(
                 broker, name="tinkermq-auth", description="auth"
             ) as service:

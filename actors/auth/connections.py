@@ -65,7 +65,7 @@ class Connections:
         subscribe = cast("Any", self._system).subscribe
         await subscribe(f"{subject}CONNECT", cb=self._opened)
         await subscribe(f"{subject}DISCONNECT", cb=self._closed)
-        await self._look()
+        await self._try_look()
 
     def num_of(self, name: str) -> int:
         """Return the connections under a name, those that were just let in included."""
@@ -92,10 +92,13 @@ class Connections:
         """Look through them every few seconds, for ever."""
         while True:
             await asyncio.sleep(self._look_s)
-            try:
-                await self._look()
-            except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
-                _log.warning("connections_not_seen", error=str(error))
+            await self._try_look()
+
+    async def _try_look(self) -> None:
+        try:
+            await self._look()
+        except (BrokerError, DeadlineError, NatsError, ValueError) as error:  # the next does it
+            _log.warning("connections_not_seen", error=str(error))
 
     async def _opened(self, message: Msg) -> None:
         key, name = _told(message)

@@ -9,7 +9,7 @@ from nats.aio.client import Client
 
 from ...broker.audit import Audit
 from ...broker.credentials import expiry
-from ...broker.keys import id_of_invitation, key_hash, new_api_key, new_invitation
+from ...broker.keys import api_key, id_of_invitation, invitation_code, is_same, key_hash
 from ...broker.load.rates import Rates
 from ...broker.rpc import Handler, RequestContext, Service
 from ...broker.users import UserStore
@@ -51,15 +51,21 @@ PAGE_USERS = 500
 ROTATIONS, ROTATIONS_S = 10, 1 / 60
 """How often a user may replace the own key: at once, and a second in the long run."""
 _OWN_KICK_S = 1.0
+_AGAIN_S = 120.0
+"""For how long a request that makes a user is answered with the same key if it comes again."""
 _DAY_S = 86_400
 
 
 class UserDesk:
     """Answers on `rpc.<user>.users.<method>`."""
 
-    def __init__(self, users: UserStore, audit: Audit, system: Client) -> None:
-        """Change `users`; close connections through the server's `system` account."""
+    def __init__(self, users: UserStore, audit: Audit, system: Client, secret: bytes) -> None:
+        """Change `users`; close connections through the server's `system` account.
+
+        Keys follow from the pool's `secret` and the id of the request that makes them.
+        """
         self._users = users
+        self._secret = secret
         self._audit = audit
         self._system = system
         self._kicks: set[asyncio.Task[int]] = set()
@@ -84,11 +90,12 @@ class UserDesk:
 
     async def _add(self, request: AddUser, context: RequestContext) -> NewKey:
         async def work() -> NewKey:
-            key = new_api_key(user_name(request.user))
-            record = _record(request.user, key, request.days, request.max_slots)
+            user = user_name(request.user)
+            key = api_key(user, self._secret, "add", context.user, request.request_id)
+            record = _record(user, key, request.days, request.max_slots)
             record = record.model_copy(update={"role": request.role, "weight": request.weight})
-            await self._create(record)
-            return NewKey(secret=key, user=record.user, expires=record.expires)
+            record = await self._create(record)
+            return NewKey(secret=key, user=user, expires=record.expires)
 
         return await self._as_admin(context, "users.add", request.user, work)
 
@@ -102,7 +109,10 @@ class UserDesk:
 
     async def _rotate(self, request: RotateKey, context: RequestContext) -> NewKey:
         async def work() -> NewKey:
-            key, now = new_api_key(request.user), time.time()
+            known, now = await self._known(request.user), time.time()
+            key = api_key(known.user, self._secret, "rotate", context.user, request.request_id)
+            if known.revoked is None and is_same(known.key_hash, key_hash(key)):  # come again
+                return NewKey(secret=key, user=known.user, expires=known.expires)
 
             def replace(record: UserRecord) -> UserRecord:
                 if record.revoked is not None:
@@ -154,7 +164,7 @@ class UserDesk:
 
     async def _invite(self, request: Invite, context: RequestContext) -> NewKey:
         async def work() -> NewKey:
-            number, code = new_invitation()
+            number, code = invitation_code(self._secret, context.user, request.request_id)
             invitation = Invitation(
                 code_hash=key_hash(code),
                 uses_left=request.uses,
@@ -162,7 +172,13 @@ class UserDesk:
                 key_days=request.key_days,
                 max_slots=request.max_slots,
             )
-            await self._users.invite(number, invitation)
+            try:
+                await self._users.invite(number, invitation)
+            except ConflictError:
+                known = await self._users.invitation(number)
+                if known is None or not is_same(known.code_hash, invitation.code_hash):
+                    raise
+                invitation = known
             return NewKey(secret=code, expires=invitation.expires)
 
         return await self._as_admin(context, "users.invite", "", work)
@@ -173,17 +189,18 @@ class UserDesk:
         number = id_of_invitation(request.code)
         if number is None:
             raise AuthError("this is no invitation", hint="ask an admin for one")
-        if await self._users.get(name) is not None:
-            raise _taken(name)
+        key = api_key(name, self._secret, "register", request.code, request.request_id)
+        if (known := await self._users.get(name)) is not None:
+            if not _is_again(known, key_hash(key)):
+                raise _taken(name)
+            return NewKey(secret=key, user=name, expires=known.expires)
 
         def use(invitation: Invitation) -> Invitation:
             check_invitation(invitation, request.code)
             return invitation.model_copy(update={"uses_left": invitation.uses_left - 1})
 
         invitation = await self._users.change_invitation(number, use)
-        key = new_api_key(name)
-        record = _record(name, key, invitation.key_days, invitation.max_slots)
-        await self._create(record)
+        record = await self._create(_record(name, key, invitation.key_days, invitation.max_slots))
         await self._audit.write(f"invitation {number}", "users.register", target=name)
         return NewKey(secret=key, user=name, expires=record.expires)
 
@@ -196,11 +213,16 @@ class UserDesk:
     async def _me(self, _: Empty, context: RequestContext) -> UserReply:
         return UserReply(user=_info(await self._known(context.user)))
 
-    async def _create(self, record: UserRecord) -> None:
+    async def _create(self, record: UserRecord) -> UserRecord:
+        """Make a user; if the same request has made it before, return that one."""
         try:
             await self._users.create(record)
         except ConflictError as error:
-            raise _taken(record.user) from error
+            known = await self._users.get(record.user)
+            if known is None or not _is_again(known, record.key_hash):
+                raise _taken(record.user) from error
+            return known
+        return record
 
     async def _known(self, user: str) -> UserRecord:
         record = await self._users.get(user)
@@ -248,6 +270,11 @@ class UserDesk:
     async def _kick_later(self, user: str) -> int:
         await asyncio.sleep(_OWN_KICK_S)
         return await kick(self._system, user)
+
+
+def _is_again(known: UserRecord, key_hash: str) -> bool:
+    """Whether a request has made this user already, a moment ago."""
+    return is_same(known.key_hash, key_hash) and time.time() - known.created < _AGAIN_S
 
 
 def _record(user: str, key: str, days: float, max_slots: int | None) -> UserRecord:

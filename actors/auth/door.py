@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.audit import Audit
-from ...broker.connection import Broker, Listening
+from ...broker.connection import Broker, ConnectionLost, Listening
 from ...broker.faults import NO_STREAM
 from ...broker.kv import WRITE_ID
 from ...broker.load.fair_queue import FairQueue
@@ -55,21 +55,24 @@ class Door:
 
     def __init__(
         self,
+        requests: Broker,
         broker: Broker,
         audit: Audit,
         bounds: StorageBounds,
-        requests: Callable[[str], int | None],
+        bound: Callable[[str], int | None],
     ) -> None:
-        """Ask JetStream with this connection; write down what is refused.
+        """Hear guests and pass on what they ask over `requests`; look things up with `broker`.
 
-        `bounds` knows what guests may add, `requests` how many of a user's may run at once.
+        `bounds` knows what guests may add, `bound` how many requests of a user may run at once.
         """
+        self._requests = requests
         self._broker = broker
         self._audit = audit
         self._bounds = bounds
         self._known: dict[str, float] = {}
-        self._queue = FairQueue()
-        self._queue.bound = requests
+        self.share = FairQueue()
+        """Requests of guests, who take turns."""
+        self.share.bound = bound
         self._listening: list[Listening] = []
 
     async def open(self) -> None:
@@ -80,20 +83,20 @@ class Door:
             f"{PREFIX}.job.*.*.store.>",
         )
         self._listening = [
-            await self._broker.listen(subject, self._take, queue=_QUEUE) for subject in subjects
+            await self._requests.listen(subject, self._take, queue=_QUEUE) for subject in subjects
         ]
 
     async def close(self) -> None:
         """Take no more requests."""
         for one in self._listening:
             await one.stop()
-        await self._queue.settle(_SETTLE_S)
+        await self.share.settle(_SETTLE_S)
 
     def _take(self, message: Msg) -> None:
         """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
         if message.reply.startswith(INBOXES):
             user = message.subject.split(".")[3]
-            self._queue.submit(user, lambda: self._answer(message), len(message.data))
+            self.share.submit(user, lambda: self._answer(message), len(message.data))
 
     async def _answer(self, message: Msg) -> None:
         try:
@@ -108,6 +111,8 @@ class Door:
                 raise MessageError(f"the door cannot {verb}")
         except (MessageError, NotFoundError, QuotaError) as error:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
+        except ConnectionLost:  # dropped with all that waited: the guest asks again
+            return
         except TinkermqError as error:  # the guest's deadline ends it, and he asks again
             _log.warning("door_failed", subject=message.subject, error=error.message)
 
@@ -121,7 +126,7 @@ class Door:
             place = f"$JS.API.DIRECT.GET.{stream}"
             if key:
                 place, request = self._broker.last_get(stream, key)
-            await self._broker.send(place, request, reply=message.reply)
+            await self._requests.send(place, request, reply=message.reply)
 
     async def _info(self, guest: Guest, stream: str, message: Msg) -> None:
         if guest.job or not is_stream_of(guest.user, stream):
@@ -129,7 +134,7 @@ class Door:
         request = _json(message.data) if message.data else {}
         known = {key: request[key] for key in ("subjects_filter", "offset") if key in request}
         payload = json.dumps(known).encode() if known else b""
-        await self._broker.send(f"$JS.API.STREAM.INFO.{stream}", payload, reply=message.reply)
+        await self._requests.send(f"$JS.API.STREAM.INFO.{stream}", payload, reply=message.reply)
 
     async def _put(self, guest: Guest, subject: str, message: Msg) -> None:
         stream = may_store(guest, subject)
@@ -141,7 +146,7 @@ class Door:
             headers = {name: given[name] for name in _HEADERS if name in given}
             if _MESSAGE_ID in given and is_stream_of(guest.user, stream):
                 headers[_MESSAGE_ID] = f"{guest.role or 'user'}.{given[_MESSAGE_ID]}"
-            await self._broker.send(
+            await self._requests.send(
                 subject, message.data, reply=message.reply, headers=headers or None
             )
 
@@ -154,7 +159,7 @@ class Door:
             await stream_info(self._broker, stream)
         except StreamNotFound:
             headers = {"Status": _NOT_THERE, NO_STREAM: stream}
-            await self._broker.publish(message.reply, b"", headers)
+            await self._requests.publish(message.reply, b"", headers)
             return False
         if len(self._known) >= _MAX_KNOWN:
             self._known.clear()
@@ -165,7 +170,7 @@ class Door:
         """Answer in the form of the request that was made: a read, or a call of the API."""
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
         headers = {"Status": _FORBIDDEN, "Description": why}
-        await self._broker.publish(message.reply, body, headers)
+        await self._requests.publish(message.reply, body, headers)
         await self._audit.refused(caller_of_rpc(message.subject), "store", why)
 
 

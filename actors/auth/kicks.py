@@ -9,8 +9,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from ...broker.credentials import ACCOUNT
+from ...schemas.errors import DeadlineError
 
-_SCATTER_S = 0.5
+_FIRST_S, _SCATTER_S = 10.0, 0.5
+"""For the first server to answer, which may have much to do, and for each further one after that."""
 _KICK_S = 2.0
 _PAGE = 1024
 _MAX_ROUNDS = 20
@@ -76,19 +78,25 @@ async def listed(system: Client) -> list[Connection]:
 
 
 async def _list(system: Client, query: dict[str, Any]) -> list[Connection]:
-    """Return one page of the connections at each server."""
+    """Return one page of the connections at each server; raises DeadlineError if none answers."""
     query = {"auth": True, "acc": ACCOUNT, "limit": _PAGE, "state": 0, **query}
     answers: asyncio.Queue[Msg] = asyncio.Queue()
     inbox = system.new_inbox()
     subscription = await cast("Any", system).subscribe(inbox, cb=answers.put)
-    found: list[Connection] = []
+    loop, found, heard = asyncio.get_running_loop(), list[Connection](), False
     try:
         await system.publish("$SYS.REQ.SERVER.PING.CONNZ", json.dumps(query).encode(), reply=inbox)
-        async with asyncio.timeout(_SCATTER_S):
+        async with asyncio.timeout(_FIRST_S) as waiting:
             while True:  # one answer from each server
                 found += _read(await answers.get())
-    except TimeoutError:
-        return found
+                heard = True
+                waiting.reschedule(loop.time() + _SCATTER_S)
+    except TimeoutError as error:
+        if heard:
+            return found
+        raise DeadlineError(
+            f"no server told its connections within {_FIRST_S:g} s", hint="it may be overloaded"
+        ) from error
     finally:
         await subscription.unsubscribe()
 

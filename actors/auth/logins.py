@@ -29,6 +29,8 @@ PROCESS_CONNECTIONS = 8
 """For each actor that a job may have, under the name of the job."""
 _RUNNING = 16
 _REFUSALS_S = 50.0
+_TURNED_AWAY = "turned away"
+"""The line of all who are refused before they are looked up: the audit may be slow."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -56,9 +58,8 @@ class Logins:
         self._rates = Rates(LOGINS_S, LOGINS_AT_ONCE)
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
-    async def take(self, message: Msg) -> None:
+    def take(self, message: Msg) -> None:
         """Begin to answer one question, or turn somebody away who asks too often."""
-        await self._queue.give_way()
         try:
             request = read_request(message.data)
         except MessageError as error:
@@ -68,8 +69,9 @@ class Logins:
         why = self._excess(line, request)
         if not why and not self._queue.submit(line, lambda: self._answer(message, request)):
             why = "too many log-ins at once: come again in some seconds"
-        if why:
-            await self._turn_away(message, request, line, why)
+        if why and self._refusals.take(line, time.monotonic()) is not None:
+            who = _named(line, request)
+            self._queue.submit(_TURNED_AWAY, lambda: self._refuse(message, request, who, why))
 
     async def settle(self, deadline_s: float) -> None:
         """Give what runs some time to end."""
@@ -115,11 +117,9 @@ class Logins:
             return ""
         return f"{has} connections, the quota is {most}: close some, or ask an admin"
 
-    async def _turn_away(self, message: Msg, request: LoginRequest, line: str, why: str) -> None:
-        if self._refusals.take(line, time.monotonic()) is None:
-            return
+    async def _refuse(self, message: Msg, request: LoginRequest, who: str, why: str) -> None:
         await message.respond(self._issuer.refuse(request, why))
-        await self._audit.refused(_named(line, request), "login", why, _where(request))
+        await self._audit.refused(who, "login", why, _where(request))
 
     async def _answer(self, message: Msg, request: LoginRequest) -> None:
         try:
@@ -127,8 +127,7 @@ class Logins:
             if why := self._too_many(admission.name):  # others came in while this one waited
                 raise AuthError(why)
         except AuthError as error:
-            await message.respond(self._issuer.refuse(request, error.message))
-            await self._audit.refused(request.user, "login", error.message, _where(request))
+            await self._refuse(message, request, request.user, error.message)
         except TinkermqError as error:  # not known: the client asks again
             _log.error("login_undecided", user=request.user, error=error.message)
             await message.respond(self._issuer.refuse(request, "the users cannot be read now"))

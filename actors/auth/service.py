@@ -1,23 +1,28 @@
-"""The auth service's life: it holds three connections and answers on all of them.
+"""The auth service's life: it holds four connections.
 
 In the account of the callout it hears of each log-in; in the system account it closes connections;
-in the pool's own account it keeps the users, answers admins and nodes, and holds the door.
+in the pool's own account it keeps the users and answers nodes. What users ask, of the service and
+at the door, comes over a fourth: a flood of it delays no log-in.
 """
 
 import asyncio
 import contextlib
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nats.aio.client import Client
 
 from ...broker.addresses import server_urls
 from ...broker.audit import Audit
 from ...broker.complaints import RECONNECT_WAIT_S
+from ...broker.connection import Broker
 from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
 from ...broker.jobs import JobStore
+from ...broker.listening import listen
+from ...broker.load.request_connection import drop_old_requests, request_connection
 from ...broker.login import tls_options
 from ...broker.process import erase_variable
+from ...broker.rpc import Service
 from ...broker.users import UserStore, create_user_stores
 from ...schemas.errors import ConfigError, ConflictError
 from ..runtime import ActorContext
@@ -60,6 +65,24 @@ async def serve(
     Every `look_s` the connections of jobs that ended more than `grace_s` ago are closed; every
     `load_s` it is looked who sends too much.
     """
+    async with request_connection(context.broker, context.stopping) as requests:
+        if requests is not None:
+            times = _Times(look_s, grace_s, load_s)
+            await _answer(context, requests, secrets, times)
+
+
+class _Times(NamedTuple):
+    """See `serve`."""
+
+    look_s: float
+    grace_s: float
+    load_s: float
+
+
+async def _answer(
+    context: ActorContext, requests: Broker, secrets: PoolSecrets, times: _Times
+) -> None:
+    """Answer users over `requests`, everybody else over the context's own connection."""
     broker = context.broker
     await create_user_stores(broker)
     users, jobs, audit = UserStore(broker), JobStore(broker), Audit(broker)
@@ -72,24 +95,30 @@ async def serve(
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
     known = KnownUsers(broker)
     await known.open()
-    door = Door(broker, audit, StorageBounds(broker, known), known.requests)
-    connections = Connections(system, audit, known.get, look_s=load_s)
-    context.service.share.bound = known.requests
+    door = Door(requests, broker, audit, StorageBounds(broker, known), known.requests)
+    connections = Connections(system, audit, known.get, look_s=times.load_s)
     logins = Logins(gate, issuer, audit, connections, known.get, job_secret)
+    asking = await Service.start(
+        requests,
+        name="tinkermq-users",
+        description="Users of the pool, answered by the auth service",
+    )
+    asking.share.bound = known.requests
     try:
         await connections.start()
-        await UserDesk(users, audit, system).open(context.service)
+        await UserDesk(users, audit, system, job_secret).open(asking)
         await JobKeys(jobs, job_secret).open(context.service)
         await door.open()
-        await cast("Any", callout).subscribe(CALLOUT, queue="auth", cb=logins.take)
-        await callout.flush()
+        await listen(callout, CALLOUT, logins.take, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
-            ends = JobEnds(system, jobs, every_s=look_s, grace_s=grace_s)
+            ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)
+            dropping = drop_old_requests(requests, asking.share, door.share)
             looking = (
                 tasks.create_task(ends.run(), name="connections of ended jobs"),
                 tasks.create_task(connections.run(), name="load of connections"),
                 tasks.create_task(known.run(), name="records of users"),
+                tasks.create_task(dropping, name="requests behind a flood"),
             )
             await context.stopping.wait()
             for task in looking:
@@ -97,6 +126,7 @@ async def serve(
         await door.close()
         await logins.settle(_SETTLE_S)
     finally:
+        await asking.stop()
         await known.close()
         await callout.close()
         await system.close()

@@ -8,15 +8,14 @@ dropped with the connection: nobody waits in it any more, and who is not floodin
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from typing import cast
 
 import nats.errors
 import structlog
 
 from ..connection import Broker
-from ..outages.first_connection import first_connection
+from ..outages.first_connection import connected
 from .fair_queue import FairQueue
 
 _LOOK_S = 1.0
@@ -26,28 +25,26 @@ _MANY = 16
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-@asynccontextmanager
-async def request_connection(
+def request_connection(
     broker: Broker, stopping: asyncio.Event
-) -> AsyncIterator[Broker | None]:
+) -> AbstractAsyncContextManager[Broker | None]:
     """Connect once more, as `broker` did; None when `stopping` was set before it succeeded."""
     name = f"{broker.name}-requests"
-    own = await first_connection(broker.url, name, stopping, login=broker.login, for_ever=True)
-    try:
-        yield own
-    finally:
-        if own is not None:
-            await own.close()
+    return connected(broker.url, name, stopping, login=broker.login, for_ever=True)
 
 
 async def drop_old_requests(
-    own: Broker, share: FairQueue, *, look_s: float = _LOOK_S, late_s: float = _LATE_S
+    own: Broker, *shares: FairQueue, look_s: float = _LOOK_S, late_s: float = _LATE_S
 ) -> None:
-    """Make the connection anew whenever a flood has left it `late_s` behind, for ever."""
-    seen = share.num_refused
+    """Make the connection anew whenever a flood has left it `late_s` behind, for ever.
+
+    `shares` take the requests that come over it.
+    """
+    seen = sum(share.num_refused for share in shares)
     while True:
         await asyncio.sleep(look_s)
-        refused, seen = share.num_refused - seen, share.num_refused
+        before, seen = seen, sum(share.num_refused for share in shares)
+        refused = seen - before
         if refused >= _MANY and own.is_connected and await _is_late(own, late_s):
             _log.warning("requests_dropped", refused=refused, late_s=late_s)
             await own.nc.force_reconnect()

@@ -12,7 +12,9 @@ FLUSH_DEADLINE_S = 60.0
 _ANSWER_S = 5
 
 
-async def flush(broker: "Broker", *, waiting_for: str) -> None:
+async def flush(
+    broker: "Broker", *, waiting_for: str, deadline_s: float = FLUSH_DEADLINE_S
+) -> None:
     """Wait until the server has taken all that was sent, subscriptions above all.
 
     nats-py's own flush waits for the answer to a ping; where the connection breaks meanwhile, that
@@ -36,4 +38,4 @@ async def flush(broker: "Broker", *, waiting_for: str) -> None:
             flushing.cancel()
             breaking.cancel()
 
-    await broker.retry(attempt, deadline_s=FLUSH_DEADLINE_S, waiting_for=waiting_for)
+    await broker.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...broker.connection import Broker, connect
+from ...broker.outages.flushing import flush
 from ...broker.presence import list_presences
 from ...broker.scheduler_calls import SchedulerCalls
 from ...broker.server import binary_path
@@ -31,6 +32,7 @@ FAILED = 1
 _SLOW_S = 0.05
 _CLOCK_S = 5.0
 _ASK_S = 2.0
+_BROKER_S = 3.0
 _MIN_FREE_BYTES = 2 * 2**30
 _MAX_RECORDS = 10
 
@@ -130,9 +132,9 @@ def _pool(nats_url: str | None) -> list[Finding]:
 
 
 async def _look(url: str) -> list[Finding]:
-    async with await connect(url, name="tinkermq-doctor", deadline_s=3) as broker:
+    async with await connect(url, name="tinkermq-doctor", deadline_s=_BROKER_S) as broker:
         started = time.perf_counter()
-        await broker.nc.flush()
+        await flush(broker, waiting_for="the broker", deadline_s=_BROKER_S)
         trip_s = time.perf_counter() - started
         server = broker.nc.connected_server_version
         version = f"{server.major}.{server.minor}.{server.patch}"

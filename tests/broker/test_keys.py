@@ -5,10 +5,10 @@ from tinkermq.broker.keys import (
     JobIdentity,
     check_job_key,
     id_of_invitation,
+    invitation_code,
     job_key,
     key_hash,
     new_api_key,
-    new_invitation,
     read_job_key,
     user_of_key,
 )
@@ -50,7 +50,7 @@ def test_what_is_no_job_key_stands_for_nobody(text: str) -> None:
 
 
 def test_an_invitation_is_found_by_its_id() -> None:
-    number, code = new_invitation()
+    number, code = invitation_code(b"s" * 32, "a request")
     assert id_of_invitation(code) == number
     assert id_of_invitation("tmqinv_x_y") is None
     assert id_of_invitation(new_api_key("ada")) is None

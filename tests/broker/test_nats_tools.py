@@ -163,9 +163,9 @@ async def test_a_pool_with_users_shows_the_same_to_its_operator(tmp_path: Path) 
         operator = await pool.service("scheduler")
         await create_shared(operator)
         await pool.job("ada", "01job")
-        infos = await discovered(operator, "INFO", {"tinkermq-auth"})
+        infos = await discovered(operator, "INFO", {"tinkermq-auth", "tinkermq-users"})
         check_services("info", infos)
-        endpoints = {one["name"] for one in infos["tinkermq-auth"]["endpoints"]}
+        endpoints = {one["name"] for one in infos["tinkermq-users"]["endpoints"]}
         assert {"add", "revoke", "audit"} <= endpoints
         listed = await js(operator, "STREAM.LIST", offset=0)
         for stream in listed["streams"]:

@@ -15,9 +15,9 @@ from pydantic import BaseModel, StringConstraints, TypeAdapter, ValidationError
 from tinkermq.broker.keys import (
     JobIdentity,
     id_of_invitation,
+    invitation_code,
     job_key,
     new_api_key,
-    new_invitation,
     read_job_key,
     user_of_key,
 )
@@ -95,7 +95,7 @@ def test_no_pattern_of_a_message_lets_a_line_break_pass(pattern: str) -> None:
 
 @pytest.mark.parametrize("more", BREAKS)
 def test_no_name_key_or_number_takes_a_line_break(more: str) -> None:
-    key, (_, code) = new_api_key("ada"), new_invitation()
+    key, (_, code) = new_api_key("ada"), invitation_code(b"s" * 32, "a request")
     process = job_key(JobIdentity("ada", "j", "learner", "learner", 1), b"s")
     for text in (f"ada{more}", f"{more}ada"):
         for check in (lambda one: token(one, what="user"), user_name):

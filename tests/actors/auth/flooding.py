@@ -33,11 +33,16 @@ def opened(host: str, port: int, key: str) -> socket.socket:
     return connection
 
 
+def publication(subject: str, reply: str, payload: bytes) -> bytes:
+    """Return what publishes a request."""
+    return f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
+
+
 def publish(host: str, port: int, key: str, subject: str, num_bytes: int) -> None:
     """Send requests without end; come back when shut out."""
     reply = f"_INBOX_{key.split('_')[1]}.flood"
     payload = b"\x81\xa1v\x01" if num_bytes < 4 else b"x" * num_bytes
-    one = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + b"\r\n"
+    one = publication(subject, reply, payload)
     many = one * max(_BATCH // max(num_bytes >> 10, 1), 1)
     told = False
     while True:

@@ -10,23 +10,30 @@ from pathlib import Path
 
 import pytest
 from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.kv import Bucket
 from tinkermq.broker.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.process import die_with
 from tinkermq.broker.user_calls import ask_users
+from tinkermq.broker.users import UserStore
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.errors import BrokerError, DeadlineError
 from tinkermq.schemas.message import Empty
 from tinkermq.schemas.node import SchedulerLease
-from tinkermq.schemas.subjects import BUCKET_LEASES, rpc
+from tinkermq.schemas.subjects import BUCKET_JOBS, BUCKET_LEASES, rpc
 from tinkermq.schemas.user import AuditList, AuditRequest, SetQuota, UserReply
 
+from tests.actors.auth.flooding import opened, publication
 from tests.secured import SecuredPool, secured
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 FLOODING = Path(__file__).with_name("flooding.py")
 NUM_ASKED = 5
+NUM_LOG_INS = 10
+BOUNDED = {"max_messages_s": 1000}
+"""A quota that a flood is over on a busy machine, too: it is ended after some seconds."""
+MB = 1 << 20
 
 
 @contextmanager
@@ -140,6 +147,51 @@ async def test_log_ins_of_one_user_without_end_do_not_shut_the_others_out(tmp_pa
                 return any("the quota is 64" in one for one in await refusals(root, "mallory"))
 
             await eventually(told, "the refusals to be told")
+
+
+async def test_a_flood_that_breaks_the_connection_of_requests_breaks_nothing_else(
+    tmp_path: Path,
+) -> None:
+    async with secured(tmp_path, extra_config="max_pending: 8MB") as pool:
+        await pool.user("ada")
+        await pool.user("mallory")
+        lost = asyncio.Event()
+        assert pool.auth_broker is not None
+        pool.auth_broker.on_disconnect(lost.set)
+        address = ("127.0.0.1", pool.server.port, pool.keys["mallory"])
+        with await asyncio.to_thread(opened, *address) as connection:
+            for _ in range(64):  # nobody reads meanwhile: the auth service shares this loop
+                connection.sendall(
+                    publication(rpc("mallory", "users", "me"), "_INBOX.no", b"x" * MB)
+                )
+        async with await pool.connected(pool.keys["ada"]) as ada:
+            await ask_users(ada, "me", Empty(), UserReply)
+        assert not lost.is_set()
+
+
+@pytest.mark.long
+async def test_log_ins_and_answers_of_others_come_through_while_one_user_floods_without_end(
+    tmp_path: Path,
+) -> None:
+    async with secured(tmp_path) as pool:
+        for user in ("ada", "mallory"):
+            await pool.user(user)
+        root = await pool.user("root")
+        without_end = SetQuota(user="mallory", max_messages_s=-1, max_bytes_s=-1)
+        await ask_users(root, "quota", without_end, UserReply)
+        kept = f"{rpc('mallory', 'store', 'get')}.KV_{BUCKET_JOBS}.$KV.{BUCKET_JOBS}.mallory.none"
+        async with (
+            flood(pool, "publish", "mallory", rpc("mallory", "users", "me"), "3"),
+            flood(pool, "publish", "mallory", kept, "3"),
+        ):
+            for _ in range(NUM_LOG_INS):  # each within the server's time-out, at the first try
+                await (await pool.connected(pool.keys["ada"])).close()
+            users = UserStore(await pool.service("auth"))
+            await users.change("mallory", lambda one: one.model_copy(update=BOUNDED))
+            for _ in range(NUM_ASKED):  # each within the client's
+                async with await pool.connected(pool.keys["ada"]) as ada:
+                    await ask_users(ada, "me", Empty(), UserReply)
+                    assert await JobStore(ada).list_jobs("ada") == []
 
 
 @pytest.mark.long

@@ -161,6 +161,31 @@ async def test_names_that_mean_something_else_are_refused(pool: SecuredPool) -> 
             await ask_users(root, "add", AddUser(user=name), NewKey)
 
 
+async def test_a_request_that_comes_again_makes_no_second_key(pool: SecuredPool) -> None:
+    root = await pool.user("root")
+    added, invited = AddUser(user="twice"), Invite(uses=1)
+    made = await ask_users(root, "add", added, NewKey)
+    assert await ask_users(root, "add", added, NewKey) == made
+    with pytest.raises(ConflictError, match="already"):
+        await ask_users(root, "add", AddUser(user="twice"), NewKey)
+    rotated = RotateKey(user="twice")
+    fresh = await ask_users(root, "rotate", rotated, NewKey)
+    assert fresh.secret != made.secret
+    await pool.connected(fresh.secret)
+    assert await ask_users(root, "rotate", rotated, NewKey) == fresh
+    code = await ask_users(root, "invite", invited, NewKey)
+    assert await ask_users(root, "invite", invited, NewKey) == code
+    guest = await pool.connected(code.secret)
+    registered = Register(code=code.secret, user="once")
+    key = await ask_users(guest, "register", registered, NewKey)
+    assert await ask_users(guest, "register", registered, NewKey) == key
+    with pytest.raises(ConflictError, match="already"):
+        await ask_users(guest, "register", Register(code=code.secret, user="once"), NewKey)
+    for one in (fresh, key):
+        told = await ask_users(await pool.connected(one.secret), "me", Empty(), UserReply)
+        assert told.user.user == one.user
+
+
 async def test_who_has_an_invitation_may_register_and_nothing_else(pool: SecuredPool) -> None:
     root = await pool.user("root")
     code = (await ask_users(root, "invite", Invite(uses=1, max_slots=2), NewKey)).secret

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
+from typing import Any, cast
 
+import nats.errors
+import pytest
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.load.fair_queue import FairQueue
 from tinkermq.broker.load.request_connection import drop_old_requests, request_connection
@@ -15,6 +18,7 @@ from tinkermq.schemas.subjects import rpc
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 NUM_FLOODING = 30_000
+NUM_BREAKS = 5
 
 
 async def _work() -> None:
@@ -67,3 +71,46 @@ async def test_a_connection_that_a_flood_has_left_behind_is_made_anew(
         assert own_broker.is_connected
         dropping.cancel()
     await share.settle(0)
+
+
+async def test_a_connection_that_is_made_anew_in_the_middle_of_a_message_hears_again(
+    nats_server: NatsServer,
+) -> None:
+    heard = asyncio.Event()
+
+    async def flood() -> None:
+        while not flooding.nc.is_closed:
+            for _ in range(100):
+                await flooding.nc.publish("flood", b"x" * 3000)
+            await flooding.nc.flush()
+
+    async with (
+        await connect(nats_server.url, name="listener") as own,
+        await connect(nats_server.url, name="flood") as flooding,
+    ):
+        await own.listen("flood", lambda _: heard.set())
+        task = asyncio.create_task(flood())
+        for _ in range(NUM_BREAKS):
+            reader = cast("Any", own.nc)._transport._io_reader
+            while not reader._buffer:
+                await asyncio.sleep(0)  # until something has come that is not read yet
+            await own.nc.force_reconnect()
+            heard.clear()
+            await asyncio.wait_for(heard.wait(), PATIENCE_S)
+        task.cancel()
+
+
+async def test_a_ping_that_is_answered_late_does_not_end_the_reading(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    lost = asyncio.Event()
+    own_broker.on_disconnect(lost.set)
+    assert own_server.pid is not None
+    os.kill(own_server.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(nats.errors.FlushTimeoutError):
+            await own_broker.nc.flush(cast("int", 0.05))
+    finally:
+        os.kill(own_server.pid, signal.SIGCONT)
+    await own_broker.nc.flush()
+    assert not lost.is_set()
