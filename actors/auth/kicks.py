@@ -12,7 +12,7 @@ from ...broker.credentials import ACCOUNT
 from ...schemas.errors import DeadlineError
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
-"""For the first server to answer, which may have much to do, and for each further one after that."""
+"""For the first server to answer, which may have much to do, and for each further one then."""
 _KICK_S = 2.0
 _PAGE = 1024
 _MAX_ROUNDS = 20

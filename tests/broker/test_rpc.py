@@ -23,6 +23,7 @@ from tinkermq.schemas.errors import (
 )
 from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.reply import ErrorReply
+from tinkermq.schemas.subjects import rpc
 
 from tests.strategies import hostile_payloads
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
@@ -270,6 +271,19 @@ async def test_a_request_in_flight_at_a_restart_is_lost_or_repeated_as_the_calle
         echo.release.set()
         assert (await asyncio.wait_for(again, PATIENCE_S)).observation == "wait"
     await service.stop()
+
+
+async def test_a_service_stops_while_the_server_is_gone(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    async def step(_: Empty) -> Empty:
+        return Empty()
+
+    service = await Service.start(own_broker, name="test-service", description="d")
+    await service.endpoint("step", rpc("*", "test", "step"), Empty, step, fair=True)
+    own_server.kill()
+    await service.stop()
+    own_server.start()
 
 
 async def test_stopping_lets_running_requests_finish(broker: Broker) -> None:
