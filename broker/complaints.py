@@ -7,7 +7,7 @@ may be starting; after half a minute the connection is closed for good, unless i
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import nats.errors
 import structlog
@@ -58,8 +58,9 @@ class CarefulClient(Client):
 
     async def _process_pong(self) -> None:
         """Take the answer to a ping, also to one whose flush has run out of time."""
-        if self._pongs and self._pongs[0].done():
-            self._pongs[0] = asyncio.get_running_loop().create_future()
+        pongs = cast("list[asyncio.Future[Any]]", cast("Any", self)._pongs)
+        if pongs and pongs[0].done():
+            pongs[0] = asyncio.get_running_loop().create_future()
         await super()._process_pong()
 
     async def close(self) -> None:

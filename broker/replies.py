@@ -13,9 +13,14 @@ from typing import Any, NamedTuple, cast
 from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
-from ..schemas.errors import BrokerError
+from ..schemas.errors import BrokerError, BusyError, TinkermqError
+from ..schemas.reply import ErrorReply
 from .faults import nobody_listens
 
+ERROR_CODE = "Nats-Service-Error-Code"
+ERROR_TEXT = "Nats-Service-Error"
+_RETRY_AFTER = "Retry-After"
+_MAX_ERROR_CHARS = 200
 _NO_RESPONDERS = "503"
 
 
@@ -96,3 +101,24 @@ def checked(reply: Msg) -> dict[str, Any]:
     if "error" in answer:
         APIError.from_error(answer["error"])
     return answer
+
+
+def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
+    """Return payload and headers of the answer of a service that has failed."""
+    line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
+    body = ErrorReply.of(code, message, hint).to_bytes()
+    headers = {ERROR_CODE: code, ERROR_TEXT: line or code}
+    if code == BusyError.code:
+        headers[_RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
+    return body, headers
+
+
+def error_of(reply: Msg) -> TinkermqError:
+    """Return the error that such an answer tells of, as the same class."""
+    headers = reply.headers or {}
+    try:
+        error = ErrorReply.from_bytes(reply.data)
+    except ValueError:  # a service of other make: only the headers are common
+        text = headers.get(ERROR_TEXT, "")
+        return BrokerError(f"the request was refused: {headers[ERROR_CODE]} {text}".strip())
+    return error.to_error()

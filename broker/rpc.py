@@ -25,14 +25,12 @@ from nats.micro.service import ServiceConfig
 
 from ..schemas.codec import too_large
 from ..schemas.errors import (
-    BrokerError,
     BusyError,
     DeadlineError,
     NotFoundError,
     TinkermqError,
 )
 from ..schemas.message import Message
-from ..schemas.reply import ErrorReply
 from ..schemas.subjects import caller_of_rpc, user_of_rpc
 from ..schemas.trace import TRACEPARENT
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
@@ -40,6 +38,7 @@ from .listening import is_behind
 from .load.fair_queue import FairQueue
 from .load.rates import Rates
 from .outages.flushing import flush
+from .replies import ERROR_CODE, ERROR_TEXT, error_of, error_reply
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -47,13 +46,9 @@ R = TypeVar("R", bound=Message)
 MAX_RUNNING = 1024
 INBOXES = "_INBOX"
 VERSION = "0.1.0"
-_ERROR_CODE = "Nats-Service-Error-Code"
-_ERROR_TEXT = "Nats-Service-Error"
-_RETRY_AFTER = "Retry-After"
 _DRAIN_S = 5.0
 _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 _BUSY_S = 50.0
-_MAX_ERROR_CHARS = 200
 
 _log = structlog.get_logger()
 
@@ -255,7 +250,7 @@ class _Endpoint:
                 f"user {user!r} has too many requests under way",
                 hint=f"send fewer at once; this one again in {BusyError.retry_after_s:g} s",
             )
-        payload, headers = _error_reply(error.code, error.message, error.hint)
+        payload, headers = error_reply(error.code, error.message, error.hint)
         await self._count(0, headers)
         await self._send(request, payload, headers)
 
@@ -292,10 +287,10 @@ class _Endpoint:
             self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
             return payload, None
         except TinkermqError as error:
-            return _error_reply(error.code, error.message, error.hint)
+            return error_reply(error.code, error.message, error.hint)
         except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
             _log.exception("request_failed", subject=request.subject)
-            return _error_reply(
+            return error_reply(
                 "internal",
                 f"the service failed on {request.subject}: {type(error).__name__}",
                 "its log has the details",
@@ -307,20 +302,11 @@ class _Endpoint:
         micro._processing_time += duration_ns
         if headers is not None:
             micro._num_errors += 1
-            micro._last_error = f"{headers[_ERROR_CODE]}: {headers[_ERROR_TEXT]}"
+            micro._last_error = f"{headers[ERROR_CODE]}: {headers[ERROR_TEXT]}"
 
 
 def _reply_of(request: Request) -> str:
     return cast("Any", request)._msg.reply
-
-
-def _error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
-    line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
-    body = ErrorReply.of(code, message, hint).to_bytes()
-    headers = {_ERROR_CODE: code, _ERROR_TEXT: line or code}
-    if code == BusyError.code:
-        headers[_RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
-    return body, headers
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
@@ -372,8 +358,8 @@ async def call(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None
-    if _ERROR_CODE in (reply.headers or {}):
-        raise _error_of(reply)
+    if ERROR_CODE in (reply.headers or {}):
+        raise error_of(reply)
     return reply_model.from_bytes(reply.data)
 
 
@@ -400,13 +386,3 @@ async def _send(
         if broker.clock() + RETRY_PAUSE_S > deadline:
             raise TimeoutError
         await asyncio.sleep(RETRY_PAUSE_S)
-
-
-def _error_of(reply: Msg) -> TinkermqError:
-    headers = reply.headers or {}
-    try:
-        error = ErrorReply.from_bytes(reply.data)
-    except ValueError:  # a service of other make: only the headers are common
-        text = headers.get(_ERROR_TEXT, "")
-        return BrokerError(f"the request was refused: {headers[_ERROR_CODE]} {text}".strip())
-    return error.to_error()
