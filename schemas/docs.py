@@ -23,6 +23,7 @@ from . import array_codec, codec, errors
 from .bounds import defaults
 from .config import JobConfig
 from .errors import TinkermqError
+from .ids import new_id
 from .message import SCHEMA_VERSION, Message
 from .section import Section
 from .subjects import PREFIX, acting
@@ -278,6 +279,8 @@ def default_text(field: FieldInfo) -> str:
     """Return a field's default for people to read, as Markdown."""
     if field.is_required():
         return "required"
+    if field.default_factory is new_id:
+        return "a new one"
     value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return ""
