@@ -52,7 +52,6 @@ SLOW_CALLBACK_S = 0.05
 WAITERS = frozenset({"node", "gateway"})
 """Services without the right to make the buckets that all jobs share: they wait for them."""
 _SHARED_DEADLINE_S = 60.0
-_NOT_PERMANENT = frozenset({"broker", "deadline", "engine", "internal", "conflict", "fenced"})
 
 T = TypeVar("T")
 ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]
@@ -268,7 +267,7 @@ def run_job_actor(
                 await asyncio.to_thread(refuse_links_to_others, record, context.config)
                 code = await main(context)
             except TinkermqError as error:
-                if not _is_crash(error):
+                if not error.may_pass:
                     with contextlib.suppress(TinkermqError):  # told by the node, too
                         await context.failed(error)
                 raise
@@ -371,13 +370,9 @@ def _report_failure(log: structlog.stdlib.BoundLogger, raised: Exception) -> int
     error = root_cause(raised)
     if isinstance(error, TinkermqError):
         log.error("actor_failed", code=error.code, message=error.message, hint=error.hint)
-        return EXIT_CRASHED if _is_crash(error) else EXIT_FAILED
+        return EXIT_CRASHED if error.may_pass else EXIT_FAILED
     log.error("actor_crashed", exc_info=raised)
     return EXIT_CRASHED
-
-
-def _is_crash(error: TinkermqError) -> bool:
-    return error.code in _NOT_PERMANENT
 
 
 def _stop_on_signal(

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
-from ..schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from ..schemas.errors import (
+    BrokerError,
+    DeadlineError,
+    DeniedError,
+    LogInRefusedError,
+    MessageError,
+    NotFoundError,
+)
 from ..schemas.subjects import BUCKET_JOBS, BUCKET_USERS, stream_of
 from .addresses import split_servers
 
@@ -120,11 +127,12 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
 
 
-def denied(user: str, operation: str, subject: str) -> BrokerError:
+def denied(user: str, operation: str, subject: str) -> DeniedError:
     """Return the error of a user without the right to a subject."""
-    return BrokerError(
+    return DeniedError(
         f"user {user!r} may not {operation} {subject!r}",
         hint="use the credentials of the subject's owner, or grant the right at the broker",
+        subject=subject,
     )
 
 
@@ -190,15 +198,15 @@ def without_users(url: str, user: str) -> BrokerError:
     )
 
 
-def refused(url: str, user: str, error: Exception) -> BrokerError:
+def refused(url: str, user: str, error: Exception) -> LogInRefusedError:
     """Return the error of a user whom the server does not let in."""
     if user == INVITED:
-        return BrokerError(
+        return LogInRefusedError(
             f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
             "used up or expired",
             hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
         )
-    return BrokerError(
+    return LogInRefusedError(
         f"the NATS server at {shown_url(url)} refuses this user: {error}",
         hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "
         "user rotate`); so may the user and password in the URL",

@@ -18,6 +18,7 @@ from nats.micro.request import Request
 from ..schemas.errors import (
     BrokerError,
     DeadlineError,
+    InternalError,
     MessageError,
     NotFoundError,
     TinkermqError,
@@ -115,7 +116,7 @@ class PartsService:
             keeper.cancel()
             _log.exception("request_failed", request=name)
             await sender.fail(
-                TinkermqError(
+                InternalError(
                     f"the service failed: {type(error).__name__}", hint="its log has the details"
                 )
             )

@@ -27,7 +27,7 @@ from ..schemas.codec import too_large
 from ..schemas.errors import (
     BusyError,
     DeadlineError,
-    NotFoundError,
+    NobodyAnswersError,
     TinkermqError,
 )
 from ..schemas.message import Message
@@ -320,10 +320,6 @@ def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable
     return without
 
 
-class NobodyAnswers(NotFoundError):
-    """Nobody listens on the subject of a request, and whoever did has had time to come back."""
-
-
 async def call(
     broker: Broker,
     subject: str,
@@ -340,7 +336,7 @@ async def call(
     `waiting_for` names whom this waits for, for the message of DeadlineError. With `idempotent`
     the request is sent again when the connection broke under it.
 
-    Raises the error that the service raised, DeadlineError, NobodyAnswers, ConnectionLost,
+    Raises the error that the service raised, DeadlineError, NobodyAnswersError, ConnectionLost,
     MessageError for a request that is too large or a malformed reply.
     """
     payload = request.to_bytes()
@@ -354,7 +350,7 @@ async def call(
             hint="see what it does: `nats micro stats`, or its log",
         ) from None
     except NoResponders:
-        raise NobodyAnswers(
+        raise NobodyAnswersError(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ..schemas.errors import BrokerError, BusyError
+from ..schemas.errors import BrokerError, BusyError, NobodyAnswersError
 from ..schemas.ids import new_id
 from ..schemas.job import (
     ConfigureRequest,
@@ -24,8 +24,8 @@ from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.user import QuotaReply
 from .connection import Broker
+from .faults import shown_url
 from .load.repeated_call import repeated_call
-from .rpc import NobodyAnswers
 
 R = TypeVar("R", bound=Message)
 
@@ -180,10 +180,10 @@ class SchedulerCalls:
                     deadline=deadline,
                     waiting_for="the scheduler",
                 )
-            except NobodyAnswers as error:
+            except NobodyAnswersError as error:
                 if time.monotonic() > patience:
                     raise BrokerError(
-                        f"no scheduler is connected to the broker at {self.broker.url}",
+                        f"no scheduler is connected to the broker at {shown_url(self.broker.url)}",
                         hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
                     ) from error
                 await asyncio.sleep(_PAUSE_S)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError
+from ..schemas.errors import BrokerError, DeniedError
 from .connection import Broker, ConnectionLost, Listening, NoResponders
 from .faults import missing, nobody_listens
 from .replies import checked
@@ -206,8 +206,8 @@ class BatchInbox:
             await listening.stop()
 
     def _complain(self, error: BrokerError) -> None:
-        """End the wait for an answer that was denied; the server tells it in lower case."""
-        if self._asked and repr(self._asked.lower()) in error.message:
+        """End the wait for an answer that was denied."""
+        if isinstance(error, DeniedError) and error.subject == self._asked.lower():
             self._replies.put_nowait(error)
 
     async def _collect(self, stream: str, inbox: str) -> Batch:

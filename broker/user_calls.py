@@ -4,13 +4,12 @@ import asyncio
 import time
 from typing import TypeVar
 
-from ..schemas.errors import BrokerError
+from ..schemas.errors import BrokerError, NobodyAnswersError
 from ..schemas.message import Message
 from ..schemas.user import ListUsers, UserInfo, UserList
 from .connection import Broker
 from .faults import shown_url
 from .load.repeated_call import repeated_call
-from .rpc import NobodyAnswers
 
 R = TypeVar("R", bound=Message)
 
@@ -38,7 +37,7 @@ async def ask_users(broker: Broker, method: str, request: Message, reply: type[R
                 deadline=deadline,
                 waiting_for="the auth service",
             )
-        except NobodyAnswers as error:
+        except NobodyAnswersError as error:
             if time.monotonic() >= patience:
                 raise BrokerError(
                     f"the pool at {shown_url(broker.url)} has no users: no auth service answers",

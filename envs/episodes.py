@@ -185,9 +185,17 @@ class Episodes:
         except (Exception, SystemExit) as error:
             raise game_failure(self._name, f"__init__(**{self._kwargs!r})", error) from error
 
+    def _plays_rows(self) -> bool:
+        """Whether `reset` has to be told of something that the game does not draw itself."""
+        if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
+            return False
+        told = list(inspect.signature(self._class.reset).parameters.values())[1:]
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return any(one.default is one.empty and one.kind not in variadic for one in told)
+
     def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
         failure = game_failure(self._name, "reset", error)
-        if isinstance(error, TypeError) and opening.record is None and "argument" in str(error):
+        if opening.record is None and isinstance(error, TypeError) and self._plays_rows():
             failure.hint = (
                 "the episode has no row of a dataset: set env.train_data for a dataset game"
             )

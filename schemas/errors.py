@@ -1,10 +1,15 @@
 """The errors of the system.
 
 Every error says what happened, with which value, and what to do next. The three parts travel in
-an error reply (`code`, `message`, `hint`) and come back as the same class at the caller.
+an error reply (`code`, `message`, `hint`) and come back as the same class at the caller; a subclass
+without a code of its own comes back as its parent. What is decided from an error stands here as a
+fact of its class: nobody reads a message to decide.
 """
 
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
+
+Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
+"""The parts of an episode that may be to blame for its failure."""
 
 
 class TinkermqError(Exception):
@@ -15,6 +20,14 @@ class TinkermqError(Exception):
     """
 
     code: ClassVar[str] = "internal"
+    status: ClassVar[int] = 500
+    """Of an HTTP reply."""
+    may_pass: ClassVar[bool] = False
+    """Whether an actor that was ended by it is started again."""
+    is_mistake: ClassVar[bool] = False
+    """Whether what was asked for is wrong: an episode that met it is not tried again."""
+    boundary: ClassVar[Boundary | None] = None
+    """Where in an episode it arises."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -25,70 +38,113 @@ class TinkermqError(Exception):
         return f"{self.message}\n  {self.hint}" if self.hint else self.message
 
 
+class InternalError(TinkermqError):
+    """A service failed in a way that it does not tell; its log has it."""
+
+    may_pass = True
+
+
 class ConfigError(TinkermqError, ValueError):
     """A configuration key or value that cannot be used."""
 
     code = "config"
+    status = 400
+    is_mistake = True
 
 
 class DataError(TinkermqError, ValueError):
     """A dataset that is missing, empty or lacks a column."""
 
     code = "data"
+    status = 400
+    is_mistake = True
+    boundary = "task"
 
 
 class ModelError(TinkermqError, ValueError):
     """A model folder, tokenizer or chat template that cannot be used."""
 
     code = "model"
+    status = 400
+    is_mistake = True
 
 
 class GameError(TinkermqError, ValueError):
     """A game that cannot be imported, raised, hung, or returned the wrong type."""
 
     code = "game"
+    status = 400
+    boundary = "environment"
 
 
 class SandboxError(TinkermqError):
     """The sandbox for programs of the model cannot be used, or failed."""
 
     code = "sandbox"
+    boundary = "sandbox"
 
 
 class RewardError(TinkermqError):
     """A reward function, endpoint or judge failed, or said something that is no reward."""
 
     code = "reward"
+    boundary = "reward"
 
 
 class EngineError(TinkermqError):
     """The generation engine failed."""
 
     code = "engine"
+    may_pass = True
+    boundary = "engine"
 
 
 class MessageError(TinkermqError, ValueError):
     """A payload that is malformed, over a limit, or of an unknown version."""
 
     code = "message"
+    status = 400
 
 
 class BrokerError(TinkermqError):
     """The broker is unreachable, lacks JetStream, or refused a request."""
 
     code = "broker"
+    status = 503
+    may_pass = True
+    boundary = "broker"
+
+
+class DeniedError(BrokerError):
+    """The broker does not let this user publish or subscribe there."""
+
+    status = 403
+
+    def __init__(self, message: str, *, hint: str = "", subject: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.subject = subject
+        """The subject, in lower case, as the server tells it."""
+
+
+class LogInRefusedError(BrokerError):
+    """The broker does not let this user in."""
+
+    status = 401
 
 
 class AuthError(TinkermqError, PermissionError):
     """An API key that is no key, or a user without the right to do this."""
 
     code = "auth"
+    status = 403
 
 
 class ConflictError(TinkermqError):
     """A compare-and-set lost: somebody else wrote first."""
 
     code = "conflict"
+    status = 409
+    may_pass = True
 
 
 class FencedError(ConflictError):
@@ -101,30 +157,40 @@ class NotFoundError(TinkermqError, ValueError):
     """A job, run, actor, version or episode that does not exist."""
 
     code = "not_found"
+    status = 404
+
+
+class NobodyAnswersError(NotFoundError):
+    """Nobody listens on the subject of a request."""
 
 
 class DeadlineError(TinkermqError, TimeoutError):
     """A wait that went past its deadline; the message names the wait and whom it waited for."""
 
     code = "deadline"
+    status = 504
+    may_pass = True
 
 
 class PlacementError(TinkermqError, ValueError):
     """A request that no node of this pool can ever fulfil."""
 
     code = "placement"
+    status = 400
 
 
 class QuotaError(TinkermqError, ValueError):
     """A request beyond what the user may hold."""
 
     code = "quota"
+    status = 429
 
 
 class StateError(TinkermqError, ValueError):
     """An operation that the job's present state does not allow."""
 
     code = "state"
+    status = 409
 
 
 class JobFailedError(TinkermqError, RuntimeError):
@@ -137,6 +203,7 @@ class BusyError(TinkermqError):
     """A service that has taken on as much as it may: the same request is welcome later."""
 
     code = "busy"
+    status = 429
     retry_after_s: ClassVar[float] = 1.0
     """How much later."""
 
@@ -156,6 +223,11 @@ def _subclasses(base: type[TinkermqError]) -> list[type[TinkermqError]]:
     return found
 
 
+def of_boundary(boundary: Boundary) -> type[TinkermqError]:
+    """Return the class of the errors that arise at a boundary."""
+    return next(cls for cls in _subclasses(TinkermqError) if cls.boundary == boundary)
+
+
 def root_cause(raised: BaseException) -> BaseException:
     """Return the one error inside an exception group, or the group's first."""
     while isinstance(raised, BaseExceptionGroup):
@@ -168,5 +240,5 @@ def root_cause(raised: BaseException) -> BaseException:
 def error_from_reply(code: str, message: str, hint: str) -> TinkermqError:
     """Rebuild the error class that a peer raised, from its error reply."""
     # a subclass without a code of its own is private to its module: the parent stands for it
-    by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError))}
-    return by_code.get(code, TinkermqError)(message, hint=hint)
+    by_code = {cls.code: cls for cls in reversed(_subclasses(TinkermqError)[1:])}
+    return by_code.get(code, InternalError)(message, hint=hint)

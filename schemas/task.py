@@ -1,9 +1,10 @@
 """Tasks: one prompt each, to be rolled out `group_size` times."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
+from .errors import Boundary
 from .message import Message, with_last
 
 
@@ -49,7 +50,7 @@ class Task(Message):
 class Blame(Message):
     """Where and why something failed: exactly one boundary is blamed."""
 
-    boundary: Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
+    boundary: Boundary
     """The boundary at which it failed."""
     code: str
     """The error's stable code."""

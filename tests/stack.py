@@ -18,7 +18,7 @@ from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.process import die_with
 from tinkermq.broker.rpc import call
 from tinkermq.broker.server import NatsServer
-from tinkermq.schemas.errors import DeadlineError, NotFoundError
+from tinkermq.schemas.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.job import (
     FINAL_STATES,
     JobReply,
@@ -171,9 +171,7 @@ class Stack:
                     timeout_s=15,
                     waiting_for="the scheduler",
                 )
-            except (NotFoundError, DeadlineError) as error:
-                if isinstance(error, NotFoundError) and "nobody answers" not in error.message:
-                    raise
+            except (NobodyAnswersError, DeadlineError):
                 return None
 
         return await eventually(answer, "an answer of the scheduler", 30)

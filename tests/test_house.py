@@ -285,6 +285,30 @@ def test_every_lint_ignore_says_which_rule_and_why() -> None:
     assert not wrong
 
 
+def reads_a_message(node: ast.AST) -> bool:
+    """Say whether a comparison, or a question to a text, is about what an error says."""
+    if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn | ast.Eq):
+        sides = [node.left, *node.comparators]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr not in {"startswith", "endswith", "find"}:
+            return False
+        sides = [node.func.value]
+    else:
+        return False
+    said = {"str(error)", "str(raised)", "repr(error)", "error.message", "raised.message"}
+    return any(ast.unparse(side).removesuffix(".lower()") in said for side in sides)
+
+
+def test_nothing_is_decided_by_what_an_error_says() -> None:
+    deciding = [
+        f"{short(path)}:{node.lineno}"
+        for path in modules(*ROOMS)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if reads_a_message(node)
+    ]
+    assert not deciding
+
+
 def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     """Every parameter and key `trust_remote_code` is false by default, and nobody passes True."""
     trusting: list[str] = []

@@ -21,7 +21,7 @@ from starlette.types import Scope
 from ...broker.connection import Broker
 from ...broker.kv import Entry
 from ...broker.presence import list_presences
-from ...schemas.errors import BrokerError, NotFoundError, TinkermqError
+from ...schemas.errors import BrokerError, InternalError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
 from . import openai, pages, rest, users
@@ -32,7 +32,7 @@ from .records import Query, select
 from .render import STATIC, VERSION, make_templates
 from .scheduler import Scheduler
 from .sessions import LogInError, Sessions, Visitor, server_info
-from .web import Gateway, Json, error_fields, gateway_of, status_of, visitor_of
+from .web import Gateway, Json, error_fields, gateway_of, visitor_of
 
 _MAX_LIVE_JOBS = 500
 _TOO_MANY = 429
@@ -161,7 +161,7 @@ def _wants_json(request: Request) -> bool:
 
 
 async def _our_error(request: Request, error: TinkermqError) -> Response:
-    return _told(request, error, status_of(error))
+    return _told(request, error, error.status)
 
 
 def _told(request: Request, error: TinkermqError, status: int) -> Response:
@@ -195,7 +195,7 @@ async def _late(request: Request, error: TimeoutError) -> Response:
 
 async def _crash(request: Request, error: Exception) -> Response:
     _log.error("request_failed", path=request.url.path, exc_info=error)
-    said = TinkermqError(
+    said = InternalError(
         f"the gateway failed at {request.url.path}: {type(error).__name__}",
         hint="its log has the details",
     )

@@ -29,18 +29,6 @@ T = TypeVar("T")
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
 _LARGE = 64 << 10
-_STATUS = {
-    "config": 400,
-    "message": 400,
-    "model": 400,
-    "data": 400,
-    "not_found": 404,
-    "state": 409,
-    "busy": 429,
-    "quota": 429,
-    "broker": 503,
-    "deadline": 504,
-}
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -123,9 +111,8 @@ def guarded(
         try:
             return await endpoint(request)
         except TinkermqError as error:
-            status = _STATUS.get(error.code, 500)
-            headers = {"Retry-After": "1"} if status == 429 else None
-            return JSONResponse(envelope(error, status), status, headers=headers)
+            headers = {"Retry-After": "1"} if error.status == 429 else None
+            return JSONResponse(envelope(error, error.status), error.status, headers=headers)
         except HTTPException as error:
             told = _envelope(str(error.detail), error.status_code, None, None)
             return JSONResponse(told, error.status_code, headers=error.headers)
@@ -185,7 +172,7 @@ async def _stream(
                 for text in answer.events(part):
                     yield text
         except TinkermqError as error:
-            yield event(envelope(error, _STATUS.get(error.code, 500)))
+            yield event(envelope(error, error.status))
             return
         for text in answer.end():
             yield text

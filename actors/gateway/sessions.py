@@ -22,7 +22,14 @@ from ...broker.connection import Broker, connect
 from ...broker.faults import shown_url
 from ...broker.keys import user_of_key
 from ...broker.login import nobody
-from ...schemas.errors import AuthError, BrokerError, BusyError, MessageError, TinkermqError
+from ...schemas.errors import (
+    AuthError,
+    BrokerError,
+    BusyError,
+    LogInRefusedError,
+    MessageError,
+    TinkermqError,
+)
 from ...schemas.job import JobRecord
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
 
@@ -44,6 +51,8 @@ _log = structlog.get_logger()
 
 class LogInError(TinkermqError):
     """No key, an unknown one, or a session that has ended."""
+
+    status = 401
 
 
 @dataclass
@@ -230,9 +239,7 @@ async def _connect_as(url: str, user: str, key: str) -> Broker:
         return await connect(
             url, name=f"gateway-{user}", api_key=key, deadline_s=_CONNECT_DEADLINE_S
         )
-    except BrokerError as error:
-        if "refuses" not in error.message:
-            raise
+    except LogInRefusedError as error:
         _log.warning("log_in_refused", user=user)
         raise LogInError(
             "the broker refuses this key",

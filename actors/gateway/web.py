@@ -22,18 +22,6 @@ from .records import Figures
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 
-_STATUS = {
-    "auth": 403,
-    "not_found": 404,
-    "state": 409,
-    "conflict": 409,
-    "fenced": 409,
-    "deadline": 504,
-    "broker": 503,
-    "busy": 429,
-    "internal": 500,
-}
-
 
 @dataclass
 class Gateway:
@@ -80,15 +68,6 @@ def _body_bytes(request: Request) -> int:
 async def scheduler_of(request: Request) -> Scheduler:
     """Return the scheduler as who asks sees it."""
     return Scheduler(await visitor_of(request))
-
-
-def status_of(error: TinkermqError) -> int:
-    """Return the HTTP status of an error."""
-    if isinstance(error, LogInError):
-        return 401
-    if "may not" in error.message and error.code == "broker":
-        return 403
-    return _STATUS.get(error.code, 400)
 
 
 def error_fields(error: TinkermqError) -> dict[str, Any]:

@@ -16,9 +16,10 @@ from typing import Literal, NoReturn
 from ...broker.segments import Fenced
 from ...broker.time_use import TimeUse
 from ...envs.game import StepResult
-from ...envs.remote import Environments, HostGone, Start, Started
+from ...envs.remote import Environments, Start, Started
 from ...schemas.config import RolloutConfig
 from ...schemas.errors import (
+    Boundary,
     ConfigError,
     DataError,
     EngineError,
@@ -34,20 +35,25 @@ from .engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from .recording import EpisodeRecorder, Recorded
 from .transcript import Transcript
 
-Boundary = Literal["engine", "environment", "sandbox", "reward", "task", "broker"]
 
-
-class EpisodeFailed(Exception):
+class EpisodeFailed(TinkermqError):
     """An episode that ended without a trajectory; says whom to blame and what it cost."""
 
-    def __init__(self, blame: Blame, tokens_wasted: int, *, host_gone: bool = False) -> None:
-        super().__init__(blame.message)
-        self.blame = blame
+    def __init__(self, cause: TinkermqError, boundary: Boundary, tokens_wasted: int) -> None:
+        super().__init__(cause.message, hint=cause.hint)
+        self.cause = cause
+        self.blame = Blame(
+            boundary=boundary, code=cause.code, message=cause.message, hint=cause.hint
+        )
         self.tokens_wasted = tokens_wasted
-        self.host_gone = host_gone
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try could not end otherwise."""
+        return self.cause.is_mistake
 
 
-class NoTurn(Exception):
+class NoTurn(TinkermqError):
     """The game ended before this role's first turn: there is no conversation to record."""
 
 
@@ -146,7 +152,7 @@ class AgentLoop:
                     if finish == "done":
                         open_at = None  # the game has ended: its host frees it by itself
                     return trajectory
-        except Fenced:
+        except (Fenced, NoTurn):
             raise
         except TinkermqError as error:
             raise failure_of(boundary, error, transcript.num_generated) from error
@@ -327,24 +333,22 @@ class PromptTooLong(TinkermqError, ValueError):
     """A first prompt over the limit: a mistake in the task, so it is not tried again."""
 
     code = "prompt_too_long"
+    status = 400
+    is_mistake = True
 
 
 def failure_of(boundary: Boundary, error: TinkermqError, num_generated: int = 0) -> EpisodeFailed:
     """Blame a boundary, or the one that the error names, for what cost `num_generated` tokens."""
-    if isinstance(error, SandboxError):
-        boundary = "sandbox"
-    elif isinstance(error, RewardError):
-        boundary = "reward"
-    elif boundary == "engine" and isinstance(error, DataError):
-        boundary = "task"  # an image that cannot be read
-    blame = Blame(boundary=boundary, code=error.code, message=error.message, hint=error.hint)
-    return EpisodeFailed(blame, num_generated, host_gone=isinstance(error, HostGone))
+    is_image = boundary == "engine" and isinstance(error, DataError)  # one that cannot be read
+    if is_image or isinstance(error, SandboxError | RewardError):
+        boundary = error.boundary or boundary
+    return EpisodeFailed(error, boundary, num_generated)
 
 
 def _refuse_table(plan: EpisodePlan) -> NoReturn:
     """There is no first prompt: the role's turn never came, or the episode is no seat at all."""
     if plan.start.seat is not None:
-        raise NoTurn(plan.start.seat.role)
+        raise NoTurn(f"the game ended before {plan.start.seat.role!r} had a turn")
     raise ConfigError(
         "the game has several roles, and this command plays games for one",
         hint="train it, or evaluate it with `tinkermq eval`",

@@ -17,6 +17,7 @@ from ...broker.rollouts import RolloutLog
 from ...broker.segments import Fenced
 from ...envs.remote import Environments, Start
 from ...schemas.config import JobConfig
+from ...schemas.errors import TinkermqError
 from ...schemas.rollout import Group, Trajectory
 from ...schemas.task import Blame, DeadLetter, Task
 from ...schemas.trace import trace_of
@@ -30,7 +31,6 @@ from .transcript import Transcript
 
 F = TypeVar("F", bound=BaseException)
 
-_FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
 _NO_TURN = Blame(
     boundary="task",
     code="no_turn",
@@ -40,11 +40,11 @@ _NO_TURN = Blame(
 _log = structlog.get_logger()
 
 
-class GroupFailed(Exception):
+class GroupFailed(TinkermqError):
     """A task whose tries are used up; carries the group that records it."""
 
     def __init__(self, group: Group, blame: Blame, num_attempts: int) -> None:
-        super().__init__(blame.message)
+        super().__init__(blame.message, hint=blame.hint)
         self.group = group
         self.blame = blame
         self.num_attempts = num_attempts
@@ -190,8 +190,7 @@ class GroupRunner:
                 _log.warning("episode_failed", episode=episode, trace=trace, **blame)
                 blames.append(failure.blame)
                 counted = len([blame for blame in blames if blame.code != "host_gone"])
-                final = failure.blame.code in _FINAL_CODES
-                if final or counted >= self._config.rollout.max_tries:
+                if failure.is_final or counted >= self._config.rollout.max_tries:
                     raise
                 continue
             if not blames:

@@ -42,7 +42,7 @@ async def play_table(
         wasted = sum(one.tokens_wasted for one in failures)
         wasted += sum(item.num_generated for item in found.values())
         first = failures[0]
-        raise EpisodeFailed(first.blame, wasted, host_gone=first.host_gone) from first
+        raise EpisodeFailed(first.cause, first.blame.boundary, wasted) from first
     return found
 
 

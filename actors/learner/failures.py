@@ -9,26 +9,11 @@ hosts the game has gone for good, it would hold its slots for ever.
 import time
 from collections.abc import Callable
 
-from ...schemas.errors import (
-    BrokerError,
-    DataError,
-    EngineError,
-    GameError,
-    RewardError,
-    TinkermqError,
-)
+from ...schemas.errors import DataError, GameError, TinkermqError, of_boundary
 from ...schemas.task import Blame
 
 LEAST_IN_A_ROW = 32
 RESERVATION_EXPIRED = "reservation_expired"
-_ERRORS: dict[str, type[TinkermqError]] = {
-    "engine": EngineError,
-    "environment": GameError,
-    "sandbox": GameError,
-    "reward": RewardError,
-    "task": DataError,
-    "broker": BrokerError,
-}
 
 
 def deserted(idle_s: float, *, external: bool = False) -> TinkermqError:
@@ -89,7 +74,7 @@ class Failures:
         elif blame.code != RESERVATION_EXPIRED:
             self._num_in_a_row += 1
         if blame is not None and self._num_in_a_row >= self._limit:
-            raise _ERRORS[blame.boundary](
+            raise of_boundary(blame.boundary)(
                 f"{self._num_in_a_row} tasks in a row failed, the last one: {blame.message}",
                 hint=blame.hint,
             )

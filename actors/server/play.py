@@ -17,7 +17,6 @@ from ..generator.engine import Engine
 from ..runtime import JobContext
 
 _SESSIONS = 64
-_FINAL_CODES = frozenset({"prompt_too_long", "data", "config", "model"})
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens")
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -72,7 +71,7 @@ class Player:
                 loop.check_engine()
                 _log.warning("episode_failed", **failure.blame.model_dump())
                 blame = failure.blame
-                if blame.code in _FINAL_CODES:
+                if failure.is_final:
                     break
         return PlayPart(blame=blame)
 

@@ -1,14 +1,27 @@
 """The base of messages: versions, unknown keys, errors, and the names of subjects."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 from tinkermq.schemas.codec import pack
 from tinkermq.schemas.errors import (
+    Boundary,
     BrokerError,
+    ConfigError,
+    ConflictError,
+    DataError,
+    DeadlineError,
+    EngineError,
     FencedError,
+    GameError,
+    InternalError,
     MessageError,
-    TinkermqError,
+    ModelError,
+    NotFoundError,
+    StateError,
     error_from_reply,
+    of_boundary,
 )
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.reply import ErrorReply
@@ -76,7 +89,21 @@ def test_an_error_comes_back_as_the_class_that_was_raised() -> None:
     assert isinstance(error, FencedError)
     assert str(error) == "another learner\n  end this one"
     assert type(error_from_reply("broker", "m", "")) is BrokerError
-    assert type(error_from_reply("from the future", "m", "")) is TinkermqError
+    assert type(error_from_reply("not_found", "m", "")) is NotFoundError  # not what is below it
+    assert type(error_from_reply("internal", "m", "")) is InternalError
+    assert type(error_from_reply("from the future", "m", "")) is InternalError
+
+
+def test_an_actor_ended_by_a_mistake_of_its_user_is_not_started_again() -> None:
+    mistakes = (ConfigError, DataError, ModelError, GameError, NotFoundError, StateError)
+    passing = (BrokerError, DeadlineError, EngineError, ConflictError, FencedError, InternalError)
+    assert not [one for one in mistakes if one.may_pass]
+    assert not [one for one in passing if not one.may_pass]
+
+
+@pytest.mark.parametrize("boundary", get_args(Boundary))
+def test_each_boundary_of_an_episode_has_one_kind_of_error(boundary: Boundary) -> None:
+    assert of_boundary(boundary).boundary == boundary
 
 
 def test_subjects_are_built_from_whole_tokens() -> None:

@@ -26,7 +26,7 @@ from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rpc import Service, call
 from tinkermq.broker.server import NatsServer
 from tinkermq.schemas.control import ControlReply, ControlRequest
-from tinkermq.schemas.errors import NotFoundError
+from tinkermq.schemas.errors import NobodyAnswersError
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,
@@ -184,9 +184,7 @@ class Stack:
                         waiting_for="the scheduler",
                     )
                     return reply.record
-                except NotFoundError as error:
-                    if "nobody answers" not in error.message:
-                        raise
+                except NobodyAnswersError:
                     await asyncio.sleep(0.05)
 
     async def submit(self, **changes: Any) -> JobRecord:
@@ -220,7 +218,7 @@ class Stack:
 
     async def nodes(self) -> list[NodeStatus]:
         subject = rpc("local", "scheduler", "nodes")
-        with contextlib.suppress(NotFoundError):
+        with contextlib.suppress(NobodyAnswersError):
             reply = await call(
                 self.broker, subject, Empty(), NodeList, timeout_s=5, waiting_for="the scheduler"
             )
