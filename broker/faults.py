@@ -90,7 +90,7 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
 
 def shown_url(url: str) -> str:
     """Return the URL without user and password, for messages and logs."""
-    return re.sub(r"(//|,)[^@/,]*@", r"\1", url)
+    return re.sub(r"(^|//|,)[^@/,]*@", r"\1", url)
 
 
 def check_url(url: str) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import SplitResult
 
 from ..broker.addresses import split_servers
+from ..broker.faults import shown_url
 from ..schemas.errors import ConfigError
 from ..schemas.subjects import JobScope
 
@@ -46,7 +47,7 @@ def parse_server_url(url: str) -> JobAddress:
     tokens = [part for part in _split(url)[-1].path.split("/") if part]
     if len(tokens) != 2:
         raise ConfigError(
-            f"{url!r} does not name a job",
+            f"{shown_url(url)!r} does not name a job",
             hint="use the server_url that submit_job returned: nats://host:port/<user>/<job>",
         )
     return JobAddress(broker_url, JobScope(*tokens))
@@ -57,6 +58,6 @@ def _split(url: str) -> list[SplitResult]:
         return split_servers(url if "//" in url else f"nats://{url}", _SCHEMES)
     except ValueError as error:
         raise ConfigError(
-            f"{url!r} is not the URL of a broker",
+            f"{shown_url(url)!r} is not the URL of a broker",
             hint="write nats://host:port; `tinkermq up` prints it",
         ) from error

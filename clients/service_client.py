@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..broker.disk.room import in_thread, with_room
+from ..broker.faults import shown_url
 from ..broker.tracking import ConsoleTracker, Tracker, make_trackers
 from ..schemas.errors import ConfigError
 from ..schemas.job import FINAL_STATES, JobRecord
@@ -134,7 +135,7 @@ class AsyncServiceClient:
             return ""
         text = (
             f"detached: run {record.name} goes on in the pool\n"
-            f"  attach again  call fit again on ServiceClient({self.server_url!r}), or "
+            f"  attach again  call fit again on ServiceClient({shown_url(self.server_url)!r}), or "
             f"`tinkermq watch {record.name}`\n"
             f"  stop it       SchedulerClient(…).complete_job({record.job!r}), or "
             f"`tinkermq stop {record.name}`"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...broker.connection import Broker, connect
+from ...broker.faults import shown_url
 from ...broker.outages.flushing import flush
 from ...broker.presence import list_presences
 from ...broker.scheduler_calls import SchedulerCalls
@@ -138,7 +139,8 @@ async def _look(url: str) -> list[Finding]:
         trip_s = time.perf_counter() - started
         server = broker.nc.connected_server_version
         version = f"{server.major}.{server.minor}.{server.patch}"
-        detail = f"nats-server {version} at {broker.url}, JetStream on, {trip_s * 1e3:.1f} ms away"
+        detail = f"nats-server {version} at {shown_url(broker.url)}, JetStream on, "
+        detail += f"{trip_s * 1e3:.1f} ms away"
         findings = [Finding("broker", trip_s < _SLOW_S, detail)]
         try:
             heard = [entry.value for entry in await list_presences(broker, "pool")]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
+from ...broker.faults import shown_url
 from ...envs.registry import load_game
 from ...schemas.errors import ConfigError, NotFoundError
 from ...schemas.job import FINAL_STATES, JobRecord
@@ -92,7 +93,7 @@ def serve(
         "model": record.serves or record.name,
         "adapters": list(record.adapters),
         "url": find_openai(gateway),
-        "server_url": JobAddress(url, record.scope).server_url,
+        "server_url": shown_url(JobAddress(url, record.scope).server_url),
     }
     if common.json:
         print_json(told)

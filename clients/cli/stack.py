@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from ...broker.credentials import PoolSecrets
+from ...broker.faults import shown_url
 from ...broker.login import KEY_VARIABLE
 from ...broker.process import die_with
 from ...schemas.errors import ConfigError, DeadlineError, error_from_reply
@@ -157,7 +158,7 @@ def _check_listening(
         )
     if nats_url is not None and is_secured:
         raise ConfigError(
-            f"{home.folder} has secrets for a broker of its own, not for {nats_url}",
+            f"{home.folder} has secrets for a broker of its own, not for {shown_url(nats_url)}",
             hint="start the actors by hand with their credentials (docs/security.md)",
         )
 
@@ -230,7 +231,8 @@ def _show(state: StackState, *, as_json: bool, foreground: bool = False) -> None
         print_json(state.model_dump())
         return
     age = time.time() - state.started
-    say(f"[bold green]up[/]  {state.url}  (since {duration(age)}, state and logs in {state.home})")
+    url = shown_url(state.url)
+    say(f"[bold green]up[/]  {url}  (since {duration(age)}, state and logs in {state.home})")
     if state.gateway:
         say(f"  dashboard  [bold]{state.gateway}[/]")
     if Path(state.home) != default_folder().resolve():
