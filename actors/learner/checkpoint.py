@@ -15,70 +15,23 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ...schemas.batch import Dropped
 from ...schemas.errors import NotFoundError, StorageError, TinkermqError
-from ...schemas.task import Task
 from ..checkpoint_folders import checkpoint_name
 from ..checkpoints.digests import check_digests, write_digests
 from ..lora import policy_tensors
 from .parallel import Parallel, divided, whole
-from .report import Waste
 from .sharded import load_sharded, save_sharded
+from .tasks.state import LearnerState
 
 _STATE = "learner/state.json"
 OPTIMIZER = "learner/optimizer"
 """A folder that several ranks wrote, or with `.pt` the file of one."""
 _REPLACED = ".replaced_"
 _DAMAGED = "damaged_"
-
-
-class LearnerState(BaseModel):
-    """What the learner must remember besides weights and optimiser."""
-
-    has_digests: bool = False
-    """Whether the checkpoint was written with the digests of its files."""
-    step: int = 0
-    """Optimiser steps done; also the policy's version."""
-    total_steps: int = 0
-    """Steps that the job has in all."""
-    batch_seq: int = 0
-    """Sequence of the last batch record that is part of the weights: the frontier."""
-    log_seq: int = 1
-    """Every earlier entry of the rollout log has been decided on."""
-    decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Later entries that have been decided on, too, as half-open ranges."""
-    next_task: int = 0
-    """Number of the next task."""
-    next_index: int = 0
-    """Position in the data order of the next task."""
-    trained: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Numbers of trained tasks, as half-open ranges."""
-    dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Numbers of tasks that were dropped; each has given its admission credit back."""
-    indices: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """Positions in the data order whose fate is decided, as half-open ranges."""
-    owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """(number, data position) of dropped tasks that are still to be issued again."""
-    owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
-    """(number, times it came back unusable) of those that did."""
-    owed_tasks: list[Task] = Field(default_factory=list[Task])
-    """Clients' tasks that were dropped and are still to be issued again."""
-    unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
-    """What was dropped since the last batch record; the next one names it."""
-    dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
-    """How many groups were dropped, by reason."""
-    bound: int = 0
-    """The staleness bound in force, where it is chosen; 0: not yet."""
-    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
-    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
-    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
-    """(data position, task, version) of choices that are still to be issued again."""
-    waste: Waste = Field(default_factory=Waste)
-    """What was generated and trained so far."""
 
 
 class CheckpointStore:

@@ -21,8 +21,8 @@ from ...envs.evaluation import is_success
 from ...schemas.batch import DropReason
 from ...schemas.rollout import Group
 from ...schemas.task import Task
-from .checkpoint import LearnerState
 from .data_order import Chosen, DataOrder
+from .tasks.state import LearnerState
 
 MEMORY = 0.5
 """What earlier episodes of a task still count when it comes again."""

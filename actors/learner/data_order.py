@@ -17,7 +17,7 @@ from ...schemas.config import TrainingConfig
 from ...schemas.errors import ConfigError, DataError
 from ...schemas.rollout import Group
 from ...schemas.task import Task
-from .checkpoint import LearnerState
+from .tasks.state import LearnerState
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from ...schemas.errors import DataError, DeadlineError, MessageError, StorageErr
 from ...schemas.rollout import Group, check_group
 from ...schemas.task import Blame, Task
 from .batching import Candidate
-from .checkpoint import LearnerState
 from .numbers import NumberSet
+from .tasks.state import LearnerState
 
 _log = structlog.get_logger()
 

@@ -14,10 +14,10 @@ from ...schemas.rollout import Group
 from ...schemas.task import Blame, Task
 from ...schemas.trace import new_trace
 from .admission import min_version
-from .checkpoint import LearnerState
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
 from .staleness import Staleness
+from .tasks.state import LearnerState
 
 _log = structlog.get_logger()
 

@@ -26,7 +26,7 @@ from ...schemas.rollout import Group
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
 from .batching import form_batch
-from .checkpoint import CheckpointStore, LearnerState
+from .checkpoint import CheckpointStore
 from .control import LearnerControl
 from .data_order import TaskOrder
 from .evaluations import Evaluations
@@ -41,6 +41,7 @@ from .reporting import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
 from .tasks.drops import Drops
+from .tasks.state import LearnerState
 from .torch_trace import TorchTracer
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from ...schemas.batch import DropReason
 from ...schemas.task import Task
 from .admission import num_admissible
 from .batching import returns_credit
-from .checkpoint import LearnerState
 from .numbers import NumberSet
+from .tasks.state import LearnerState
 
 MAX_TRIES = 3
 """A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""

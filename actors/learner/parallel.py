@@ -11,7 +11,7 @@ usual case, holds everything, and all of this does nothing.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,9 +29,11 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ...broker.weights import TensorBytes
 from ...schemas.errors import ConfigError
 from ...schemas.learner import LearnerConfig
 from ..lora import policy_tensors
+from ..policies import prefix_of
 from .layers import repeated_layers
 
 T = TypeVar("T")
@@ -246,3 +248,16 @@ def whole_tensors(
         seen.add(id(tensor))
         kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         yield name, whole(tensor.detach().to(kept))
+
+
+def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, of each policy, once for tied tensors."""
+    tensors: dict[str, TensorBytes] = {}
+    for policy, model in models.items():
+        for name, tensor in whole_tensors(model, dtype):
+            copy = tensor.to("cpu", copy=True).contiguous()
+            raw: Any = copy.flatten().view(torch.uint8).numpy()
+            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
+                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+            )
+    return tensors

@@ -18,8 +18,7 @@ from ...schemas.errors import ConfigError
 from ...schemas.rollout import Group
 from ..policies import MAIN, policy_config, policy_folder, policy_names
 from .model import load_model
-from .parallel import Parallel
-from .publishing import snapshot
+from .parallel import Parallel, snapshot
 from .ranks import Order, Ranks
 from .step import StepReport, Trainer
 from .training_batch import assemble

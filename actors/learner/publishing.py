@@ -13,9 +13,8 @@ from ...broker.disk.room import with_room
 from ...broker.weights import TensorBytes
 from ..job_weights import make_sender, open_weights
 from ..lora import has_adapter
-from ..policies import MAIN, prefix_of
+from ..policies import MAIN
 from ..runtime import JobContext
-from .parallel import whole_tensors
 
 _KEEP_NEWEST = 2
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -81,16 +80,3 @@ class Publisher:
         await with_room(publish, f"the weights of version {version}", self._waiting)
         self.send_s = time.perf_counter() - started
         await self._store.keep(self._pinned | keep, newest=_KEEP_NEWEST)
-
-
-def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
-    """Copy what changes from version to version, of each policy, once for tied tensors."""
-    tensors: dict[str, TensorBytes] = {}
-    for policy, model in models.items():
-        for name, tensor in whole_tensors(model, dtype):
-            copy = tensor.to("cpu", copy=True).contiguous()
-            raw: Any = copy.flatten().view(torch.uint8).numpy()
-            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
-                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
-            )
-    return tensors

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel
 
 from ...envs.evaluation import is_success
 from ...schemas.rollout import Group, Trajectory
@@ -157,40 +156,3 @@ def _opponent_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:
         numbers[f"opponent/{version}/win_rate"] = float(np.mean(np.array(found) > 0))
         numbers[f"opponent/{version}/episodes"] = float(len(found))
     return numbers
-
-
-class Waste(BaseModel):
-    """What was generated and never trained, since the start of the run; part of checkpoints."""
-
-    tokens_generated: int = 0
-    """All of them, those of failed tries included."""
-    tokens_finished: int = 0
-    """Those of episodes that finished."""
-    tokens_trained: int = 0
-    episodes_finished: int = 0
-    episodes_trained: int = 0
-
-    def add(self, group: Group, *, trained: bool) -> None:
-        """Count one group whose fate is decided."""
-        tokens = sum(item.num_generated for item in group.trajectories)
-        self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
-        self.tokens_finished += tokens
-        self.episodes_finished += len(group.trajectories)
-        if trained:
-            self.tokens_trained += tokens
-            self.episodes_trained += len(group.trajectories)
-
-    def add_failed(self, tokens: int) -> None:
-        """Count the tokens of tries that failed."""
-        self.tokens_generated += tokens
-
-    def numbers(self) -> dict[str, float]:
-        """Share of generated tokens that were not trained, and how lengths compare."""
-        if not self.tokens_finished or not self.episodes_trained:
-            return {}
-        trained_mean = self.tokens_trained / self.episodes_trained
-        finished_mean = self.tokens_finished / self.episodes_finished
-        return {
-            "rollout/wasted_share": 1 - self.tokens_trained / self.tokens_generated,
-            "rollout/trained_over_generated_length": trained_mean / finished_mean,
-        }

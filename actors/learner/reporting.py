@@ -20,12 +20,12 @@ from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.trace import StepTrace
 from ..runtime import JobContext
-from .checkpoint import LearnerState
 from .intake import Intake
 from .machine.cores import CoreUse
-from .report import Waste, demonstration_numbers, group_numbers
+from .report import demonstration_numbers, group_numbers
 from .step import StepReport
 from .step_trace import StepTracer
+from .tasks.state import LearnerState, Waste
 
 _LOOK_S = 2.0
 _WINDOW = 20

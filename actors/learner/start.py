@@ -19,7 +19,7 @@ from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
 from ..policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
-from .checkpoint import CheckpointStore, LearnerState, load_state
+from .checkpoint import CheckpointStore, load_state
 from .curriculum import Curriculum, CurriculumConfig
 from .data_order import DataOrder, TaskOrder, total_steps
 from .failures import deserted
@@ -27,6 +27,7 @@ from .learner import Learner
 from .policies import Policies, load_models, vocab_size
 from .ranks import Ranks
 from .reporting import Reporter, last_reported_step
+from .tasks.state import LearnerState
 
 
 async def run_learner(context: JobContext) -> int:

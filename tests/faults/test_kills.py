@@ -13,8 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.start import task_order
+from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.load_config import parse_config
 

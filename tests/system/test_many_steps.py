@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 import pytest
-from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.kv import Bucket

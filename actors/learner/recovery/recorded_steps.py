@@ -18,10 +18,10 @@ from ....schemas.errors import MessageError, StorageError
 from ....schemas.task import Task
 from ...runtime import JobContext
 from ..admission import num_admissible
-from ..checkpoint import LearnerState
 from ..intake import Entry, Intake, batch_digest
 from ..ledger import Ledger
 from ..tasks.drops import Drops
+from ..tasks.state import LearnerState
 
 CATCH_UP_S = 300.0
 _log = structlog.get_logger()

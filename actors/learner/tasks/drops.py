@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ....schemas.batch import Dropped, DropReason
-from ..checkpoint import LearnerState
 from ..data_order import TaskOrder
 from ..intake import Entry, Intake
 from ..ledger import Ledger
 from ..reporting import Reporter
+from .state import LearnerState
 
 TOLD_EVERY_S = 30.0
 _EXAMPLES = 3

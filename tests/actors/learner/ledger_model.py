@@ -12,8 +12,8 @@ from typing import Literal
 
 from tinkermq.actors.learner.admission import min_version, num_admissible
 from tinkermq.actors.learner.batching import Candidate, StalenessPolicy, form_batch
-from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.schemas.batch import DropReason
 from tinkermq.schemas.task import Task
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.learner.batching import form_batch
-from tinkermq.actors.learner.checkpoint import LearnerState
 from tinkermq.actors.learner.intake import Entry, Intake, batch_digest
+from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training_batch import assemble
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.rollouts import RolloutLog, read_entry

@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from tinkermq.actors.learner.report import Waste, group_numbers
+from tinkermq.actors.learner.report import group_numbers
+from tinkermq.actors.learner.tasks.state import Waste
 from tinkermq.schemas.task import Blame
 
 from tests.groups import make_group, make_trajectory

@@ -1,0 +1,89 @@
+"""What the learner must remember besides weights and optimiser: part of each checkpoint."""
+
+from pydantic import BaseModel, Field
+
+from ....schemas.batch import Dropped
+from ....schemas.rollout import Group
+from ....schemas.task import Task
+
+
+class Waste(BaseModel):
+    """What was generated and never trained, since the start of the run; part of checkpoints."""
+
+    tokens_generated: int = 0
+    """All of them, those of failed tries included."""
+    tokens_finished: int = 0
+    """Those of episodes that finished."""
+    tokens_trained: int = 0
+    episodes_finished: int = 0
+    episodes_trained: int = 0
+
+    def add(self, group: Group, *, trained: bool) -> None:
+        """Count one group whose fate is decided."""
+        tokens = sum(item.num_generated for item in group.trajectories)
+        self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
+        self.tokens_finished += tokens
+        self.episodes_finished += len(group.trajectories)
+        if trained:
+            self.tokens_trained += tokens
+            self.episodes_trained += len(group.trajectories)
+
+    def add_failed(self, tokens: int) -> None:
+        """Count the tokens of tries that failed."""
+        self.tokens_generated += tokens
+
+    def numbers(self) -> dict[str, float]:
+        """Share of generated tokens that were not trained, and how lengths compare."""
+        if not self.tokens_finished or not self.episodes_trained:
+            return {}
+        trained_mean = self.tokens_trained / self.episodes_trained
+        finished_mean = self.tokens_finished / self.episodes_finished
+        return {
+            "rollout/wasted_share": 1 - self.tokens_trained / self.tokens_generated,
+            "rollout/trained_over_generated_length": trained_mean / finished_mean,
+        }
+
+
+class LearnerState(BaseModel):
+    """What the learner must remember besides weights and optimiser."""
+
+    has_digests: bool = False
+    """Whether the checkpoint was written with the digests of its files."""
+    step: int = 0
+    """Optimiser steps done; also the policy's version."""
+    total_steps: int = 0
+    """Steps that the job has in all."""
+    batch_seq: int = 0
+    """Sequence of the last batch record that is part of the weights: the frontier."""
+    log_seq: int = 1
+    """Every earlier entry of the rollout log has been decided on."""
+    decided_seqs: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Later entries that have been decided on, too, as half-open ranges."""
+    next_task: int = 0
+    """Number of the next task."""
+    next_index: int = 0
+    """Position in the data order of the next task."""
+    trained: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of trained tasks, as half-open ranges."""
+    dropped: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Numbers of tasks that were dropped; each has given its admission credit back."""
+    indices: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """Positions in the data order whose fate is decided, as half-open ranges."""
+    owed: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, data position) of dropped tasks that are still to be issued again."""
+    owed_tries: list[tuple[int, int]] = Field(default_factory=list[tuple[int, int]])
+    """(number, times it came back unusable) of those that did."""
+    owed_tasks: list[Task] = Field(default_factory=list[Task])
+    """Clients' tasks that were dropped and are still to be issued again."""
+    unrecorded: list[Dropped] = Field(default_factory=list[Dropped])
+    """What was dropped since the last batch record; the next one names it."""
+    dropped_by_reason: dict[str, int] = Field(default_factory=dict[str, int])
+    """How many groups were dropped, by reason."""
+    bound: int = 0
+    """The staleness bound in force, where it is chosen; 0: not yet."""
+    success: list[tuple[int, float, float]] = Field(default_factory=list[tuple[int, float, float]])
+    """(task, episodes, solved ones) of the curriculum, newer episodes counting more."""
+    kept_choices: list[tuple[int, int, int]] = Field(default_factory=list[tuple[int, int, int]])
+    """(data position, task, version) of choices that are still to be issued again."""
+    waste: Waste = Field(default_factory=Waste)
+    """What was generated and trained so far."""
