@@ -65,7 +65,11 @@ class CarefulClient(Client):
 
     async def close(self) -> None:
         """Close for good, with the socket below TLS."""
-        await super().close()
+        try:
+            await super().close()
+        except ConnectionError:  # the server was first: nothing is left to be sent, close the rest
+            self._status = Client.DISCONNECTED
+            await super().close()
         self._drop_socket()
 
     def _drop_socket(self) -> None:

@@ -1,8 +1,9 @@
 """A URL may hold user and password: what is printed never does."""
 
 import pytest
+from tinkermq.broker.connection import connect
+from tinkermq.broker.scheduler_calls import SchedulerCalls
 from tinkermq.broker.server import NatsServer
-from tinkermq.clients import SchedulerClient
 from tinkermq.clients.address import parse_broker_url, parse_server_url
 from tinkermq.schemas.errors import TinkermqError
 
@@ -43,7 +44,8 @@ def test_no_refusal_of_an_address_repeats_it(url: str) -> None:
         assert SECRET not in str(raised.value)
 
 
-def test_a_client_that_finds_no_scheduler_does_not_tell_it(nats_server: NatsServer) -> None:
-    with pytest.raises(TinkermqError) as raised:
-        SchedulerClient(with_password(nats_server)).list_jobs()
+async def test_who_finds_no_scheduler_does_not_tell_it(nats_server: NatsServer) -> None:
+    async with await connect(with_password(nats_server), name="test") as broker:
+        with pytest.raises(TinkermqError, match="no scheduler is connected") as raised:
+            await SchedulerCalls(broker).nodes()
     assert SECRET not in str(raised.value)
