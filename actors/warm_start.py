@@ -27,8 +27,8 @@ from rich.progress import Progress
 from ..schemas.errors import TinkermqError
 from ..schemas.images import images_of
 from .generator.chat import ChatTokenizer
-from .learner.model import Scorer
-from .learner.packing import TokenSequence, pack
+from .learner.packing.packing import TokenSequence, pack
+from .learner.training.model import Scorer
 from .model_folder import load_causal_lm, load_tokenizer
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
 from .tiny_model import save_tiny_model

@@ -26,7 +26,7 @@ import torch
 import uvloop
 from tinkermq.actors.broadcast.receiver import Receiver
 from tinkermq.actors.broadcast.sender import Sender
-from tinkermq.actors.learner.parallel import snapshot
+from tinkermq.actors.learner.training.parallel import snapshot
 from tinkermq.actors.tiny_model import make_model
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.differences import apply, encode

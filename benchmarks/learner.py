@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.balance import cost, longest_first
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.parallel import Parallel
-from tinkermq.actors.learner.step import Trainer
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.packing.packing.balance import cost, longest_first
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task

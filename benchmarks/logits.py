@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.model import Scorer
-from tinkermq.actors.learner.packing import Packed, TokenSequence, pack
+from tinkermq.actors.learner.packing.packing.packing import Packed, TokenSequence, pack
+from tinkermq.actors.learner.training.model import Scorer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.report import Report, parser

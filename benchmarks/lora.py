@@ -22,7 +22,7 @@ import uvloop
 from tinkermq.actors.generator.engine import Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
 from tinkermq.actors.job_weights import as_sources
-from tinkermq.actors.learner.parallel import snapshot
+from tinkermq.actors.learner.training.parallel import snapshot
 from tinkermq.actors.lora import has_adapter
 from tinkermq.actors.model_folder import load_policy
 from tinkermq.actors.policies import MAIN

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.tiny_model import make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
 from tinkermq.envs.write_data import verl_row, write_rows

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.checkpoint import CheckpointStore
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer
+from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import StorageError

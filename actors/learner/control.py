@@ -12,9 +12,9 @@ from ...schemas.control import (
     ReserveRequest,
 )
 from ..runtime import JobContext
-from .intake import Intake
-from .issuing import Issuer
-from .torch_trace import TorchTracer
+from .tasks.intake import Intake
+from .tasks.issuing import Issuer
+from .training.torch_trace import TorchTracer
 
 _ANSWER_S = 600.0
 

@@ -25,24 +25,24 @@ from ...schemas.config import JobConfig
 from ...schemas.rollout import Group
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
-from .batching import form_batch
-from .checkpoint import CheckpointStore
 from .control import LearnerControl
-from .data_order import TaskOrder
+from .drops import Drops
 from .evaluations import Evaluations
-from .failures import Failures
-from .intake import Entry, Intake, batch_digest
-from .issuing import Issuer
-from .ledger import Ledger
-from .policies import Policies
 from .publishing import Publisher
-from .recovery.recorded_steps import RecordedSteps
+from .recorded_steps import RecordedSteps
 from .reporting import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
-from .tasks.drops import Drops
+from .tasks.batching import form_batch
+from .tasks.data_order import TaskOrder
+from .tasks.failures import Failures
+from .tasks.intake import Entry, Intake, batch_digest
+from .tasks.issuing import Issuer
+from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
-from .torch_trace import TorchTracer
+from .training.checkpoint import CheckpointStore
+from .training.policies import Policies
+from .training.torch_trace import TorchTracer
 
 T = TypeVar("T")
 _EVALUATION_S = 1800.0

@@ -28,11 +28,11 @@ from ...schemas.rollout import Group
 from ..lora import policy_tensors
 from ..policies import policy_folder, prefix_of
 from ..runtime import service_parser
-from .checkpoint import CheckpointStore, load_state
-from .critic import saved_critic
-from .policies import Policies, load_models
-from .ranks import Ranks
 from .start import starting_point
+from .training.checkpoint import CheckpointStore, load_state
+from .training.critic import saved_critic
+from .training.policies import Policies, load_models
+from .training.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
 from ...schemas.trace import StepTrace
 from ..runtime import JobContext
-from .intake import Intake
-from .machine.cores import CoreUse
+from .cores import CoreUse
 from .report import demonstration_numbers, group_numbers
-from .step import StepReport
 from .step_trace import StepTracer
+from .tasks.intake import Intake
 from .tasks.state import LearnerState, Waste
+from .training.step import StepReport
 
 _LOOK_S = 2.0
 _WINDOW = 20

@@ -10,10 +10,10 @@ from typing import Any, Protocol
 from ...broker.rollouts import RolloutLog
 from ...schemas.errors import StorageError
 from ..runtime import JobContext
-from .checkpoint import CheckpointStore
-from .intake import Intake
-from .policies import Policies
+from .tasks.intake import Intake
 from .tasks.state import LearnerState
+from .training.checkpoint import CheckpointStore
+from .training.policies import Policies
 
 _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20

@@ -19,15 +19,15 @@ from ..lora import refuse_other_kind
 from ..model_folder import load_tokenizer
 from ..policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
-from .checkpoint import CheckpointStore, load_state
-from .curriculum import Curriculum, CurriculumConfig
-from .data_order import DataOrder, TaskOrder, total_steps
-from .failures import deserted
 from .learner import Learner
-from .policies import Policies, load_models, vocab_size
-from .ranks import Ranks
 from .reporting import Reporter, last_reported_step
+from .tasks.curriculum import Curriculum, CurriculumConfig
+from .tasks.data_order import DataOrder, TaskOrder, total_steps
+from .tasks.failures import deserted
 from .tasks.state import LearnerState
+from .training.checkpoint import CheckpointStore, load_state
+from .training.policies import Policies, load_models, vocab_size
+from .training.ranks import Ranks
 
 
 async def run_learner(context: JobContext) -> int:

@@ -18,7 +18,7 @@ from ...schemas.trace import (
     is_traceparent,
     new_trace,
 )
-from .intake import Entry
+from .tasks.intake import Entry
 
 MAX_GROUPS = 64
 

@@ -9,12 +9,12 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from tinkermq.actors.generator.engine import Sampling
 from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.actors.learner.checkpoint import CheckpointStore
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.parallel import snapshot
-from tinkermq.actors.learner.step import Trainer
+from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.parallel import snapshot
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.lora import (
     initial_adapter,
     other_adapter,

@@ -8,7 +8,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.learner.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
 from tinkermq.schemas.batch import BatchRecord

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from tinkermq.actors.learner.evaluations import Evaluations
-from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.connection import Broker

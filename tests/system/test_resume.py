@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.learner.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.broker.weights import WeightStore
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tinkermq.actors.learner.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.model_folder import load_causal_lm
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.weights import WeightStore

@@ -15,7 +15,7 @@ from tinkermq.actors.gateway.episodes import (
     show_tokens,
 )
 from tinkermq.actors.gateway.token_text import TokenTexts, token_texts
-from tinkermq.actors.learner import advantages as learner
+from tinkermq.actors.learner.algorithms import advantages as learner
 from tinkermq.actors.tiny_model import make_tokenizer
 from tinkermq.schemas.errors import NotFoundError
 

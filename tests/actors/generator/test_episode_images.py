@@ -19,9 +19,9 @@ from tinkermq.actors.generator.agent_loop import (
 )
 from tinkermq.actors.generator.chat import ChatTokenizer
 from tinkermq.actors.generator.generator import make_chat
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer, _all
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer, _all
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams, create_shared, delete_job_streams

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.admission import min_version, num_admissible
+from tinkermq.actors.learner.tasks.admission import min_version, num_admissible
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.advantages import (
+from tinkermq.actors.learner.algorithms.advantages import (
     ADVANTAGES,
     AdvantageInputs,
     compute_advantages,
 )
-from tinkermq.actors.learner.shaping import length_reward, overlong_penalty
+from tinkermq.actors.learner.algorithms.shaping import length_reward, overlong_penalty
 from tinkermq.schemas.errors import ConfigError
 
 OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]

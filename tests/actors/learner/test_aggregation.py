@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.aggregation import AGGREGATIONS, Denominators, aggregate
-from tinkermq.actors.learner.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
+from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
 from tinkermq.schemas.errors import ConfigError
 
 LOSS = torch.tensor([1.0, 2.0, 3.0, 10.0])

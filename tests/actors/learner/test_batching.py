@@ -6,8 +6,8 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.admission import min_version, num_admissible
-from tinkermq.actors.learner.batching import (
+from tinkermq.actors.learner.tasks.admission import min_version, num_admissible
+from tinkermq.actors.learner.tasks.batching import (
     BatchDecision,
     Candidate,
     form_batch,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.corrections import (
+from tinkermq.actors.learner.algorithms.corrections import (
     CORRECTIONS,
     CorrectionInputs,
     correct,

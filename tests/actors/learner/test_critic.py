@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.checkpoint import CheckpointStore
-from tinkermq.actors.learner.critic import ValueModel
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer
+from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.training.checkpoint import CheckpointStore
+from tinkermq.actors.learner.training.critic import ValueModel
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory

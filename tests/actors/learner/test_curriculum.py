@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.learner.curriculum import Curriculum, CurriculumConfig
-from tinkermq.actors.learner.data_order import DataOrder
+from tinkermq.actors.learner.tasks.curriculum import Curriculum, CurriculumConfig
+from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group

@@ -1,7 +1,7 @@
 """The data order is a function of seed and position."""
 
 import pytest
-from tinkermq.actors.learner.data_order import DataOrder, total_steps
+from tinkermq.actors.learner.tasks.data_order import DataOrder, total_steps
 from tinkermq.schemas.config import TrainingConfig
 from tinkermq.schemas.errors import ConfigError, DataError
 

@@ -2,11 +2,11 @@
 
 from typing import Any, cast
 
-from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.intake import Intake
-from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.drops import TOLD_EVERY_S, Drops
 from tinkermq.actors.learner.reporting import Reporter
-from tinkermq.actors.learner.tasks.drops import TOLD_EVERY_S, Drops
+from tinkermq.actors.learner.tasks.data_order import DataOrder
+from tinkermq.actors.learner.tasks.intake import Intake
+from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.rollouts import RolloutLog, read_entry
 from tinkermq.broker.stored import StoredMessage

@@ -1,7 +1,7 @@
 """A job is given up when nothing but failed tasks come, and only then."""
 
 import pytest
-from tinkermq.actors.learner.failures import LEAST_IN_A_ROW, Failures
+from tinkermq.actors.learner.tasks.failures import LEAST_IN_A_ROW, Failures
 from tinkermq.schemas.errors import DataError, EngineError, GameError
 from tinkermq.schemas.task import Blame
 

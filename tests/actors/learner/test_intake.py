@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.batching import form_batch
-from tinkermq.actors.learner.intake import Entry, Intake, batch_digest
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.tasks.batching import form_batch
+from tinkermq.actors.learner.tasks.intake import Entry, Intake, batch_digest
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training_batch import assemble
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.rollouts import RolloutLog, read_entry
 from tinkermq.broker.stored import StoredMessage

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.issuing import Issuer
-from tinkermq.actors.learner.ledger import Ledger
+from tinkermq.actors.learner.tasks.data_order import DataOrder
+from tinkermq.actors.learner.tasks.issuing import Issuer
+from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.rollouts import RolloutLog

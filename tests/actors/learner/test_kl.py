@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tinkermq.actors.learner.kl import entropy_from_logits, kl_per_token, rewards_with_kl
+from tinkermq.actors.learner.algorithms.kl import entropy_from_logits, kl_per_token, rewards_with_kl
 from tinkermq.schemas.errors import ConfigError
 
 LOGPROBS = torch.tensor([-1.0, -1.0, -3.0])

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.corrections import CorrectionInputs, correct
-from tinkermq.actors.learner.credit import Credit, assign_credit
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.algorithms.corrections import CorrectionInputs, correct
+from tinkermq.actors.learner.algorithms.credit import Credit, assign_credit
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn

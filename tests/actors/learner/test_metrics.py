@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.kl import kl_per_token
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import Trainer
-from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.algorithms.kl import kl_per_token
+from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.model import Scorer, load_model
-from tinkermq.actors.learner.packing import pack
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.packing.packing.packing import pack
+from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.schemas.config import LearnerConfig, ModelConfig
 from tinkermq.schemas.errors import ModelError
 from transformers import (

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tinkermq.actors.learner.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.kl import kl_per_token
-from tinkermq.actors.learner.losses import LossInputs, compute_loss
-from tinkermq.actors.learner.shaping import overlong_penalty
+from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
+from tinkermq.actors.learner.algorithms.kl import kl_per_token
+from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.algorithms.shaping import overlong_penalty
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # trl and accelerate warn while they are imported

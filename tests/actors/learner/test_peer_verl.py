@@ -11,12 +11,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.advantages import AdvantageInputs, compute_advantages
-from tinkermq.actors.learner.aggregation import Denominators, aggregate
-from tinkermq.actors.learner.corrections import CorrectionInputs, correct, mismatch_statistics
-from tinkermq.actors.learner.kl import kl_per_token
-from tinkermq.actors.learner.losses import LossInputs, compute_loss
-from tinkermq.actors.learner.values import generalized_advantage, value_loss
+from tinkermq.actors.learner.algorithms.advantages import AdvantageInputs, compute_advantages
+from tinkermq.actors.learner.algorithms.aggregation import Denominators, aggregate
+from tinkermq.actors.learner.algorithms.corrections import (
+    CorrectionInputs,
+    correct,
+    mismatch_statistics,
+)
+from tinkermq.actors.learner.algorithms.kl import kl_per_token
+from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
+from tinkermq.actors.learner.algorithms.values import generalized_advantage, value_loss
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.policies import Policies, load_models
+from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.training.policies import Policies, load_models
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.actors.tiny_model import make_model, make_tokenizer, save_tiny_model
 from tinkermq.schemas.config import JobConfig

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinkermq.actors.learner.parallel import device_of
-from tinkermq.actors.learner.policies import Policies, load_models
-from tinkermq.actors.learner.ranks import Ranks
-from tinkermq.actors.learner.step import StepReport
 from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.actors.learner.training.parallel import device_of
+from tinkermq.actors.learner.training.policies import Policies, load_models
+from tinkermq.actors.learner.training.ranks import Ranks
+from tinkermq.actors.learner.training.step import StepReport
 from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.policies import MAIN, prefix_of
 from tinkermq.schemas.config import JobConfig

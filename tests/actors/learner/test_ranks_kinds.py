@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.parallel import Parallel
-from tinkermq.actors.learner.step import Trainer
-from tinkermq.actors.learner.training_batch import assemble
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.parallel import Parallel
+from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
 

@@ -4,12 +4,12 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
-from tinkermq.actors.learner.data_order import DataOrder
-from tinkermq.actors.learner.intake import Intake
-from tinkermq.actors.learner.ledger import Ledger
-from tinkermq.actors.learner.recovery.recorded_steps import RecordedSteps
+from tinkermq.actors.learner.drops import Drops
+from tinkermq.actors.learner.recorded_steps import RecordedSteps
 from tinkermq.actors.learner.reporting import Reporter
-from tinkermq.actors.learner.tasks.drops import Drops
+from tinkermq.actors.learner.tasks.data_order import DataOrder
+from tinkermq.actors.learner.tasks.intake import Intake
+from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.batches import BatchLog

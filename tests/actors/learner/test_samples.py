@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tinkermq.actors.learner import samples
-from tinkermq.actors.learner.credit import assign_credit
-from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.algorithms import samples
+from tinkermq.actors.learner.algorithms.credit import assign_credit
+from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.schemas.config import JobConfig
 
 from tests.groups import make_group, make_trajectory

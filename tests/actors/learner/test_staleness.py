@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from tinkermq.actors.learner.staleness import Staleness, choose
+from tinkermq.actors.learner.tasks.staleness import Staleness, choose
 from tinkermq.schemas.config import JobConfig, TrainingConfig
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.load_config import parse_config

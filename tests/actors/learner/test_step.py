@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.learner.model import load_model
-from tinkermq.actors.learner.step import StepReport, Trainer
-from tinkermq.actors.learner.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import StepReport, Trainer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group
 from torch import nn

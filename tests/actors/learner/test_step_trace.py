@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from tinkermq.actors.learner.batching import Candidate
-from tinkermq.actors.learner.intake import Entry
 from tinkermq.actors.learner.step_trace import MAX_GROUPS, StepTracer
+from tinkermq.actors.learner.tasks.batching import Candidate
+from tinkermq.actors.learner.tasks.intake import Entry
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.trace import StepTrace, new_trace

@@ -1,7 +1,11 @@
 """Values against tables worked out by hand."""
 
 import torch
-from tinkermq.actors.learner.values import explained_variance, generalized_advantage, value_loss
+from tinkermq.actors.learner.algorithms.values import (
+    explained_variance,
+    generalized_advantage,
+    value_loss,
+)
 
 
 def test_the_generalised_advantage_by_hand():

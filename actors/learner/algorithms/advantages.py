@@ -1,0 +1,297 @@
+"""Advantages: how rewards become a weight for each generated token.
+
+Shapes: N generated tokens, S sequences, P places (tokens of a sequence, or its turns), K turns.
+Every function takes the whole batch, not a micro-batch: groups and whitening need all of it. They
+compute in float64 and return float32. A sequence is whatever is rewarded as one: an episode, or
+one of its turns (`samples.py`).
+
+A group whose rewards are all equal gets exactly 0. A group of one has no baseline: mean 0, std 1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....schemas.errors import ConfigError
+from .registry import choose
+from .sequences import (
+    by_sequence,
+    is_last_of_sequence,
+    lengths_by_sequence,
+    reward_to_go,
+)
+from .values import generalized_advantage
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What the advantage functions read; each says what it needs beyond the first three."""
+
+    rewards_S: Tensor
+    """Outcome reward: the return of each episode."""
+    group_S: Tensor
+    """int64: the task group of each sequence."""
+    seq_N: Tensor
+    """int64: the sequence of each generated token."""
+    token_rewards_N: Tensor | None = None
+    """Reward on each token, a turn's on its last one; default: `rewards_S` on the last token."""
+    turn_N: Tensor | None = None
+    """int64: the turn of each token within its sequence, from 0; needed by the two by turns."""
+    state_N: Tensor | None = None
+    """int64: the observation that the token's turn answers, equal ids for equal ones; gigpo."""
+    baseline_S: Tensor | None = None
+    """Reward of the greedy episode of the same task; needed by remax."""
+    values_N: Tensor | None = None
+    """The critic's value before each token; needed by gae."""
+    lone_S: Tensor | None = None
+    """bool: sequences that nobody of their task can be compared with: those get 0."""
+    kept_N: Tensor | None = None
+    """bool: tokens that are trained, default all; those over which a batch is whitened."""
+    gamma: float = 1.0
+    """Discount: per token in reinforce_pp and gae, per turn in grpo_per_turn and gigpo."""
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences, those without generated tokens included."""
+        return len(self.rewards_S)
+
+
+AdvantageFn = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class _Peers:
+    """Statistics of the peers of each element, broadcast back to the elements."""
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+def _peers(values: Tensor, key: Tensor) -> _Peers:
+    """Compare each value with those of the same key.
+
+    Where all are equal the mean is that value itself, so that the deviation is exactly 0 and not
+    a rounding error that a division by a tiny std would blow up.
+    """
+    num_keys = int(key.max()) + 1 if len(key) else 0
+    zeros = values.new_zeros(num_keys)
+    count = torch.bincount(key, minlength=num_keys)
+    mean = zeros.index_add(0, key, values) / count.clamp(min=1)
+    squares = zeros.index_add(0, key, (values - mean[key]) ** 2)
+    std = (squares / (count - 1).clamp(min=1)).sqrt()
+    lowest = zeros.scatter_reduce(0, key, values, reduce="amin", include_self=False)[key]
+    highest = zeros.scatter_reduce(0, key, values, reduce="amax", include_self=False)[key]
+    equal, alone = lowest == highest, (count == 1)[key]
+    mean = torch.where(equal, values, mean[key]).masked_fill(alone, 0.0)
+    std = std[key].masked_fill(equal, 0.0).masked_fill(alone, 1.0)
+    return _Peers(count[key], mean, std)
+
+
+def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, _Peers]:
+    rewards_S = inputs.rewards_S.double()
+    group_S: Any = inputs.group_S  # torch leaves `unique` untyped
+    key_S: Tensor = group_S.unique(return_inverse=True)[1]
+    peers = _peers(rewards_S, key_S)
+    if inputs.lone_S is not None:
+        peers = replace(peers, mean=torch.where(inputs.lone_S, rewards_S, peers.mean))
+    return rewards_S, key_S, peers
+
+
+def _to_tokens(advantages_S: Tensor, inputs: AdvantageInputs) -> Tensor:
+    return advantages_S[inputs.seq_N].float()
+
+
+def _token_rewards(inputs: AdvantageInputs) -> Tensor:
+    if inputs.token_rewards_N is not None:
+        return inputs.token_rewards_N.double()
+    outcome_N = inputs.rewards_S.double()[inputs.seq_N]
+    return outcome_N * is_last_of_sequence(inputs.seq_N)
+
+
+def _whiten(values_N: Tensor, epsilon: float, kept_N: Tensor | None) -> Tensor:
+    kept_n = values_N if kept_N is None else values_N[kept_N]
+    if not len(kept_n) or kept_n.min() == kept_n.max():
+        return torch.zeros_like(values_N)
+    return (values_N - kept_n.mean()) * torch.rsqrt(kept_n.var() + epsilon)
+
+
+def grpo(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """(R − mean) / (std + ε) in the group, unbiased std (DeepSeekMath, arXiv 2402.03300)."""
+    rewards_S, _, peers = _groups(inputs)
+    return _to_tokens((rewards_S - peers.mean) / (peers.std + epsilon), inputs)
+
+
+def dr_grpo(inputs: AdvantageInputs) -> Tensor:
+    """R − mean: without the std, which overweights easy and hard tasks (arXiv 2503.20783).
+
+    Its loss is summed and divided by a constant length: `loss_agg=seq-mean-token-sum-norm`.
+    """
+    rewards_S, _, peers = _groups(inputs)
+    return _to_tokens(rewards_S - peers.mean, inputs)
+
+
+def rloo(inputs: AdvantageInputs) -> Tensor:
+    """G/(G−1) · (R − mean): each episode against the mean of the others (arXiv 2402.14740)."""
+    rewards_S, _, peers = _groups(inputs)
+    scale_S = torch.where(peers.count > 1, peers.count / (peers.count - 1).clamp(min=1), 1.0)
+    return _to_tokens(scale_S * (rewards_S - peers.mean), inputs)
+
+
+def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+    """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
+    rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
+    return _whiten(returns_SP[inputs.seq_N, place_N], epsilon, inputs.kept_N).float()
+
+
+def reinforce_pp_baseline(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
+    """R − group mean, whitened over the batch's tokens (arXiv 2501.03262)."""
+    rewards_S, _, peers = _groups(inputs)
+    return _whiten((rewards_S - peers.mean)[inputs.seq_N], epsilon, inputs.kept_N).float()
+
+
+def remax(inputs: AdvantageInputs) -> Tensor:
+    """R − R(greedy episode of the same task) (arXiv 2310.10505)."""
+    if inputs.baseline_S is None:
+        raise ConfigError(
+            "advantage=remax got no greedy baseline",
+            hint="run one greedy episode per task, or choose advantage=grpo",
+        )
+    return _to_tokens(inputs.rewards_S.double() - inputs.baseline_S.double(), inputs)
+
+
+def opo(inputs: AdvantageInputs) -> Tensor:
+    """R − Σ len·R / Σ len: the length-weighted baseline (arXiv 2505.23585)."""
+    rewards_S, key_S, peers = _groups(inputs)
+    lengths_S = lengths_by_sequence(inputs.seq_N, inputs.num_seqs).double()
+    zeros = rewards_S.new_zeros(len(rewards_S))
+    weighted = zeros.index_add(0, key_S, lengths_S * rewards_S)
+    total = zeros.index_add(0, key_S, lengths_S)
+    baseline_S = (weighted / total.clamp(min=1.0))[key_S]
+    equal_or_alone_S = (peers.std == 0) | (peers.count == 1)
+    return _to_tokens(rewards_S - torch.where(equal_or_alone_S, peers.mean, baseline_S), inputs)
+
+
+def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """(R − mean) / (mean + ε): hard tasks weigh more. Rewards must be at least 0."""
+    rewards_S, _, peers = _groups(inputs)
+    if len(rewards_S) and rewards_S.min() < 0:
+        raise ConfigError(
+            f"advantage=maxrl divides by the group's mean reward; a reward is "
+            f"{float(rewards_S.min()):g}",
+            hint="give rewards of at least 0, or choose advantage=grpo",
+        )
+    scale_S = torch.where(peers.count > 1, peers.mean + epsilon, 1.0)
+    return _to_tokens((rewards_S - peers.mean) / scale_S, inputs)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The turns of all sequences, those that were played."""
+
+    returns_K: Tensor
+    """R_t = r_t + γ R_{t+1}."""
+    seq_K: Tensor
+    turn_K: Tensor
+    of_token_N: Tensor
+    """The turn of each token, as an index into the others."""
+    num_turns: int
+
+
+def _turns(inputs: AdvantageInputs, name: str) -> _Turns:
+    if inputs.turn_N is None:
+        raise ConfigError(
+            f"advantage={name} got no turns", hint="pass turn_N, or choose advantage=grpo"
+        )
+    seq_N, turn_N = inputs.seq_N, inputs.turn_N
+    num_turns = int(turn_N.max()) + 1 if len(turn_N) else 0
+    rewards_SP = inputs.rewards_S.new_zeros(inputs.num_seqs, num_turns, dtype=torch.float64)
+    rewards_SP.index_put_((seq_N, turn_N), _token_rewards(inputs), accumulate=True)
+    returns_SP = reward_to_go(rewards_SP, inputs.gamma)
+    place_N: Any = seq_N * num_turns + turn_N  # torch leaves `unique` untyped
+    place_K, of_token_N = place_N.unique(return_inverse=True)
+    return _Turns(
+        returns_SP.flatten()[place_K],
+        place_K // max(num_turns, 1),
+        place_K % max(num_turns, 1),
+        of_token_N,
+        num_turns,
+    )
+
+
+def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
+    """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
+
+    A turn that only one episode of its group reached has nothing to be compared with: 0.
+    """
+    turns = _turns(inputs, "grpo_per_turn")
+    _, key_S, group = _groups(inputs)
+    peers = _peers(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
+    return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
+
+
+def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float = 1e-6) -> Tensor:
+    """A_E + ω A_S: what the episode is worth in its group, and the turn at its observation.
+
+    A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
+    an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978).
+    """
+    turns = _turns(inputs, "gigpo")
+    if inputs.state_N is None:
+        raise ConfigError(
+            "advantage=gigpo got no observations", hint="pass state_N, or choose advantage=grpo"
+        )
+    _, key_S, _ = _groups(inputs)
+    state_K = torch.zeros_like(turns.seq_K)
+    state_K[turns.of_token_N] = inputs.state_N
+    num_states = int(state_K.max()) + 1 if len(state_K) else 0
+    peers = _peers(turns.returns_K, key_S[turns.seq_K] * num_states + state_K)
+    normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
+    step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
+    return grpo(inputs, epsilon=epsilon) + step_weight * step_N.float()
+
+
+def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e-8) -> Tensor:
+    """Generalised advantage over the generated tokens, whitened over the batch (PPO)."""
+    if inputs.values_N is None:
+        raise ConfigError(
+            "advantage=gae got no values", hint="train a critic, or choose advantage=grpo"
+        )
+    advantages_N = generalized_advantage(
+        _token_rewards(inputs),
+        inputs.values_N,
+        inputs.seq_N,
+        inputs.num_seqs,
+        inputs.gamma,
+        gae_lambda,
+    )
+    return _whiten(advantages_N, epsilon, inputs.kept_N).float()
+
+
+ADVANTAGES: dict[str, AdvantageFn] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "remax": remax,
+    "opo": opo,
+    "maxrl": maxrl,
+    "grpo_per_turn": grpo_per_turn,
+    "gigpo": gigpo,
+    "gae": gae,
+}
+
+
+def compute_advantages(name: str, inputs: AdvantageInputs, **options: Any) -> Tensor:
+    """Compute the advantage of each generated token: float32[N].
+
+    `options` are the keyword arguments of the function called `name`.
+    """
+    return choose(ADVANTAGES, "advantage", name)(inputs, **options)

@@ -1,0 +1,127 @@
+"""Credit: from a batch's rewards to the advantage of each generated token, as configured.
+
+Shape letters: N generated tokens, S sequences, M samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ....schemas.config import JobConfig
+from .advantages import AdvantageInputs, compute_advantages
+from .kl import rewards_with_kl
+from .samples import Samples, answered_states, episodes, returns_by_turn, turns
+from .sequences import is_last_of_sequence, sum_by_sequence
+from .shaping import length_reward, overlong_penalty
+from .training_batch import TrainingBatch
+from .values import ValueTargets, generalized_advantage
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What the tokens of a batch have earned."""
+
+    samples: Samples
+    rewards_S: Tensor
+    """What each episode earned, with all that the configuration adds and takes off."""
+    advantages_N: Tensor
+    targets: ValueTargets | None
+    """What the critic is trained towards; None without one."""
+    kept_S: Tensor
+    """bool: episodes that are trained; the others are in no loss and in no denominator."""
+
+
+def assign_credit(
+    config: JobConfig,
+    batch: TrainingBatch,
+    old_N: Tensor | None,
+    reference_N: Tensor | None,
+    values_N: Tensor | None,
+) -> Credit:
+    """Compute the advantages of a batch.
+
+    `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
+    An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
+    TRL, but not where a whole batch is whitened.
+    """
+    algorithm = config.algorithm
+    cut_S = batch.truncated_S
+    kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
+    kept_N = kept_S[batch.seq_N]
+    by_turn = algorithm.sample == "turn"
+    samples = turns(batch) if by_turn else episodes(batch)
+    earned_N = _rewards(config, batch, old_N, reference_N)
+    rewards_N = earned_N
+    if by_turn and algorithm.turn_reward == "return":
+        rewards_N = returns_by_turn(batch, earned_N, algorithm.discount)
+    inputs = AdvantageInputs(
+        rewards_S=sum_by_sequence(rewards_N, samples.sample_N, samples.num),
+        group_S=samples.group_M,
+        seq_N=samples.sample_N,
+        token_rewards_N=rewards_N,
+        turn_N=batch.turn_N,
+        state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
+        baseline_S=batch.baseline_S,
+        values_N=values_N,
+        lone_S=samples.lone_M,
+        kept_N=kept_N,
+        gamma=algorithm.token_discount,
+    )
+    advantages_N = compute_advantages(algorithm.advantage, inputs, **_options(config))
+    return Credit(
+        samples,
+        sum_by_sequence(earned_N, batch.seq_N, batch.num_seqs),
+        advantages_N.masked_fill(~kept_N, 0.0),
+        None if values_N is None else _targets(config, samples, rewards_N, values_N, kept_N),
+        kept_S,
+    )
+
+
+def _options(config: JobConfig) -> dict[str, float]:
+    algorithm = config.algorithm
+    if algorithm.advantage == "gae":
+        return {"gae_lambda": algorithm.gae_lambda}
+    return {"step_weight": algorithm.step_weight} if algorithm.advantage == "gigpo" else {}
+
+
+def _rewards(
+    config: JobConfig, batch: TrainingBatch, old_N: Tensor | None, reference_N: Tensor | None
+) -> Tensor:
+    """Return the reward of each token, with what the configuration adds and takes off."""
+    algorithm = config.algorithm
+    rewards_N = batch.token_rewards_N.clone()
+    last_N = is_last_of_sequence(batch.seq_N)
+    if algorithm.overlong_buffer:
+        rewards_N[last_N] += overlong_penalty(
+            batch.lengths_S,
+            config.rollout.response_limit,
+            algorithm.overlong_buffer,
+            algorithm.overlong_factor,
+            batch.truncated_S,
+        )
+    if algorithm.length_coef:
+        solved_S = batch.rewards_S > config.evaluation.success_reward
+        rewards_N[last_N] += length_reward(
+            batch.lengths_S, batch.group_S, solved_S, algorithm.length_coef
+        )
+    if old_N is not None and reference_N is not None and algorithm.kl_in == "reward":
+        rewards_N = rewards_with_kl(
+            algorithm.kl_estimator, rewards_N, old_N, reference_N, algorithm.kl_coef
+        )
+    return rewards_N
+
+
+def _targets(
+    config: JobConfig, samples: Samples, rewards_N: Tensor, values_N: Tensor, kept_N: Tensor
+) -> ValueTargets:
+    algorithm = config.algorithm
+    advantages_N = generalized_advantage(
+        rewards_N,
+        values_N,
+        samples.sample_N,
+        samples.num,
+        algorithm.token_discount,
+        algorithm.gae_lambda,
+    )
+    return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N)

@@ -1,0 +1,128 @@
+"""From the groups of a batch to the flat arrays that advantages and losses work on.
+
+Shape letters: N generated tokens, S sequences.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ....schemas.images import images_of
+from ....schemas.rollout import Group, Trajectory
+from ..packing.packing import TokenSequence
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """One batch: its sequences in order, and what is known of their generated tokens."""
+
+    sequences: list[TokenSequence]
+    """Ids and mask of each sequence."""
+    seq_N: Tensor
+    """int64: the sequence of each generated token."""
+    turn_N: Tensor
+    """int64: its turn, from 0."""
+    token_rewards_N: Tensor
+    """float32: a turn's reward on the turn's last token, 0 elsewhere."""
+    behaviour_N: Tensor
+    """float32: log-prob recorded by the engine."""
+    versions_N: Tensor
+    """int64: version that produced the token."""
+    rewards_S: Tensor
+    """float32: return of each episode."""
+    group_S: Tensor
+    """int64: the sequences that are compared: those of one task, and of one role in it."""
+    lengths_S: Tensor
+    """int64: tokens after the first prompt, observations included."""
+    truncated_S: Tensor
+    """bool: a token limit ended the episode or cut its last turn."""
+    baseline_S: Tensor | None
+    """float32: return of the greedy episode of the task, where there is one."""
+
+    def to(self, device: torch.device) -> "TrainingBatch":
+        """Copy every tensor to a device."""
+        moved = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return replace(self, **moved)
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens."""
+        return len(self.seq_N)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences."""
+        return len(self.sequences)
+
+
+def assemble(groups: Sequence[Group]) -> TrainingBatch:
+    """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained."""
+    members = [group.sampled for group in groups]
+    trajectories = [trajectory for group in members for trajectory in group]
+    lengths_S = np.array([len(item.mask) for item in trajectories])
+    first_S = np.cumsum(lengths_S) - lengths_S
+    turns_S = np.array([len(item.turn_ends) for item in trajectories])
+    at_N = np.flatnonzero(np.concatenate([item.mask for item in trajectories]) == 1)
+    seq_N = np.repeat(np.arange(len(trajectories)), lengths_S)[at_N]
+    # The last token of every turn, as a place in the whole batch: ascending, like `at_N`.
+    ends_K = np.concatenate([item.turn_ends for item in trajectories]) + np.repeat(first_S, turns_S)
+    rewards_K = np.concatenate([item.rewards for item in trajectories])
+    rewards_N = np.zeros(len(at_N), dtype=np.float32)
+    rewards_N[np.searchsorted(at_N, ends_K)] = rewards_K
+    first_turn_S = np.cumsum(turns_S) - turns_S
+    prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
+    return TrainingBatch(
+        sequences=[
+            TokenSequence(item.token_ids, item.mask, images_of(item.messages, group.images))
+            for group in groups
+            for item in group.sampled
+        ],
+        seq_N=_tensor(seq_N),
+        turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_S[seq_N]),
+        token_rewards_N=_tensor(rewards_N),
+        behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
+        versions_N=_tensor(np.concatenate([item.versions for item in trajectories])[at_N]).long(),
+        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
+        group_S=_tensor(_peers(members)),
+        lengths_S=_tensor(lengths_S - prompts_S),
+        truncated_S=torch.tensor([item.ended_by == "length" for item in trajectories]),
+        baseline_S=_baselines(groups),
+    )
+
+
+def _peers(members: Sequence[Sequence[Trajectory]]) -> NDArray[np.int64]:
+    """Number the sets of trajectories that share task and role, in order."""
+    numbers: dict[tuple[int, str], int] = {}
+    keys = [(group, item.role) for group, found in enumerate(members) for item in found]
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array)
+
+
+def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], Tensor]:
+    """Return the chosen sequences, and the places of their tokens in the whole batch."""
+    chosen = cast(list[bool], keep_S.tolist())
+    sequences = [item for item, keep in zip(batch.sequences, chosen, strict=True) if keep]
+    return sequences, torch.nonzero(keep_S[batch.seq_N]).flatten()
+
+
+def _baselines(groups: Sequence[Group]) -> Tensor | None:
+    greedy = [[item.reward for item in group.trajectories if item.greedy] for group in groups]
+    if not all(greedy):
+        return None
+    counts = torch.tensor([len(group.sampled) for group in groups])
+    return torch.tensor([rewards[0] for rewards in greedy]).repeat_interleave(counts)

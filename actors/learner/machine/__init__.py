@@ -1,1 +1,0 @@
-"""What a learner knows of the machine that it runs on."""

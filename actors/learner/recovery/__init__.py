@@ -1,1 +1,0 @@
-"""How a learner that starts again comes to where the run was."""

@@ -1,0 +1,141 @@
+"""The curriculum: which task comes next, by how often each has been solved.
+
+A task is chosen with a weight of p (1 − p), where p is the share of its episodes that were solved:
+what is always or never solved teaches nothing (learnability, arXiv 2408.15099). Newer episodes
+count more, unseen tasks weigh most, and a share of all choices is uniform, so that nothing is given
+up for good.
+
+The rates after step v are a function of the first v batch records and the groups that they name,
+and a choice is one of the job's seed, the position in the data order, and the rates after the
+version that the task names (`Task.chosen_at`): everything can be worked out again from the log.
+"""
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....envs.evaluation import is_success
+from ....schemas.batch import DropReason
+from ....schemas.rollout import Group
+from ....schemas.task import Task
+from .data_order import Chosen, DataOrder
+from .state import LearnerState
+
+MEMORY = 0.5
+"""What earlier episodes of a task still count when it comes again."""
+_STREAM = 3
+_SOLVED = 0.9
+
+
+@dataclass(frozen=True)
+class CurriculumConfig:
+    """How the curriculum is set."""
+
+    num_items: int
+    """Rows of the data, or seeds of a game that generates its states."""
+    uniform: float
+    """Share of the choices that is uniform."""
+    success_reward: float
+    """A return above this is a success, unless the game tells it."""
+
+
+class Curriculum:
+    """Success rates by task, and the choices made with them."""
+
+    def __init__(self, order: DataOrder, config: CurriculumConfig, state: LearnerState) -> None:
+        self._order = order
+        self._config = config
+        self._tries = np.zeros(config.num_items)
+        self._solved = np.zeros(config.num_items)
+        for item, tries, solved in state.success:
+            if item >= config.num_items:
+                continue  # a fork may have less data
+            self._tries[item], self._solved[item] = tries, solved
+        self._kept = {index: (item, version) for index, item, version in state.kept_choices}
+        self._noted: list[Group] = []
+        self._bounds = self._accumulate()
+
+    def choose(self, index: int, version: int) -> Chosen:
+        """Choose the task at a position of the data order; a kept choice comes first."""
+        kept = self._kept.pop(index, None)
+        if kept is not None:
+            return self._chosen(index, *kept)
+        rng = np.random.default_rng([self._order.seed, _STREAM, index])
+        drawn = float(rng.random() * self._bounds[-1])
+        item = min(bisect.bisect_right(self._bounds, drawn), len(self._bounds) - 1)
+        return self._chosen(index, item, version)
+
+    def task_seed(self, index: int) -> int:
+        """Return the seed of the task at a position: 62 bits."""
+        return self._order.task_seed(index)
+
+    def pass_over(self, group: Group, reason: DropReason) -> None:
+        """Take notice of a group that is not trained."""
+        if reason != "duplicate":
+            self._noted.append(group)
+
+    def keep(self, task: Task) -> None:
+        """Take notice of a task that is to be issued again: it is not chosen anew."""
+        if task.index is not None and task.chosen_at is not None and self._knows(task.item):
+            assert task.item is not None
+            self._kept[task.index] = (task.item, task.chosen_at)
+
+    def learn(self, trained: Iterable[Group]) -> None:
+        """Count what was noted and what a step has trained, in order."""
+        groups, self._noted = [*self._noted, *trained], []
+        for group in groups:
+            if self._knows(group.task.item):
+                self._count(group)
+        self._bounds = self._accumulate()
+
+    def numbers(self) -> dict[str, float]:
+        """Describe the rates as metrics."""
+        seen = self._tries > 0
+        if not seen.any():
+            return {}
+        rates = self._solved[seen] / self._tries[seen]
+        return {
+            "curriculum/seen_share": float(seen.mean()),
+            "curriculum/success_rate": float(rates.mean()),
+            "curriculum/solved_share": float((rates > _SOLVED).mean()),
+            "curriculum/unsolved_share": float((rates < 1 - _SOLVED).mean()),
+        }
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the rates into the state of a checkpoint."""
+        seen = np.flatnonzero(self._tries)
+        state.success = [
+            (int(item), float(self._tries[item]), float(self._solved[item])) for item in seen
+        ]
+        state.kept_choices = [(index, *kept) for index, kept in sorted(self._kept.items())]
+
+    def _knows(self, item: int | None) -> bool:
+        return item is not None and item < self._config.num_items
+
+    def _count(self, group: Group) -> None:
+        item, above = group.task.item, self._config.success_reward
+        solved = [is_success(one.reward, one.info, above) for one in group.sampled]
+        self._tries[item] = MEMORY * self._tries[item] + len(solved)
+        self._solved[item] = MEMORY * self._solved[item] + sum(solved)
+
+    def _accumulate(self) -> NDArray[np.float64]:
+        """Return the weights of all tasks, summed up from the first on."""
+        rates = np.divide(
+            self._solved, self._tries, out=np.full_like(self._tries, 0.5), where=self._tries > 0
+        )
+        weights = rates * (1 - rates)
+        uniform = self._config.uniform if weights.any() else 1.0
+        shares = weights / max(weights.sum(), 1e-300)
+        return ((1 - uniform) * shares + uniform / len(weights)).cumsum()
+
+    def _chosen(self, index: int, item: int, version: int) -> Chosen:
+        has_rows = self._order.num_rows is not None
+        return Chosen(
+            sample=item if has_rows else None,
+            seed=self._order.task_seed(index if has_rows else item),
+            item=item,
+            chosen_at=version,
+        )

@@ -1,0 +1,246 @@
+"""The learner's intake: reads the rollout log and keeps what has not been decided on.
+
+What it holds is bounded by the admission gate: generators cannot be further ahead than that.
+"""
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import pairwise
+
+import structlog
+
+from ....broker.rollouts import LogEntry, RolloutLog
+from ....schemas.errors import DataError, DeadlineError, MessageError, StorageError
+from ....schemas.rollout import Group, check_group
+from ....schemas.task import Blame, Task
+from .batching import Candidate
+from .numbers import NumberSet
+from .state import LearnerState
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of the log, checked."""
+
+    seq: int
+    number: int | None
+    group: Group | None
+    """The group, or None when it cannot be trained."""
+    task: Task | None
+    """The task that it names, or None when it cannot be read."""
+    tokens_wasted: int
+    """Generated tokens of a task that was given up."""
+    digest: bytes
+    """SHA-256 of its payload."""
+    candidate: Candidate
+    blame: Blame | None
+    """Why its task was given up, where it was."""
+    traceparent: str
+    """W3C trace context that came with it."""
+    arrived: float
+    """Seconds since the epoch at which it was read."""
+    refusal: str = ""
+    """Why it is malformed, where it is."""
+
+
+class Intake:
+    """Entries of the rollout log that are neither trained nor dropped."""
+
+    def __init__(
+        self,
+        log: RolloutLog,
+        *,
+        from_seq: int = 1,
+        decided: Iterable[tuple[int, int]] = (),
+        vocab_size: int,
+        max_tokens: int,
+        group_size: int,
+        greedy_baseline: bool,
+        was_issued: Callable[[int], bool],
+        check_images: Callable[[Group], None] | None = None,
+    ) -> None:
+        """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
+
+        `was_issued` says whether a task number can have been given out; `check_images` raises
+        DataError for images that the model cannot see.
+        """
+        self._log = log
+        self._from_seq = from_seq
+        self._decided = NumberSet(decided)
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._group_size = group_size
+        self._greedy_baseline = greedy_baseline
+        self._was_issued = was_issued
+        self._check_images = check_images
+        self._entries: dict[int, Entry] = {}
+        self.changed = asyncio.Event()
+        """Set whenever an entry arrives."""
+        self.last_seq = from_seq - 1
+        """Newest sequence that was read, or need not be."""
+        self.max_version = 0
+        """Newest version that a group may have been made with: the newest that was recorded."""
+        self.bytes_held = 0
+        """Bytes of the log since the last checkpoint."""
+        self.arrived: list[Entry] = []
+        """Entries that came since the learner last looked."""
+
+    async def run(self) -> None:
+        """Read the log, for ever."""
+        async with aclosing(self._log.read(self._from_seq)) as entries:
+            async for entry in entries:
+                self._take(entry)
+
+    def note_version(self, version: int) -> None:
+        """Take notice that groups may have been made with a version; it never falls.
+
+        While recorded steps are trained again, generators still have newer weights.
+        """
+        self.max_version = max(self.max_version, version)
+
+    async def newest(self) -> int:
+        """Return the newest sequence of the log, read or not."""
+        return await self._log.last_seq()
+
+    async def catch_up(self, deadline_s: float) -> None:
+        """Wait until all that is in the log now has been read; raise DeadlineError otherwise.
+
+        Raises StorageError for a log that does not reach to where it is to be read from.
+        """
+        ever = await self.newest()
+        if ever < self._from_seq - 1:
+            raise StorageError(
+                f"the rollout log ends at entry {ever}, the checkpoint knows of "
+                f"{self._from_seq - 1}: stream {self._log.stream} was deleted and made again",
+                hint="restore the stream from a back-up, or go on in a new run: `tinkermq fork "
+                "RUN@STEP`",
+            )
+        newest = await self._log.newest_there()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while self.last_seq < newest:
+                    self.changed.clear()
+                    await self.changed.wait()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the rollout log was read up to {self.last_seq} of {newest} within "
+                f"{deadline_s:.0f} s"
+            ) from None
+
+    def candidates(self) -> list[Candidate]:
+        """Return what may be trained or dropped."""
+        return [entry.candidate for entry in self._entries.values()]
+
+    def __getitem__(self, seq: int) -> Entry:
+        return self._entries[seq]
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._entries
+
+    def forget(self, seqs: Iterable[int]) -> None:
+        """Let go of entries that have been decided on."""
+        for seq in seqs:
+            del self._entries[seq]
+
+    def first_undecided(self) -> int:
+        """Return the first sequence that must stay in the log."""
+        return min(self._entries, default=self.last_seq + 1)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put what has been decided on into the state of a checkpoint."""
+        first = state.log_seq = self.first_undecided()
+        ends = [*sorted(self._entries), self.last_seq + 1]
+        later = [(seq + 1, following) for seq, following in pairwise(ends) if following > seq + 1]
+        known = [(start, end) for start, end in self._decided.ranges() if end > first]
+        state.decided_seqs = NumberSet([*known, *later]).ranges()
+
+    def _take(self, raw: LogEntry) -> None:
+        if raw.seq <= self.last_seq:
+            return
+        self.last_seq = raw.seq
+        if raw.seq in self._decided:
+            self.changed.set()
+            return
+        entry = self._check(raw)
+        self._entries[raw.seq] = entry
+        self.bytes_held += len(raw.payload)
+        self.arrived.append(entry)
+        self.changed.set()
+
+    def _check(self, raw: LogEntry) -> Entry:
+        error, group = raw.error, raw.group
+        if group is not None:
+            try:
+                self._refuse_unfit(group)
+            except MessageError as refused:
+                error = refused
+        if error is not None:
+            _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
+        usable = error is None and group is not None and group.error is None
+        return Entry(
+            refusal="" if error is None else error.message,
+            seq=raw.seq,
+            number=raw.number,
+            group=group if usable else None,
+            task=None if group is None else group.task,
+            tokens_wasted=0 if group is None or group.error is None else group.tokens_wasted,
+            digest=hashlib.sha256(raw.payload).digest(),
+            candidate=_candidate(raw, group, usable=usable, malformed=error is not None),
+            blame=None if error is not None or group is None else group.error,
+            traceparent=raw.traceparent,
+            arrived=time.time(),
+        )
+
+    def _refuse_unfit(self, group: Group) -> None:
+        """Raise MessageError for a group that this job cannot train."""
+        task = group.task
+        if not self._was_issued(task.task):
+            raise MessageError(f"task {task.task} was never given out")
+        if group.error is not None:
+            return
+        if task.group_size != self._group_size:
+            raise MessageError(
+                f"the group of task {task.task} has {task.group_size} episodes, the job's have "
+                f"{self._group_size}"
+            )
+        if task.greedy_baseline != self._greedy_baseline:
+            wanted = "has no" if self._greedy_baseline else "has a"
+            raise MessageError(f"the group of task {task.task} {wanted} greedy episode")
+        check_group(
+            group,
+            vocab_size=self._vocab_size,
+            max_tokens=self._max_tokens,
+            version=self.max_version,
+        )
+        if self._check_images is not None:
+            try:
+                self._check_images(group)
+            except DataError as error:
+                raise MessageError(f"a group of task {task.task} is refused: {error}") from error
+        if not all(math.isfinite(item.reward) for item in group.trajectories):
+            raise MessageError(f"the returns of the group of task {task.task} must be finite")
+
+
+def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: bool) -> Candidate:
+    if not usable or group is None:
+        return Candidate(raw.seq, raw.number, unusable="malformed" if malformed else "failed")
+    episodes = group.sampled
+    return Candidate(
+        seq=raw.seq,
+        number=raw.number,
+        min_token_version=group.min_version,
+        max_token_version=max(int(item.versions[item.mask == 1].max()) for item in episodes),
+        rewards=() if group.has_equal_rewards else tuple(item.reward for item in episodes),
+    )
+
+
+def batch_digest(entries: Iterable[Entry]) -> str:
+    """Return the digest that a batch record holds for its groups."""
+    return hashlib.sha256(b"".join(entry.digest for entry in entries)).hexdigest()

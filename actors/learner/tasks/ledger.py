@@ -1,0 +1,250 @@
+"""The ledger of task numbers: issued, trained, dropped, and what is issued next.
+
+Pure: it is changed by calls and knows neither broker nor clock. Its state is part of each
+checkpoint; what happened since is read again from the task queue, the rollout log and the batch
+records.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ....schemas.batch import DropReason
+from ....schemas.task import Task
+from .admission import num_admissible
+from .batching import returns_credit
+from .numbers import NumberSet
+from .state import LearnerState
+
+MAX_TRIES = 3
+"""A task whose groups cannot be trained is issued this often; a stale one as often as it takes."""
+
+
+def is_issued_again(reason: DropReason, tries: int) -> bool:
+    """Whether a task is issued again that was dropped for `reason`, after so many failed tries.
+
+    Where all returns are equal, they may be equal for ever: another task takes its place.
+    """
+    if reason == "stale":
+        return True
+    return reason in ("failed", "malformed") and tries + 1 < MAX_TRIES
+
+
+@dataclass(frozen=True)
+class Issue:
+    """A task that may be issued now."""
+
+    number: int
+    index: int
+    reissue_of: int | None
+    slot: int
+    tries: int = 0
+
+
+class Ledger:
+    """Knows the fate of every task number of a job, and of every position of its data order."""
+
+    def __init__(self, state: LearnerState) -> None:
+        self.trained = NumberSet(state.trained)
+        self.dropped = NumberSet(state.dropped)
+        self.next_task = state.next_task
+        self._next_index = state.next_index
+        self._indices = NumberSet(state.indices)
+        self._owed: dict[int, int] = dict(state.owed)
+        self._tries: dict[int, int] = dict(state.owed_tries)
+        self._client_tasks: dict[int, Task] = {}
+        self._owed_tasks: dict[int, Task] = {task.task: task for task in state.owed_tasks}
+        self._index_of: dict[int, int] = {}
+        self._in_log: set[int] = set()
+        self._reissued = NumberSet()
+        self._missing: list[int] = []
+        self._lost: list[int] = []
+        self._recovery_limit = 0
+        self.min_versions: dict[int, int] = {}
+        """Issued and not in the log yet: number -> oldest version its tokens may have."""
+
+    def __contains__(self, number: object) -> bool:
+        """Whether a number's fate is decided."""
+        assert isinstance(number, int)
+        return number in self.trained or number in self.dropped
+
+    @property
+    def num_credits(self) -> int:
+        """Admission credits that were returned.
+
+        A number that somebody used before it was given out is passed over when its turn comes,
+        and counts from then on.
+        """
+        return self.dropped.count_below(self.next_task)
+
+    # -- taking notice -------------------------------------------------------------------------
+
+    def expect(self, limit: int) -> None:
+        """Take numbers below `limit` for issued until `find_missing`: a crash forgot how many."""
+        self._recovery_limit = limit
+
+    def was_issued(self, number: int) -> bool:
+        """Whether a number can have been given out."""
+        return number < max(self.next_task, self._recovery_limit)
+
+    def note_task(self, task: Task) -> None:
+        """Take notice of a task that was issued or found in the queue."""
+        self._note(task.task, task)
+        if task.task not in self and task.task not in self._in_log:
+            self.min_versions[task.task] = task.min_version
+
+    def note_in_log(self, number: int, claimed: Task | None) -> None:
+        """Take notice that a number's group is in the log.
+
+        `claimed` is the task that the group names, None if it cannot be read. It is believed only
+        about a number of which nothing else is known, after a crash.
+        """
+        if number in self or not self.was_issued(number):
+            return
+        self._note(number, None if number in self.min_versions else claimed)
+        self._in_log.add(number)
+        self.min_versions.pop(number, None)
+        if number in self._missing:
+            self._missing.remove(number)
+
+    def _note(self, number: int, task: Task | None) -> None:
+        self.next_task = max(self.next_task, number + 1)
+        if task is None:
+            return
+        if task.reissue_of is not None and task.reissue_of < number:
+            if self._owed.pop(task.reissue_of, None) is not None:
+                self._tries.pop(task.reissue_of, None)
+            self._owed_tasks.pop(task.reissue_of, None)
+            self._reissued.add(task.reissue_of)
+        # No position is issued under a smaller number than its own.
+        if task.index is not None and task.index <= number:
+            for old in [n for n, at in self._owed.items() if at == task.index and n < number]:
+                del self._owed[old]
+                self._tries.pop(old, None)
+            self._next_index = max(self._next_index, task.index + 1)
+            if number not in self:
+                self._index_of[number] = task.index
+                if task.tries:
+                    self._tries[number] = task.tries
+        if task.index is None and task.issued and number not in self:
+            self._client_tasks[number] = task
+
+    def find_missing(self) -> None:
+        """List the numbers and data positions that were given out and are nowhere.
+
+        They are issued again. Everything in the queue and in the log must have been noted.
+        """
+        self._recovery_limit = 0
+        known = set(self._index_of.values()) | set(self._owed.values())
+        self._lost = [at for at in self._indices.gaps(self._next_index) if at not in known]
+        decided = NumberSet(self.trained.ranges() + self.dropped.ranges())
+        self._missing = [
+            number
+            for number in decided.gaps(self.next_task)
+            if number not in self._in_log and number not in self.min_versions
+        ]
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def train(self, numbers: Iterable[int]) -> None:
+        """Decide: these are trained."""
+        for number in numbers:
+            self.trained.add(number)
+            self._settle(number)
+
+    def drop(self, number: int, reason: DropReason, *, hopeless: bool = False) -> bool:
+        """Decide: this group is never trained; its credit returns, once.
+
+        Returns whether its task, a position of the data order or a client's, will be issued again
+        under another number; a `hopeless` one never is.
+        """
+        if not returns_credit(reason) or number in self:
+            return False
+        self.dropped.add(number)
+        tries = self._tries.pop(number, 0)
+        task = self._client_tasks.pop(number, None)
+        if task is not None:
+            tries = task.tries
+        if elsewhere := self._is_elsewhere(number):
+            self._index_of.pop(number, None)
+        again = not hopeless and is_issued_again(reason, tries) and not elsewhere
+        tries += reason != "stale"
+        if again and task is not None:
+            self._owed_tasks[number] = task.model_copy(update={"tries": tries})
+        elif again and number in self._index_of:
+            self._owed[number] = self._index_of.pop(number)
+            if tries:
+                self._tries[number] = tries
+        self._settle(number)
+        return number in self._owed or number in self._owed_tasks
+
+    def _is_elsewhere(self, number: int) -> bool:
+        """Whether a task has been issued again, or its position stands under another number.
+
+        An unreadable group does not tell in whose place it stood, but the one after it does.
+        """
+        index = self._index_of.get(number)
+        if number in self._reissued or index is None:
+            return number in self._reissued
+        held = any(at == index and n != number for n, at in self._index_of.items())
+        return held or index in self._indices
+
+    def _settle(self, number: int) -> None:
+        index = self._index_of.pop(number, None)
+        self._client_tasks.pop(number, None)
+        if number not in self._owed:
+            self._tries.pop(number, None)
+        if index is not None and number not in self._reissued:
+            self._indices.add(index)
+        self._in_log.discard(number)
+        self.min_versions.pop(number, None)
+
+    # -- issuing -------------------------------------------------------------------------------
+
+    def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
+        """Count the tasks that the admission gate lets through now."""
+        allowed = num_admissible(version, max_staleness, batch, self.num_credits, total_steps)
+        return max(0, allowed - self.next_task) + len(self._missing)
+
+    def reserve(self) -> tuple[int, int]:
+        """Give out the next number, and its slot."""
+        if self._missing:
+            number = self._missing.pop(0)
+        else:
+            while self.next_task in self.dropped:
+                self.next_task += 1
+            number = self.next_task
+            self.next_task += 1
+        return number, max(0, number - self.dropped.count_below(number))
+
+    @property
+    def num_owed_tasks(self) -> int:
+        """Clients' tasks that are to be issued again."""
+        return len(self._owed_tasks)
+
+    def next_owed_task(self) -> tuple[Task, int, int]:
+        """Give out the next number for the oldest of them; return it with number and slot."""
+        number, slot = self.reserve()
+        return self._owed_tasks.pop(min(self._owed_tasks)), number, slot
+
+    def next_issue(self) -> Issue:
+        """Give out the next number with the data position it stands for."""
+        number, slot = self.reserve()
+        if self._owed:
+            old = min(self._owed)
+            return Issue(number, self._owed.pop(old), old, slot, self._tries.pop(old, 0))
+        if self._lost:
+            return Issue(number, self._lost.pop(0), None, slot)
+        index = self._next_index
+        self._next_index += 1
+        return Issue(number, index, None, slot)
+
+    def write_to(self, state: LearnerState) -> None:
+        """Put the ledger into the state of a checkpoint."""
+        state.trained = self.trained.ranges()
+        state.dropped = self.dropped.ranges()
+        state.indices = self._indices.ranges()
+        state.next_task = self.next_task
+        state.next_index = self._next_index
+        state.owed = sorted(self._owed.items())
+        state.owed_tasks = [task for _, task in sorted(self._owed_tasks.items())]
+        state.owed_tries = sorted((one, n) for one, n in self._tries.items() if one in self._owed)

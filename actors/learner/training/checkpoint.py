@@ -1,0 +1,288 @@
+"""Checkpoints: a Hugging Face folder with the learner's state beside it, written atomically.
+
+`checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
+state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
+with a policy of their own. Several ranks write the optimiser state together (`sharded.py`); any
+number of ranks reads what any number has written. A checkpoint is written to a hidden folder and
+renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
+"""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from ....schemas.errors import NotFoundError, StorageError, TinkermqError
+from ...checkpoint_folders import checkpoint_name
+from ...checkpoints.digests import check_digests, write_digests
+from ...lora import policy_tensors
+from ..tasks.state import LearnerState
+from .parallel import Parallel, divided, whole
+from .sharded import load_sharded, save_sharded
+
+_STATE = "learner/state.json"
+OPTIMIZER = "learner/optimizer"
+"""A folder that several ranks wrote, or with `.pt` the file of one."""
+_REPLACED = ".replaced_"
+_DAMAGED = "damaged_"
+
+
+class CheckpointStore:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_dir: Path, *, keep_last: int, keep_every: int) -> None:
+        self.folder = run_dir / "checkpoints"
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+
+    def save(self, state: LearnerState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint and return its folder; on an error nothing earlier is lost.
+
+        `write` makes the folder that it is given and writes all but the state into it.
+
+        Raises StorageError with path and free space when it cannot be written.
+        """
+        final = self.folder / checkpoint_name(state.step)
+        temporary = self.folder / f".{final.name}.{os.getpid()}"
+        try:
+            self._remove_leftovers()
+            write(temporary)
+            state.has_digests = True
+            (temporary / _STATE).write_text(state.model_dump_json(indent=1))
+            write_digests(temporary)
+            _flush(temporary)
+            self._put_in_place(temporary, final)
+            self._point_latest(final)
+            self._remove_old()
+        except Exception as error:
+            failure = _storage_error(final, error)  # before room is made again
+            shutil.rmtree(temporary, ignore_errors=True)
+            if failure is None:
+                raise
+            raise failure from error
+        return final
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint after `step`."""
+        final = self.folder / checkpoint_name(step)
+        replaced = self.folder / (_REPLACED + checkpoint_name(step))
+        return final if final.exists() or not replaced.exists() else replaced
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a checkpoint, ascending."""
+        return [step for step in self._named() if (self.path(step) / _STATE).is_file()]
+
+    def _named(self) -> list[int]:
+        """Return the steps after which a folder is named, ascending."""
+        if not self.folder.is_dir():
+            return []
+        names = [path.name.removeprefix(_REPLACED) for path in self.folder.iterdir()]
+        return sorted({int(name[5:]) for name in names if name.startswith("step_")})
+
+    def latest(self) -> Path | None:
+        """Return the newest checkpoint, or None."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def latest_whole(self) -> tuple[Path | None, list[TinkermqError]]:
+        """Return the newest checkpoint all of whose files are as they were written, or None.
+
+        Newer ones that are damaged are put aside as `damaged_step_…`, the last one of them is
+        kept; also returns what is wrong with them.
+        """
+        damaged: list[TinkermqError] = []
+        for step in reversed(self._named()):
+            folder = self.path(step)
+            try:
+                load_state(folder)
+            except (StorageError, NotFoundError) as error:
+                damaged.append(error)
+                self._put_aside(folder, step)
+                continue
+            if damaged:
+                self._point_latest(folder)
+            return folder, damaged
+        return None, damaged
+
+    def before_latest(self) -> LearnerState | None:
+        """Return the state of the checkpoint before the newest, unchecked; None where none is."""
+        steps = self.steps()
+        return _read_state(self.path(steps[-2])) if len(steps) > 1 else None
+
+    @property
+    def keeps_one_before(self) -> bool:
+        """Whether another checkpoint is kept beside the newest."""
+        return self._keep_last > 1
+
+    def _put_aside(self, folder: Path, step: int) -> None:
+        for earlier in self.folder.glob(f"{_DAMAGED}*"):
+            shutil.rmtree(earlier, ignore_errors=True)
+        folder.rename(self.folder / f"{_DAMAGED}{checkpoint_name(step)}")
+
+    def _put_in_place(self, temporary: Path, final: Path) -> None:
+        """Give a checkpoint its name; one of the same step counts until the new one is there."""
+        replaced = self.folder / (_REPLACED + final.name)
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        _flush_folder(self.folder)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+    def _point_latest(self, final: Path) -> None:
+        link = self.folder.parent / "latest"
+        temporary = self.folder.parent / f".latest.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(final.relative_to(self.folder.parent))
+        temporary.replace(link)
+
+    def _remove_old(self) -> None:
+        for step in self.steps()[: -self._keep_last]:
+            if not (self._keep_every and step % self._keep_every == 0):
+                gone = self.folder / f".{checkpoint_name(step)}.{os.getpid()}"
+                self.path(step).rename(gone)  # a folder is whole as long as it has its name
+                shutil.rmtree(gone)
+
+    def _remove_leftovers(self) -> None:
+        for path in self.folder.glob(".step_*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_state(folder: Path) -> LearnerState:
+    """Read the learner's state of a checkpoint whose files are as they were written.
+
+    Raises StorageError that names a damaged file, NotFoundError when it has no state.
+    """
+    check_digests(folder)
+    file = folder / _STATE
+    if not file.is_file():
+        raise NotFoundError(
+            f"{folder} is not a checkpoint of a learner: it has no {_STATE}",
+            hint="name a folder such as outputs/<run>/checkpoints/step_000040",
+        )
+    state = _read_state(folder)
+    check_digests(folder, required=state.has_digests)
+    return state
+
+
+def _read_state(folder: Path) -> LearnerState:
+    try:
+        return LearnerState.model_validate_json((folder / _STATE).read_bytes())
+    except (OSError, ValidationError) as error:
+        raise StorageError(
+            f"checkpoint {folder} is damaged: {_STATE} cannot be read",
+            hint="take another checkpoint of the run (`RUN@STEP`), or restore the file",
+        ) from error
+
+
+def save_policy(
+    folder: Path,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.Optimizer,
+    parallel: Parallel,
+) -> Callable[[], None]:
+    """Write a model folder with the state of its optimiser beside it; all ranks do so together.
+
+    What needs the others is done at once. What is returned writes the rest, which needs nobody.
+    """
+    if parallel.sharded:
+        (folder / "learner").mkdir(parents=True, exist_ok=parallel.size > 1)
+    finish_optimizer = save_optimizer(folder / OPTIMIZER, model, optimizer, parallel)
+    weights = gather_weights(model, parallel) if parallel.sharded else None
+
+    def finish() -> None:
+        if parallel.rank != 0:
+            return
+        (folder / "learner").mkdir(parents=True, exist_ok=parallel.sharded)
+        cast(Any, model).save_pretrained(folder, state_dict=weights)
+        tokenizer.save_pretrained(folder)
+        finish_optimizer()
+
+    return finish
+
+
+def save_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> Callable[[], None]:
+    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
+    if parallel.sharded:
+        save_sharded(path, model, optimizer)
+        return lambda: None
+    return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
+
+
+def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:
+    """Gather what is trained of a model on the first rank, on its CPU; None on the others.
+
+    Tied weights are the same tensor under each of their names. All ranks do so together.
+    """
+    gathered: dict[int, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    changing = {id(tensor) for tensor in policy_tensors(model).values()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in changing:
+            continue
+        if id(tensor) not in gathered:
+            full = whole(tensor.detach())
+            gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
+        named[name] = gathered[id(tensor)]
+    return named if parallel.rank == 0 else None
+
+
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the state of an optimiser, whether one rank wrote it or several."""
+    if path.is_dir():
+        load_sharded(path, model, optimizer)
+        return
+    state = torch.load(path.with_suffix(".pt"), weights_only=True, map_location="cpu")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for number, parameter in enumerate(parameters):
+        if number in state["state"]:
+            kept = state["state"][number].items()
+            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
+    optimizer.load_state_dict(state)
+
+
+def _flush(folder: Path) -> None:
+    """Bring a folder to the disk, with all that is in it, before it gets its final name."""
+    for path in (*folder.rglob("*"), folder):
+        if path.is_dir():
+            _flush_folder(path)
+        else:
+            with path.open("rb+") as handle:
+                os.fsync(handle.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _storage_error(final: Path, error: Exception) -> StorageError | None:
+    """Say why a checkpoint could not be written; None for an error that is not the disk's.
+
+    A full disk makes the libraries raise errors of many kinds.
+    """
+    free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
+    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
+    if not is_full and not isinstance(error, OSError | RuntimeError | SafetensorError):
+        return None
+    reason = "the disk is full" if is_full else str(error)
+    failure = StorageError(
+        f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
+        hint="free some space; earlier checkpoints are whole and training goes on",
+    )
+    failure.is_full = is_full
+    return failure

@@ -1,0 +1,217 @@
+"""What a step minimises: the loss of a micro-batch, from its log-probs to one number.
+
+Shape letters: N generated tokens, S sequences. Sequences are never split over micro-batches, nor
+are samples, so every loss and correction reads one micro-batch at a time, but for m2po: it ranks
+the tokens of the whole batch, and its weights are computed before.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....schemas.config import JobConfig
+from ..algorithms.aggregation import Denominators, aggregate
+from ..algorithms.corrections import Correction, CorrectionInputs, correct
+from ..algorithms.kl import kl_per_token
+from ..algorithms.losses import LossInputs, compute_loss
+from ..algorithms.samples import renumber
+from ..algorithms.sequences import sum_by_sequence
+from ..algorithms.training_batch import TrainingBatch
+from ..packing.packing import Packed
+from .model import TokenScores
+
+_NO_GRADIENT_AT_ZERO = frozenset({"ppo", "gspo", "cispo", "reinforce"})
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the updates of one step read, over the whole batch."""
+
+    batch: TrainingBatch
+    sample_N: Tensor
+    """int64: the sample of each token (`samples.py`)."""
+    version: int
+    """The policy's version before the step."""
+    advantages_N: Tensor
+    old_N: Tensor | None
+    """log π_o; None: the policy at the update is π_o."""
+    reference_N: Tensor | None
+    weights_N: Tensor | None
+    """Correction weights that need the whole batch."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Packed rows, and where their tokens stand in the whole batch."""
+
+    packed: Packed
+    index_N: Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "MicroBatch":
+        """Return one column that predicts nothing, for a rank without a share of a micro-batch."""
+        column_BT = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        none_N = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(
+            Packed(
+                input_ids_BT=column_BT,
+                position_ids_BT=column_BT,
+                segment_ids_BT=column_BT + 1,
+                parent_ids_BT=column_BT,
+                row_N=none_N,
+                source_col_N=none_N,
+                target_N=none_N,
+                seq_N=none_N,
+                seq_S=none_N,
+                index_N=none_N,
+            ),
+            none_N,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it predicts nothing."""
+        return len(self.index_N) == 0
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """The loss of one micro-batch, and what was measured on the way."""
+
+    loss: Tensor
+    """This micro-batch's share of the batch's loss, with gradient."""
+    sums: dict[str, Tensor]
+    """Detached values that add up over micro-batches."""
+    old_N: Tensor
+    """log π_o of its tokens."""
+
+
+class Objective:
+    """The policy loss with its correction, KL and entropy bonus, as configured."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._algorithm = config.algorithm
+        self._loss_options = _loss_options(config)
+        self._correction_options = _correction_options(config)
+
+    def needs_old(self, num_minibatches: int, dropout: float = 0.0) -> bool:
+        """Whether π_o needs a forward pass of its own: it is not the policy at the update.
+
+        That is so for an adapter with dropout, too, whose updates compute with it. The log-linear
+        proximal policy is there to do without one.
+        """
+        algorithm = self._algorithm
+        interpolated = algorithm.correction == "decoupled" and algorithm.proximal == "loglinear"
+        return (
+            (num_minibatches > 1 and not interpolated)
+            or (dropout > 0 and algorithm.loss != "sft")
+            or algorithm.correction == "m2po"
+            or (algorithm.kl_coef > 0 and algorithm.kl_in == "reward")
+        )
+
+    def whole_batch_weights(
+        self, batch: TrainingBatch, old_N: Tensor | None, kept_N: Tensor
+    ) -> Tensor | None:
+        """Compute the weights of m2po among the tokens kept; None for the other corrections."""
+        if old_N is None or self._algorithm.correction != "m2po":
+            return None
+        kept = CorrectionInputs(
+            old_N[kept_N], batch.behaviour_N[kept_N], batch.seq_N[kept_N], batch.num_seqs
+        )
+        weights_N = torch.zeros_like(old_N)
+        weights_N[kept_N] = correct("m2po", kept).weight_N
+        return weights_N
+
+    def has_gradient(self, batch: TrainingBatch, advantages_N: Tensor) -> Tensor:
+        """Mark the sequences that move the weights: the others need no pass at all."""
+        algorithm = self._algorithm
+        kl_in_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+        if kl_in_loss or algorithm.entropy_coef or algorithm.loss not in _NO_GRADIENT_AT_ZERO:
+            return torch.ones_like(batch.group_S, dtype=torch.bool)
+        return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
+
+    def loss(
+        self,
+        inputs: StepInputs,
+        micro: MicroBatch,
+        scores: TokenScores,
+        denominators: Denominators,
+    ) -> MicroLoss:
+        """Compute the loss of a micro-batch from the scores of its tokens."""
+        algorithm, index_N = self._algorithm, micro.index_N
+        sample_N, num_samples = renumber(inputs.sample_N[index_N])
+        current_N = scores.logprobs_N
+        old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
+        correction = self._correction(inputs, micro, current_N, old_N)
+        policy_N, sums = compute_loss(
+            algorithm.loss,
+            LossInputs(
+                logprobs_N=current_N,
+                advantages_N=inputs.advantages_N[index_N],
+                old_logprobs_N=correction.old_logprobs_N,
+                behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
+                seq_N=sample_N,
+                num_seqs=num_samples,
+            ),
+            **self._loss_options,
+        )
+
+        def total(values_N: Tensor) -> Tensor:
+            return aggregate(algorithm.loss_agg, values_N, sample_N, num_samples, denominators)
+
+        loss = total(policy_N * correction.weight_N)
+        sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
+        if inputs.reference_N is not None:
+            before_N = kl_per_token(algorithm.kl_estimator, old_N, inputs.reference_N[index_N])
+            sums["reference_kl"] = before_N.sum()
+        if inputs.reference_N is not None and algorithm.kl_in == "loss":
+            kl_N = kl_per_token(algorithm.kl_estimator, current_N, inputs.reference_N[index_N])
+            kl = total(kl_N)
+            sums["kl_loss"] = kl.detach()
+            loss = loss + algorithm.kl_coef * kl
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * total(scores.entropy_N)
+        return MicroLoss(loss, sums, old_N)
+
+    def _correction(
+        self, inputs: StepInputs, micro: MicroBatch, current_N: Tensor, old_N: Tensor
+    ) -> Correction:
+        if inputs.weights_N is not None:
+            return Correction(inputs.weights_N[micro.index_N], old_N)
+        batch = inputs.batch
+        sample_N, num_samples = renumber(inputs.sample_N[micro.index_N])
+        read = CorrectionInputs(
+            old_logprobs_N=old_N,
+            behaviour_logprobs_N=batch.behaviour_N[micro.index_N],
+            seq_N=sample_N,
+            num_seqs=num_samples,
+            logprobs_N=current_N.detach(),
+            lag_N=inputs.version - batch.versions_N[micro.index_N],
+        )
+        return correct(self._algorithm.correction, read, **self._correction_options)
+
+
+def _loss_options(config: JobConfig) -> dict[str, float]:
+    algorithm = config.algorithm
+    options: dict[str, float] = {}
+    if algorithm.clip_low is not None:
+        options["clip_low"] = algorithm.clip_low
+    if algorithm.clip_high is not None:
+        options["clip_high"] = algorithm.clip_high
+    if algorithm.loss == "ppo":
+        options["dual_clip"] = algorithm.dual_clip
+    return options
+
+
+def _correction_options(config: JobConfig) -> dict[str, Any]:
+    algorithm = config.algorithm
+    options: dict[str, Any] = {}
+    if algorithm.correction_cap is not None:
+        options["cap"] = algorithm.correction_cap
+    if algorithm.correction == "tis":
+        options["level"] = algorithm.correction_level
+    if algorithm.correction == "decoupled":
+        options["proximal"] = algorithm.proximal
+    return options

@@ -1,0 +1,263 @@
+"""The ranks of a learner as the training step sees them: FSDP2 over processes of one machine.
+
+Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
+computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
+over the ranks, never averaged: losses are divided by counts over the whole batch. A rank alone, the
+usual case, holds everything, and all of this does nothing.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ....broker.weights import TensorBytes
+from ....schemas.errors import ConfigError
+from ....schemas.learner import LearnerConfig
+from ...lora import policy_tensors
+from ...policies import prefix_of
+from .layers import repeated_layers
+
+T = TypeVar("T")
+COLLECTIVE_DEADLINE_S = 600.0
+"""A rank that is waited for longer than this has failed, and with it the learner."""
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class Inside(nn.Module):
+    """A model in its place; what is computed with its weights runs in here, where they are whole.
+
+    As a module around the model it is where FSDP2 gathers the weights that belong to no layer.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device | None = None) -> None:
+        """Wrap a model that computes on `device`, by default where its weights are."""
+        super().__init__()
+        self.model = model
+        self.device = next(model.parameters()).device if device is None else device
+        self.gathered_dtype: torch.dtype | None = None
+        """What weights are cast to when they are gathered, if that is not what they are kept in."""
+
+    def forward(self, work: Callable[[], T]) -> T:
+        """Run some computation; its tensors may have gradients."""
+        return work()
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Run some computation, and give the gathered weights back if no backward pass will."""
+        result = self(work)
+        if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
+            self.reshard()
+        return result
+
+
+class Parallel:
+    """One rank among those that train together."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        device: torch.device | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        """A rank that computes on `device` (default: where the model is), of a mesh if sharded."""
+        self.rank = rank
+        self.size = size
+        self._device = device
+        self._mesh = mesh
+
+    @classmethod
+    def alone(cls) -> "Parallel":
+        """Return the only rank, which holds everything, on the GPU if there is one."""
+        return cls(device=torch.device("cuda") if torch.cuda.is_available() else None)
+
+    @classmethod
+    def join(cls, rank: int, config: LearnerConfig, store: Path) -> "Parallel":
+        """Meet the other ranks through a file; to be left with `leave`.
+
+        Raises ConfigError for what this machine does not have.
+        """
+        device = device_of(rank, config, torch.cuda.device_count())
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # Ranks of one machine speak over the loopback interface, and listen nowhere else. NCCL has
+        # one interface for all groups of a process, also for one that sends weights elsewhere.
+        os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=config.ranks,
+            timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
+        )
+        return cls(rank, config.ranks, device, init_device_mesh(device.type, (config.ranks,)))
+
+    def leave(self) -> None:
+        """Give up the connections to the other ranks."""
+        if self._mesh is not None:
+            dist.destroy_process_group()
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the weights are held in parts."""
+        return self._mesh is not None
+
+    @property
+    def filled_by_another(self) -> bool:
+        """Whether rank 0 alone reads weights, and this one gets its parts from there."""
+        return self.rank > 0
+
+    def place(
+        self, model: nn.Module, config: LearnerConfig, in_float32: Sequence[nn.Module] = ()
+    ) -> Inside:
+        """Put a model where it computes, in parts where it is sharded; all ranks together.
+
+        Its weights are those that rank 0 has. Modules `in_float32` compute with float32 weights,
+        whatever the rest of the model does.
+        """
+        if self._device is not None and not self.sharded:
+            model.to(self._device)
+        inside = Inside(model, self._device)
+        if self._mesh is None:
+            return inside
+        values = [] if self.rank else [each.detach() for each in _tensors(inside)]
+        gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(gathered_dtype, reduce_dtype=torch.float32),
+            "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
+        }
+        for layer in repeated_layers(model):
+            fully_shard(layer, **options)
+        for layer in in_float32:
+            exact: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+            fully_shard(layer, **options | exact)
+        fully_shard(inside, **options)
+        for module in inside.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        inside.gathered_dtype = gathered_dtype
+        if self.size > 1:
+            self._hand_out(inside, values)
+        return inside
+
+    @torch.no_grad()
+    def _hand_out(self, inside: Inside, values: list[Tensor]) -> None:
+        """Give all ranks their parts of what rank 0 has whole, one tensor after the other."""
+        for place, tensor in enumerate(_tensors(inside)):
+            value = values[place] if values else torch.empty(tensor.shape, dtype=tensor.dtype)
+            value = value.to(self._device)
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements).to_local()
+                tensor = tensor.to_local()
+            else:
+                dist.broadcast(value, 0)
+            tensor.copy_(value)
+
+    def largest(self, number: int) -> int:
+        """Return the largest of all ranks' numbers."""
+        return max(self.gather(number))
+
+    def gather(self, value: T) -> list[T]:
+        """Return what each rank has, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def add_up(self, values: Tensor) -> Tensor:
+        """Return the sums over all ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def device_of(rank: int, config: LearnerConfig, num_gpus: int) -> torch.device:
+    """Return where a rank computes on a machine that gives the learner so many GPUs.
+
+    Raises ConfigError for what such a machine cannot do.
+    """
+    if not num_gpus:
+        if config.cpu_offload:
+            raise ConfigError(
+                "learner.cpu_offload=true and this learner has no GPU: everything is in the "
+                "machine's memory already",
+                hint="remove learner.cpu_offload, or run the job on a node with GPUs",
+            )
+        return torch.device("cpu")
+    if num_gpus < config.ranks:
+        raise ConfigError(
+            f"learner.ranks={config.ranks} and this learner has {num_gpus} GPUs",
+            hint=f"set learner.slots={config.ranks} on a node of GPUs, or lower learner.ranks",
+        )
+    return torch.device("cuda", rank)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its parts, on every rank; all ranks ask for it together."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, divided as another one is that is its like.
+
+    All ranks ask for it together. What is divided already stays as it is, and so do counts.
+    """
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+@torch.no_grad()
+def whole_tensors(
+    model: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what changes from version to version, once for tied tensors, one gathered at a time.
+
+    With `dtype` floating-point tensors have that one. All ranks go through it together.
+    """
+    seen: set[int] = set()
+    for name, tensor in policy_tensors(model).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield name, whole(tensor.detach().to(kept))
+
+
+def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, TensorBytes]:
+    """Copy what changes from version to version, of each policy, once for tied tensors."""
+    tensors: dict[str, TensorBytes] = {}
+    for policy, model in models.items():
+        for name, tensor in whole_tensors(model, dtype):
+            copy = tensor.to("cpu", copy=True).contiguous()
+            raw: Any = copy.flatten().view(torch.uint8).numpy()
+            tensors[f"{prefix_of(policy)}{name}"] = TensorBytes(
+                str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
+            )
+    return tensors

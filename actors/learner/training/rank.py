@@ -1,0 +1,85 @@
+"""A rank of a learner other than the first: `python -m tinkermq.actors.learner.training.rank RANK`.
+
+Started by the learner, which writes orders into its standard input (`ranks.py`); it ends with it.
+"""
+
+import faulthandler
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import structlog
+import torch
+
+from ....schemas.config import JobConfig
+from ....schemas.errors import StorageError, TinkermqError
+from ...logging import configure_logging
+from ...runtime import EXIT_CRASHED, EXIT_DONE
+from .parallel import Parallel, whole_tensors
+from .policies import Policies, load_models
+from .ranks import Order, Ranks
+
+_log = structlog.get_logger()
+
+
+def serve(rank: int, orders: Connection) -> None:
+    """Do what rank 0 does, until there are no more orders."""
+    order = Order.receive(orders)
+    config = JobConfig.model_validate_json(order.fields["config"])
+    torch.set_num_threads(config.learner.threads)
+    parallel = Parallel.join(rank, config.learner, Path(order.fields["store"]))
+    folder = Path(found) if (found := order.fields["folder"]) is not None else None
+    policies = Policies(
+        config,
+        load_models(config, folder, hollow=parallel.filled_by_another),
+        total_steps=order.fields["total_steps"],
+        folder=folder,
+        ranks=Ranks(config),
+        parallel=parallel,
+    )
+    _log.info("rank_ready")
+    try:
+        while True:
+            _do(Order.receive(orders), policies)
+    except EOFError:
+        parallel.leave()
+
+
+def _do(order: Order, policies: Policies) -> None:
+    match order.do:
+        case "step":
+            policies.step(order.groups, order.fields["step"])
+        case "gather":
+            dtype = order.fields["dtype"]
+            if dtype is None:
+                policies.gather()
+                return
+            for model in policies.models.values():
+                for _ in whole_tensors(model, getattr(torch, dtype)):
+                    pass  # rank 0 keeps them
+        case "save":
+            try:
+                policies.save(Path(order.fields["folder"]), None)
+            except StorageError as error:  # rank 0 raises it, too, and the run goes on
+                _log.warning("checkpoint_failed", message=error.message)
+        case "begin":
+            raise ValueError("a rank begins once")
+
+
+def main(argv: list[str]) -> int:
+    """Serve as the rank that is named; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and ends the others
+    faulthandler.enable()
+    rank = int(argv[0])
+    configure_logging(role="learner", rank=rank)
+    try:
+        serve(rank, Connection(sys.stdin.fileno(), writable=False))
+    except TinkermqError as error:
+        _log.error("rank_failed", code=error.code, message=error.message, hint=error.hint)
+        return EXIT_CRASHED
+    return EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

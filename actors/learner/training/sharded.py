@@ -1,0 +1,75 @@
+"""Optimiser state that several ranks write together, by torch.distributed.checkpoint.
+
+Each rank writes the parts that it holds, and reads those that it needs whichever rank wrote them:
+a checkpoint is not tied to the number of ranks. One process reads it, too.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from ....schemas.errors import StorageError
+
+
+def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write the state of an optimiser; all ranks do so together.
+
+    Raises StorageError on all ranks if one of them cannot write.
+    """
+    state = get_optimizer_state_dict(model, optimizer)
+    try:
+        with _alone_without_a_warning():
+            save({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
+    except CheckpointException as error:
+        raise StorageError(
+            f"the optimiser state in {folder} could not be written: {_reason(error)}",
+            hint="free some space; earlier checkpoints are whole and training goes on",
+        ) from error
+
+
+def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read the state of an optimiser, each rank what it holds of it.
+
+    Raises StorageError if it cannot be read.
+    """
+    state = get_optimizer_state_dict(model, optimizer)  # fresh, in the shapes that are read
+    try:
+        with _alone_without_a_warning():
+            load({"optimizer": state}, checkpoint_id=folder, no_dist=_is_whole(model))
+    except CheckpointException as error:
+        raise StorageError(
+            f"the optimiser state in {folder} cannot be read: {_reason(error)}",
+            hint="resume from an earlier checkpoint of the run, or fork its weights",
+        ) from error
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def _is_whole(model: nn.Module) -> bool:
+    return not any(isinstance(each, DTensor) for each in model.parameters())
+
+
+def _reason(error: CheckpointException) -> str:
+    return "; ".join(f"rank {rank}: {failed[0]}" for rank, failed in error.failures.items())
+
+
+@contextlib.contextmanager
+def _alone_without_a_warning() -> Iterator[None]:
+    """Let one process use what several are meant for; torch remarks on it each time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

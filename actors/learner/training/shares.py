@@ -1,0 +1,96 @@
+"""The micro-batches of one rank: its share of the sequences, packed.
+
+All ranks go through the same number of micro-batches, and in each through the same layers, since
+they gather weights together: a rank with fewer gets empty ones, and one without images where
+another has some looks at an image that stands nowhere.
+
+Shape letters: S sequences.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from ....schemas.learner import LearnerConfig
+from ...vision import ImageReader, SeenImages, probe_image
+from ..algorithms.training_batch import TrainingBatch, select
+from ..packing.balance import share_sequences
+from ..packing.packed_images import unseen
+from ..packing.packing import TokenSequence, pack
+from .model import Scorer
+from .objective import MicroBatch
+from .parallel import Parallel
+
+
+class Shares:
+    """Divides sequences over the ranks, and packs those of this one."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scorer: Scorer,
+        learner: LearnerConfig,
+        parallel: Parallel,
+        image_reader: ImageReader | None,
+    ) -> None:
+        """`image_reader` reads images for a model that sees them."""
+        self._model = model
+        self._scorer = scorer
+        self._learner = learner
+        self._parallel = parallel
+        self._image_reader = image_reader
+        self._shares_prompts = learner.share_prompts and not scorer.flat_rows
+
+    def pack(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
+        """Pack this rank's share of the sequences that are kept."""
+        packed = self._pack_share(batch, self._share(batch, keep_S))
+        missing = self._parallel.largest(len(packed)) - len(packed)
+        packed += [MicroBatch.empty(self._scorer.device)] * missing
+        if self._parallel.size == 1 or self._image_reader is None:
+            return packed
+        seeing = self._parallel.gather([micro.packed.images is not None for micro in packed])
+        together = [any(ranks) for ranks in zip(*seeing, strict=True)]
+        return [
+            self._looking(micro) if sees and micro.packed.images is None else micro
+            for micro, sees in zip(packed, together, strict=True)
+        ]
+
+    def _looking(self, micro: MicroBatch) -> MicroBatch:
+        assert self._image_reader is not None
+        seen = unseen(self._image_reader.read([probe_image()]), micro.packed.position_ids_BT)
+        return replace(micro, packed=replace(micro.packed, images=seen))
+
+    def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
+        """Mark those of the sequences that this rank computes: bool[S]."""
+        if self._parallel.size == 1:
+            return keep_S
+        chosen_s = torch.nonzero(keep_S).flatten()
+        shares = share_sequences(
+            select(batch, keep_S)[0],
+            ranks=self._parallel.size,
+            hidden_size=self._scorer.hidden_size,
+            share_prompts=self._shares_prompts,
+        )
+        mine = torch.tensor(shares[self._parallel.rank], dtype=torch.int64, device=keep_S.device)
+        return torch.zeros_like(keep_S).index_fill(0, chosen_s[mine], True)
+
+    def _pack_share(self, batch: TrainingBatch, keep_S: Tensor) -> list[MicroBatch]:
+        sequences, index_N = select(batch, keep_S)
+        if not sequences:
+            return []
+        packed = pack(
+            sequences,
+            row_tokens=self._learner.row_tokens,
+            microbatch_tokens=self._learner.microbatch_tokens,
+            share_prompts=self._shares_prompts,
+            hidden_size=self._scorer.hidden_size,
+            see=self._see,
+        )
+        moved = (micro.to(self._scorer.device) for micro in packed)
+        return [MicroBatch(micro, index_N[micro.index_N]) for micro in moved]
+
+    def _see(self, sequence: TokenSequence) -> SeenImages | None:
+        if self._image_reader is None or not sequence.images:
+            return None
+        return self._image_reader.see(self._model, sequence.token_ids, sequence.images)

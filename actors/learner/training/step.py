@@ -1,0 +1,402 @@
+"""One training step: advantages, packing, losses, gradients, one version.
+
+The step is a pure function of the policy, the batch and the step's number: trained again from the
+same state it gives the same bits. Of several ranks each computes its share of the sequences, and
+all come to the same advantages, gradients and numbers.
+
+Shape letters: N generated tokens, S sequences.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import structlog
+import torch
+from torch import Tensor, nn
+
+from ....schemas.config import JobConfig
+from ....schemas.errors import DataError
+from ....schemas.images import images_of
+from ....schemas.rollout import Group
+from ...lora import (
+    has_adapter,
+    initial_adapter,
+    other_adapter,
+    policy_tensors,
+    set_dropout,
+)
+from ...vision import Processor, load_image_reader
+from ..algorithms.aggregation import Denominators
+from ..algorithms.corrections import mismatch_statistics
+from ..algorithms.credit import assign_credit
+from ..algorithms.training_batch import TrainingBatch
+from .checkpoint import OPTIMIZER, load_optimizer, save_policy
+from .critic import Critic, spread
+from .model import Scorer, load_model, load_reference
+from .objective import MicroBatch, Objective, StepInputs
+from .parallel import Inside, Parallel, divided, whole, whole_tensors
+from .schedules import learning_rate
+from .shares import Shares
+
+_log = structlog.get_logger()
+_OF_THE_UPDATES = ("pg_loss", "kl_loss")
+
+
+@dataclass
+class StepReport:
+    """What a step measured."""
+
+    numbers: dict[str, float]
+    """Metric name to value."""
+    model_s: float
+    """Seconds spent in the step."""
+
+
+@dataclass
+class _Sums:
+    """What adds up over the micro-batches and updates of a step."""
+
+    totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    tokens: int = 0
+    norms: list[float] = field(default_factory=list[float])
+    """Gradient norm of each update; not finite: the update was left out."""
+    old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
+    """Places of all generated tokens, and their log-probs before the update."""
+
+    def include(self, totals: dict[str, Tensor]) -> None:
+        for name, value in totals.items():
+            before = self.totals.get(name)
+            self.totals[name] = value if before is None else before + value
+
+    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
+        self.include(values)
+        self.tokens += len(index_N)
+        self.old.append((index_N, old_N))
+
+    def of_all(self, parallel: Parallel) -> "_Sums":
+        """Put together what all ranks have; norms are those of all shares already."""
+        if parallel.size == 1:
+            return self
+        totals = {name: value.cpu() for name, value in self.totals.items()}
+        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
+        together = _Sums(norms=self.norms)
+        for other in parallel.gather(replace(self, totals=totals, old=old)):
+            together.include(other.totals)
+            together.tokens += other.tokens
+            together.old += other.old
+        return together
+
+    def numbers(self) -> dict[str, float]:
+        """Name the sums as metrics; what no micro-batch measured is left out.
+
+        Losses are of the updates, all else is a mean over all generated tokens of the batch.
+        """
+        finite = [norm for norm in self.norms if math.isfinite(norm)]
+        found = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
+        if finite:
+            found["actor/grad_norm"] = sum(finite) / len(finite)
+        for name, total in self.totals.items():
+            per_update = name in _OF_THE_UPDATES
+            found[f"actor/{name}"] = float(total) / (len(self.norms) if per_update else self.tokens)
+        return found
+
+
+class Trainer:
+    """The policy with its optimiser, the frozen reference and the critic where they are needed."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: JobConfig,
+        *,
+        total_steps: int,
+        parallel: Parallel | None = None,
+    ) -> None:
+        """`parallel` is the place among other ranks, by default none but this, on the CPU.
+
+        Raises ModelError when the model cannot be trained in packed rows.
+        """
+        self.model = model
+        self.config = config
+        self.total_steps = total_steps
+        self._parallel = parallel or Parallel()
+        learner = config.learner
+        self.image_reader = load_image_reader(
+            config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        inside = self._parallel.place(model, learner)
+        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self._trained,
+            lr=learner.lr,
+            betas=learner.betas,
+            eps=learner.eps,
+            weight_decay=learner.weight_decay,
+            fused=True,
+        )
+        self._objective = Objective(config)
+        self._scorer = self._scorer_of(model, inside)
+        self._shares = Shares(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._reference: Scorer | None = None
+        self._reference_adapter: list[Tensor] = []
+        if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
+            self._reference = self._scorer
+            self._reference_adapter = self._initial_adapter()
+        elif config.algorithm.kl_coef:
+            hollow = self._parallel.filled_by_another
+            reference = cast(nn.Module, load_reference(config.model, learner, hollow=hollow))
+            self._reference = self._scorer_of(reference, self._parallel.place(reference, learner))
+        self.critic: Critic | None = None
+        if config.algorithm.advantage == "gae":
+            start = load_model(
+                config.model,
+                learner,
+                config.critic.path or config.model.path,
+                hollow=self._parallel.filled_by_another,
+            )
+            self.critic = Critic(start, config, self._parallel)
+
+    def _scorer_of(self, model: nn.Module, inside: Inside) -> Scorer:
+        temperature = self.config.rollout.temperature
+        return Scorer(
+            model, temperature=temperature, dtype=self.config.learner.dtype, inside=inside
+        )
+
+    def _initial_adapter(self) -> list[Tensor]:
+        tensors = initial_adapter(self.model, self.config.model.path)
+        mine = policy_tensors(self.model).values()
+        return [divided(each, like) for each, like in zip(tensors, mine, strict=True)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return what is trained, whole and on the CPU; all ranks ask for it together."""
+        policy = {name: value.cpu() for name, value in whole_tensors(self.model)}
+        critic = {} if self.critic is None else self.critic.weights()
+        return policy | {f"critic.{name}": value for name, value in critic.items()}
+
+    def save(self, folder: Path, tokenizer: Any) -> None:
+        """Write model, tokenizer, what reads images, optimiser and critic, and make the folder."""
+        self.begin_save(folder, tokenizer)()
+
+    def begin_save(self, folder: Path, tokenizer: Any) -> Callable[[], None]:
+        """Write what the ranks write together; return what is left to this one.
+
+        A rank that cannot write that leaves nobody waiting.
+        """
+        processor = Processor(tokenizer, self.image_reader)
+        policy = save_policy(folder, self.model, processor, self.optimizer, self._parallel)
+        critic = None if self.critic is None else self.critic.begin_save(folder)
+
+        def finish() -> None:
+            policy()
+            if critic is not None:
+                critic()
+
+        return finish
+
+    def check_images(self, group: Group) -> None:
+        """Raise DataError for a group whose images the model cannot see in its prompts.
+
+        For a model that reads text alone images are there for people to look at.
+        """
+        if self.image_reader is None:
+            return
+        for item in group.sampled:
+            images = images_of(item.messages, group.images)
+            prompt = item.token_ids[: int(item.mask.argmax())]
+            if images:
+                self.image_reader.see(self.model, prompt, images)
+            elif (prompt == self.image_reader.token_id).any():
+                raise DataError(
+                    "a prompt holds image tokens, its messages no images",
+                    hint="the messages of a trajectory must hold what the policy saw",
+                )
+
+    def restore(self, folder: Path) -> None:
+        """Take the optimiser's state from a checkpoint, and the critic where it has one."""
+        load_optimizer(folder / OPTIMIZER, self.model, self.optimizer)
+        if self.critic is not None and not self.critic.load(folder):
+            _log.info("critic_is_new", checkpoint=str(folder))
+
+    def step(self, batch: TrainingBatch, step: int) -> StepReport:
+        """Train one batch; the policy's version is `step` afterwards.
+
+        An update whose gradient is not finite is left out and counted.
+        """
+        torch.manual_seed(self.config.seed * 1_000_003 + step)
+        start = time.perf_counter()
+        batch = batch.to(self._scorer.device)
+        rate = self._set_learning_rate(step)
+        old_N, entropy_N, reference_N = self._scores_before(batch)
+        values_N = self._values(batch)
+        credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
+        sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
+        kept_N = credit.kept_S[batch.seq_N]
+        weights_N = self._objective.whole_batch_weights(batch, old_N, kept_N)
+        inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
+        if self.critic is not None and credit.targets is not None:
+            self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
+        sums = _Sums()
+        for part_S in self._minibatches(batch):
+            kept_S = part_S & credit.kept_S
+            denominators = self._denominators(sample_N[kept_S[batch.seq_N]])
+            if step > self.config.critic.warmup_steps:
+                self._update(inputs, part_S, kept_S, denominators, sums)
+            if self.critic is not None:
+                self.critic.update(self._shares.pack(batch, kept_S), denominators)
+        sums = sums.of_all(self._parallel)
+        numbers = {
+            "actor/lr": rate,
+            **sums.numbers(),
+            **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
+            **spread("critic/advantages", advantages_N[kept_N]),
+            **spread("critic/rewards", credit.rewards_S),
+            **({} if self.critic is None else self.critic.numbers()),
+            "training/num_samples": float(credit.samples.num),
+            **_mismatch(sums.old, batch, step - 1),
+        }
+        return StepReport(numbers, time.perf_counter() - start)
+
+    # -- named parts of the step -------------------------------------------------------------
+
+    def _set_learning_rate(self, step: int) -> float:
+        rate = self._rate(step, self.config.learner.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _rate(self, step: int, base: float) -> float:
+        learner = self.config.learner
+        return learning_rate(
+            step - 1,
+            base=base,
+            kind=learner.schedule,
+            warmup_steps=learner.warmup_steps,
+            total_steps=self.total_steps,
+            min_ratio=learner.min_lr_ratio,
+        )
+
+    def _scores_before(
+        self, batch: TrainingBatch
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Score all tokens by π_o (log-probs and entropies) and by the reference.
+
+        Each only where it is needed.
+        """
+        needs_old = self._objective.needs_old(
+            self.config.learner.num_minibatches, self.config.lora.dropout
+        )
+        if not needs_old and self._reference is None:
+            return None, None, None
+        everything = self._shares.pack(batch, _all(batch))
+        old_N, entropy_N = None, None
+        if needs_old:
+            old_N, entropy_N = self._score_all(everything, batch, self._scorer)
+        if self._reference is None:
+            return old_N, entropy_N, None
+        if not self._reference_adapter:
+            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
+        with other_adapter(self.model, self._reference_adapter):
+            return old_N, entropy_N, self._score_all(everything, batch, self._reference)[0]
+
+    @torch.no_grad()
+    def _score_all(
+        self, micros: list[MicroBatch], batch: TrainingBatch, scorer: Scorer
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probs and entropies of all tokens, of which this rank computes its share."""
+        logprobs_N, entropy_N = torch.zeros(2, batch.num_tokens, device=scorer.device)
+        for micro in micros:
+            scores = scorer.score(micro.packed)
+            logprobs_N[micro.index_N] = scores.logprobs_N
+            entropy_N[micro.index_N] = scores.entropy_N
+        return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
+
+    def _values(self, batch: TrainingBatch) -> Tensor | None:
+        """Ask the critic, where there is one, for the value before each token."""
+        if self.critic is None:
+            return None
+        return self.critic.values_of(self._shares.pack(batch, _all(batch)), batch.num_tokens)
+
+    def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
+        """Split the groups into contiguous minibatches: a mask over the sequences for each."""
+        groups = torch.arange(int(batch.group_S.max()) + 1, device=batch.group_S.device)
+        parts = torch.tensor_split(groups, self.config.learner.num_minibatches)
+        return [torch.isin(batch.group_S, part) for part in parts if len(part)]
+
+    def _denominators(self, sample_n: Tensor) -> Denominators:
+        length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens
+        return Denominators.of(sample_n, length)
+
+    def _update(
+        self,
+        inputs: StepInputs,
+        part_S: Tensor,
+        kept_S: Tensor,
+        denominators: Denominators,
+        sums: _Sums,
+    ) -> None:
+        """Make one optimiser update on some of the sequences, of which those kept are trained.
+
+        Those that move no weight are only scored, for the metrics.
+        """
+        batch, algorithm = inputs.batch, self.config.algorithm
+        self.optimizer.zero_grad()
+        keep_S = kept_S & self._objective.has_gradient(batch, inputs.advantages_N)
+        self._measure(inputs, part_S & ~keep_S, denominators, sums)
+        set_dropout(self.model, on=True)
+        for micro in self._shares.pack(batch, keep_S):
+            scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
+            if micro.is_empty:
+                scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
+                continue
+            result = self._objective.loss(inputs, micro, scores, denominators)
+            result.loss.backward()
+            sums.add(result.sums, micro.index_N, result.old_N)
+        set_dropout(self.model, on=False)
+        norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
+        sums.norms.append(float(norm))
+        if math.isfinite(sums.norms[-1]):
+            self._require_gradients()
+            self.optimizer.step()
+
+    @torch.no_grad()
+    def _measure(
+        self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: _Sums
+    ) -> None:
+        """Measure sequences that take no part in an update: a forward pass, and no other."""
+        for micro in self._shares.pack(inputs.batch, rest_S):
+            scores = self._scorer.score(micro.packed)
+            if micro.is_empty:
+                continue
+            result = self._objective.loss(inputs, micro, scores, denominators)
+            measured = {name: n for name, n in result.sums.items() if name not in _OF_THE_UPDATES}
+            sums.add(measured, micro.index_N, result.old_N)
+
+    def _require_gradients(self) -> None:
+        """A batch without any gradient still counts as a step: momentum and decay go on."""
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _all(batch: TrainingBatch) -> Tensor:
+    return torch.ones_like(batch.group_S, dtype=torch.bool)
+
+
+def _mismatch(
+    seen: list[tuple[Tensor, Tensor]], batch: TrainingBatch, version: int
+) -> dict[str, float]:
+    """Compare the learner's log-probs with the recorded ones: engine mismatch and staleness."""
+    if not seen:
+        return {}
+    device = batch.behaviour_N.device
+    index_N = torch.cat([index.to(device) for index, _ in seen])
+    old_N = torch.cat([old.to(device) for _, old in seen])
+    lag_N = version - batch.versions_N[index_N]
+    return mismatch_statistics(old_N, batch.behaviour_N[index_N], lag_N)
