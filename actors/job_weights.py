@@ -11,10 +11,9 @@ from ..schemas.subjects import JobScope
 from .broadcast.receiver import Receiver
 from .broadcast.sender import Sender
 from .devices import own_device
-from .generator.engine import TensorSource
-from .generator.weight_names import DTYPES
 from .policies import MAIN, prefix_of
 from .runtime import JobContext
+from .weight_tensors import DTYPES, TensorSource
 
 
 def open_weights(context: JobContext, sender: Sender | None = None) -> WeightStore:

@@ -25,10 +25,11 @@ from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
 from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
+from ..generator.chat import make_chat
 from ..generator.following import load_policies
-from ..generator.generator import check_weights, config_of_checkpoint, make_chat
 from ..generator.players import Players
 from ..generator.tables import play_table
+from ..job_models import check_weights, config_of_checkpoint
 from ..job_weights import open_weights
 from ..runtime import JobContext
 

@@ -1,6 +1,6 @@
 """Advantages of a group's episodes, for people to look at: computed from its rewards alone.
 
-They are those of the learner (`actors/learner/algorithms/advantages.py`) for the estimators that need nothing
+They are those of the learner (`actors/learner/algorithms/advantages.py`) for estimators that need nothing
 but the rewards of one group; for the others the difference to the group's mean is shown, and
 called that.
 """

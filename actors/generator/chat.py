@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from jinja2 import TemplateError
 
-from ...schemas.config import ModelConfig
+from ...schemas.config import JobConfig, ModelConfig
 from ...schemas.errors import DataError, ModelError
 from ...schemas.images import encoded_image, image_parts, images_of, replace_images
 from ..model_folder import (
@@ -365,3 +365,10 @@ def _rewrites(what: str, expected: str, rendered: str) -> ModelError:
         "earlier turns, saved in the model's folder), set model.template_kwargs so that it does, "
         "or set rollout.max_turns to 1",
     )
+
+
+def make_chat(config: JobConfig) -> ChatTokenizer:
+    """Load the tokenizer and prove that its chat template only appends."""
+    chat = open_chat(config.model)
+    chat.check_template(multi_turn=config.rollout.max_turns > 1)
+    return chat

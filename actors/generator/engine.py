@@ -12,16 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...schemas.errors import EngineError
+from ..weight_tensors import TensorSource
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]
 IntVector: TypeAlias = NDArray[np.int32]
 FloatVector: TypeAlias = NDArray[np.float32]
-TensorSource: TypeAlias = "torch.Tensor | tuple[str, Sequence[int], bytes | bytearray | memoryview]"
-"""A tensor, or (dtype name such as `bfloat16`, shape, little-endian row-major bytes)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ import random
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -22,21 +21,18 @@ from ...broker.segments import Fenced
 from ...broker.tasks import Lease, TaskQueue
 from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
-from ...schemas.config import JobConfig
-from ...schemas.job import JobRecord
-from ...schemas.lora import LoraConfig
 from ...schemas.rollout import Group
 from ...schemas.trace import GENERATOR_KINDS
-from ..checkpoints.digests import check_digests
+from ..job_models import check_weights
 from ..job_weights import open_weights
-from ..lora import config_of, is_adapter
-from ..policies import MAIN, policy_folder
+from ..policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .agent_loop import EpisodeSampling
-from .chat import ChatTokenizer, open_chat
-from .engine import Engine, EngineStats
+from .chat import make_chat
+from .engine import Engine
 from .following import WeightFollower
 from .groups import GroupFailed, GroupRunner, append_given_up
+from .heartbeat import tell_engine
 from .past import PastFollower
 from .players import Players
 from .recording import TaskRecorder
@@ -45,48 +41,6 @@ _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
 _STATS_S = 1.0
 _log = structlog.get_logger()
-
-
-def tell_engine(context: JobContext, stats: EngineStats, **more: float) -> None:
-    """Put the engine's figures, and more, into the heartbeat."""
-    context.presence = context.presence.model_copy(update={"version": stats.version})
-    context.numbers.update(
-        tokens_per_s=stats.tokens_per_s,
-        busy_share=stats.busy_share,
-        running=stats.running,
-        waiting=stats.waiting,
-        last_pause_s=stats.last_pause_s,
-        **more,
-    )
-
-
-def check_weights(record: JobRecord, config: JobConfig) -> None:
-    """Raise StorageError for a damaged checkpoint among what a job loads; reads all of it."""
-    models = [config.model.path, *config.policies.values()]
-    for folder in (record.fork_dir, *record.adapters.values(), *models):
-        if folder:
-            check_digests(Path(folder))
-
-
-def config_of_checkpoint(record: JobRecord, config: JobConfig) -> JobConfig:
-    """Return the configuration with the checkpoint that a job starts from, if any, as its model."""
-    if not record.fork_dir:
-        return config
-    own = {role: str(policy_folder(Path(record.fork_dir), role)) for role in config.policies}
-    return config_of_folder(config, record.fork_dir).model_copy(update={"policies": own})
-
-
-def config_of_folder(config: JobConfig, folder: str) -> JobConfig:
-    """Return the configuration with a folder as its model; an adapter is put beside its base."""
-    lora = config_of(folder) if is_adapter(folder) else LoraConfig()
-    return config.with_model(folder).model_copy(update={"lora": lora})
-
-
-def make_chat(config: JobConfig) -> ChatTokenizer:
-    """Load the tokenizer and prove that its chat template only appends."""
-    chat = open_chat(config.model)
-    chat.check_template(multi_turn=config.rollout.max_turns > 1)
-    return chat
 
 
 async def run_generator(context: JobContext) -> None:

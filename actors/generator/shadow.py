@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from .engine import TensorSource
+from ..weight_tensors import TensorSource
 from .weight_names import WeightNames, as_tensor, bytes_of, dtype_of
 
 

@@ -20,17 +20,9 @@ from ...schemas.errors import EngineError
 from ...schemas.lora import LoraConfig
 from ..lora import policy_tensors
 from ..vision import SeenImages, digest_of
+from ..weight_tensors import TensorSource
 from .decoder import SlotDecoder, load_decoder
-from .engine import (
-    Drawn,
-    EngineStats,
-    Generation,
-    IntVector,
-    KvOnSwap,
-    OnToken,
-    Sampling,
-    TensorSource,
-)
+from .engine import Drawn, EngineStats, Generation, IntVector, KvOnSwap, OnToken, Sampling
 from .image_reads import ImageReads, eyes_of
 from .refusals import again, check_prompt, check_queue, check_sampling
 from .rows import Request

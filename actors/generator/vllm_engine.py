@@ -18,7 +18,8 @@ from ...schemas.lora import LoraConfig
 from ..lora import base_of, is_adapter
 from ..model_folder import load_model_config, sees_images
 from ..vision import ImageReader, Images, digest_of, load_image_reader
-from .engine import EngineStats, Generation, IntVector, KvOnSwap, OnToken, Sampling, TensorSource
+from ..weight_tensors import TensorSource
+from .engine import EngineStats, Generation, IntVector, KvOnSwap, OnToken, Sampling
 from .image_reads import ImageReads, eyes_of
 from .refusals import again, check_prompt, check_queue, check_sampling, not_finite
 from .vllm_images import ShownImages, show

@@ -15,7 +15,7 @@ from ...schemas.errors import EngineError, ModelError
 from ...schemas.lora import ADAPTER_CONFIG, LoraConfig
 from ..lora import add_adapter, policy_tensors
 from ..model_folder import auto_class, load_model_config
-from .engine import TensorSource
+from ..weight_tensors import TensorSource
 from .weight_names import WeightNames, bytes_of, dtype_of, shape_of
 
 if TYPE_CHECKING:

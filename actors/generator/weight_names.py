@@ -7,13 +7,8 @@ import numpy as np
 import torch
 
 from ...schemas.errors import EngineError
-from .engine import TensorSource
+from ..weight_tensors import DTYPES, TensorSource
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 _NAMES_SHOWN = 8
 
 

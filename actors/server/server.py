@@ -26,16 +26,12 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
+from ..generator.chat import make_chat
 from ..generator.engine import Engine
 from ..generator.following import WeightFollower
-from ..generator.generator import (
-    check_weights,
-    config_of_checkpoint,
-    config_of_folder,
-    make_chat,
-    tell_engine,
-)
+from ..generator.heartbeat import tell_engine
 from ..generator.players import load_base, start_engine
+from ..job_models import check_weights, config_of_checkpoint, config_of_folder
 from ..job_weights import follow_weights
 from ..lora import base_of, config_of, is_adapter
 from ..policies import MAIN

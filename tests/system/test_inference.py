@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.generator import make_chat
+from tinkermq.actors.generator.chat import ChatTokenizer, make_chat
 from tinkermq.actors.generator.players import start_engine
 from tinkermq.actors.model_folder import load_tokenizer
 from tinkermq.broker.jobs import JobStore

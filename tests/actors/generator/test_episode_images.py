@@ -17,8 +17,7 @@ from tinkermq.actors.generator.agent_loop import (
     EpisodePlan,
     EpisodeSampling,
 )
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.generator import make_chat
+from tinkermq.actors.generator.chat import ChatTokenizer, make_chat
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer, _all

@@ -11,8 +11,8 @@ import pytest
 import pytest_asyncio
 import torch
 from tinkermq.actors.generator.engine import Engine, Sampling
-from tinkermq.actors.generator.generator import config_of_folder
 from tinkermq.actors.generator.players import Base, load_base, start_engine
+from tinkermq.actors.job_models import config_of_folder
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tinkermq.actors.generator.engine import TensorSource
 from tinkermq.actors.generator.weight_files import WeightFiles, reference_names
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.actors.model_folder import load_policy
 from tinkermq.actors.tiny_vision_model import save_tiny_vision_model
+from tinkermq.actors.weight_tensors import TensorSource
 from tinkermq.schemas.errors import EngineError, ModelError
 from tinkermq.schemas.lora import LoraConfig
 

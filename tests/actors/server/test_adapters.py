@@ -9,8 +9,8 @@ import pytest
 import torch
 from peft import PeftModel
 from tinkermq.actors.generator.engine import Engine, Sampling
-from tinkermq.actors.generator.generator import config_of_checkpoint
 from tinkermq.actors.generator.players import start_engine
+from tinkermq.actors.job_models import config_of_checkpoint
 from tinkermq.actors.lora import policy_tensors
 from tinkermq.actors.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.server.server import served_step, start_engines
