@@ -14,7 +14,7 @@ from typing import Any
 from ..schemas.codec import unpack
 from ..schemas.config import JobConfig, RolloutConfig
 from ..schemas.errors import ConfigError, TinkermqError
-from .generator.chat import ChatTokenizer, open_chat
+from .generator.episodes.chat import ChatTokenizer, open_chat
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from ..schemas.config import JobConfig
 from ..schemas.subjects import JobScope
 from .broadcast.receiver import Receiver
 from .broadcast.sender import Sender
-from .devices import own_device
-from .policies import MAIN, prefix_of
+from .models.devices import own_device
+from .models.policies import MAIN, prefix_of
+from .models.weight_tensors import DTYPES, TensorSource
 from .runtime import JobContext
-from .weight_tensors import DTYPES, TensorSource
 
 
 def open_weights(context: JobContext, sender: Sender | None = None) -> WeightStore:

@@ -6,7 +6,7 @@ It is a real model of a real class that knows nothing; a CPU core trains it in s
 import argparse
 from pathlib import Path
 
-from .tiny_model import save_tiny_model
+from .models.tiny_model import save_tiny_model
 
 
 def main() -> None:

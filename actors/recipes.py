@@ -63,9 +63,14 @@ def mark_made(folder: Path, game: str, *, seed: int = 0, steps: int | None = Non
 
 def _digest(game: str, seed: int, steps: int | None) -> str:
     """Digest all sources that decide what the model is."""
-    rooms = [f"envs.games.{game}", "actors.recipes", "actors.warm_start", "actors.tiny_model"]
+    rooms = [
+        f"envs.games.{game}",
+        "actors.recipes",
+        "actors.warm_start",
+        "actors.models.tiny_model",
+    ]
     if find_recipe(game).sees:
-        rooms += ["actors.tiny_vision_model", "actors.vision"]
+        rooms += ["actors.models.tiny_vision_model", "actors.models.vision"]
     specs = [find_spec(f"tinkermq.{room}") for room in rooms]
     files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin]
     digest = hashlib.sha256(f"{game} {seed} {steps}".encode())

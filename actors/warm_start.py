@@ -26,14 +26,14 @@ from rich.progress import Progress
 
 from ..schemas.errors import TinkermqError
 from ..schemas.images import images_of
-from .generator.chat import ChatTokenizer
+from .generator.episodes.chat import ChatTokenizer
 from .learner.packing.packing import TokenSequence, pack
 from .learner.training.model import Scorer
-from .model_folder import load_causal_lm, load_tokenizer
+from .models.model_folder import load_causal_lm, load_tokenizer
+from .models.tiny_model import save_tiny_model
+from .models.tiny_vision_model import save_tiny_vision_model
+from .models.vision import load_image_reader
 from .recipes import RECIPES, Recipe, find_recipe, is_made, mark_made
-from .tiny_model import save_tiny_model
-from .tiny_vision_model import save_tiny_vision_model
-from .vision import load_image_reader
 
 ChatMessage = dict[str, Any]
 _ROW_CONVERSATIONS = 2

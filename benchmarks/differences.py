@@ -27,7 +27,7 @@ import uvloop
 from tinkermq.actors.broadcast.receiver import Receiver
 from tinkermq.actors.broadcast.sender import Sender
 from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.tiny_model import make_model
+from tinkermq.actors.models.tiny_model import make_model
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.differences import apply, encode
 from tinkermq.broker.rpc import Service

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing.balance import cost, longest_first
+from tinkermq.actors.learner.packing.balance import cost, longest_first
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.parallel import Parallel
 from tinkermq.actors.learner.training.step import Trainer

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.packing.packing.packing import Packed, TokenSequence, pack
+from tinkermq.actors.learner.packing.packing import Packed, TokenSequence, pack
 from tinkermq.actors.learner.training.model import Scorer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 

@@ -19,14 +19,16 @@ from statistics import median
 import numpy as np
 import torch
 import uvloop
-from tinkermq.actors.generator.engine import Sampling
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.engine.engine import Sampling
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
 from tinkermq.actors.job_weights import as_sources
 from tinkermq.actors.learner.training.parallel import snapshot
-from tinkermq.actors.lora import has_adapter
-from tinkermq.actors.model_folder import load_policy
-from tinkermq.actors.policies import MAIN
-from tinkermq.actors.tiny_model import save_tiny_model
+from tinkermq.actors.models.lora import has_adapter
+from tinkermq.actors.models.model_folder import load_policy
+from tinkermq.actors.models.policies import MAIN
+from tinkermq.actors.models.tiny_model import save_tiny_model
 from tinkermq.broker.connection import Broker, connect
 from tinkermq.broker.server import NatsServer
 from tinkermq.broker.streams import create_job_streams

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
 from tinkermq.actors.warm_start import warm_start
 from tinkermq.envs.write_data import verl_row, write_rows
 from transformers.utils import logging

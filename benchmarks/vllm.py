@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.generator.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.players import start_engine
-from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.generator.episodes.players import start_engine
+from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.schemas.config import JobConfig
 from transformers import PreTrainedModel
 

@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 import torch
-from tinkermq.actors.lora import policy_tensors
-from tinkermq.actors.model_folder import load_policy
-from tinkermq.actors.tiny_model import TinyKind, save_tiny_model
+from tinkermq.actors.models.lora import policy_tensors
+from tinkermq.actors.models.model_folder import load_policy
+from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
 from tinkermq.schemas.lora import LoraConfig
 from transformers import PreTrainedModel
 

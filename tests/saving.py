@@ -18,7 +18,7 @@ from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import StorageError
 

@@ -24,13 +24,13 @@ from ...schemas.errors import ConfigError, ConflictError, NotFoundError, Tinkerm
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.subjects import BUCKET_EVALS
-from ..generator.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
-from ..generator.chat import make_chat
-from ..generator.following import load_policies
-from ..generator.players import Players
-from ..generator.tables import play_table
-from ..job_models import check_weights, config_of_checkpoint
+from ..generator.engine.following import load_policies
+from ..generator.episodes.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
+from ..generator.episodes.chat import make_chat
+from ..generator.episodes.players import Players
+from ..generator.episodes.tables import play_table
 from ..job_weights import open_weights
+from ..models.job_models import check_weights, config_of_checkpoint
 from ..runtime import JobContext
 
 _POLL_S = 0.5

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, cast
 from ...schemas.config import JobConfig
 from ...schemas.errors import ConfigError
 from ...schemas.job import JobRecord
-from ..checkpoint_folders import checkpoint_folders
-from ..lora import base_of, is_adapter
+from ..models.checkpoint_folders import checkpoint_folders
+from ..models.lora import base_of, is_adapter
 from .roots import below_roots, is_of_another, without_tilde
 
 _MAX_FILES = 10_000

@@ -1,8 +1,8 @@
 """Advantages of a group's episodes, for people to look at: computed from its rewards alone.
 
-They are those of the learner (`actors/learner/algorithms/advantages.py`) for estimators that need nothing
-but the rewards of one group; for the others the difference to the group's mean is shown, and
-called that.
+They are those of the learner (`actors/learner/algorithms/advantages.py`) for estimators that need
+nothing but the rewards of one group; for the others the difference to the group's mean is shown,
+and called that.
 """
 
 import math

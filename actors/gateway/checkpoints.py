@@ -12,7 +12,7 @@ from typing import Any
 
 from ...schemas.errors import NotFoundError
 from ...schemas.job import JobRecord
-from ..checkpoint_folders import checkpoint_folders
+from ..models.checkpoint_folders import checkpoint_folders
 
 _CHUNK = 1 << 20
 

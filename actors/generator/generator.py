@@ -23,19 +23,19 @@ from ...broker.time_use import TimeUse
 from ...envs.remote import Environments
 from ...schemas.rollout import Group
 from ...schemas.trace import GENERATOR_KINDS
-from ..job_models import check_weights
 from ..job_weights import open_weights
-from ..policies import MAIN
+from ..models.job_models import check_weights
+from ..models.policies import MAIN
 from ..runtime import JobContext, settle_memory
-from .agent_loop import EpisodeSampling
-from .chat import make_chat
-from .engine import Engine
-from .following import WeightFollower
-from .groups import GroupFailed, GroupRunner, append_given_up
-from .heartbeat import tell_engine
+from .engine.engine import Engine
+from .engine.following import WeightFollower
+from .engine.heartbeat import tell_engine
+from .episodes.agent_loop import EpisodeSampling
+from .episodes.chat import make_chat
+from .episodes.groups import GroupFailed, GroupRunner, append_given_up
+from .episodes.players import Players
+from .episodes.recording import TaskRecorder
 from .past import PastFollower
-from .players import Players
-from .recording import TaskRecorder
 
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0

@@ -14,8 +14,8 @@ from ...broker.weights import WeightStore
 from ...schemas.errors import NotFoundError
 from ...schemas.self_play import SelfPlayConfig
 from ..self_play import pool
-from .engine import Engine
-from .following import WeightFollower, load_policies
+from .engine.engine import Engine
+from .engine.following import WeightFollower, load_policies
 
 _log = structlog.get_logger()
 

@@ -12,8 +12,8 @@ from torch import nn
 from ...broker.disk.room import with_room
 from ...broker.weights import TensorBytes
 from ..job_weights import make_sender, open_weights
-from ..lora import has_adapter
-from ..policies import MAIN
+from ..models.lora import has_adapter
+from ..models.policies import MAIN
 from ..runtime import JobContext
 
 _KEEP_NEWEST = 2

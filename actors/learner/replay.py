@@ -25,8 +25,8 @@ from ...schemas.errors import NotFoundError, TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
-from ..lora import policy_tensors
-from ..policies import policy_folder, prefix_of
+from ..models.lora import policy_tensors
+from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state

@@ -15,9 +15,9 @@ from ...envs.chat_data import ChatData
 from ...envs.remote import Environments
 from ...schemas.config import JobConfig
 from ...schemas.errors import StorageError, TinkermqError
-from ..lora import refuse_other_kind
-from ..model_folder import load_tokenizer
-from ..policies import MAIN
+from ..models.lora import refuse_other_kind
+from ..models.model_folder import load_tokenizer
+from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .learner import Learner
 from .reporting import Reporter, last_reported_step

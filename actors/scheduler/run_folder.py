@@ -9,7 +9,7 @@ from pathlib import Path
 from ...schemas.config import JobConfig
 from ...schemas.errors import NotFoundError, StateError, StorageError
 from ...schemas.job import LAST_STEP, JobRecord
-from ..checkpoint_folders import checkpoint_folders
+from ..models.checkpoint_folders import checkpoint_folders
 
 _FORK = "fork"
 _ADAPTERS = "adapters"

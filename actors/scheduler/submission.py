@@ -25,7 +25,7 @@ from ...schemas.reward import RewardConfig
 from ...schemas.subjects import DEFAULT_USER, JobScope, token
 from ..folders.links import named_by
 from ..folders.roots import in_default_folder, output_roots, with_allowed_folders
-from ..lora import is_adapter
+from ..models.lora import is_adapter
 from .board import Board, size_of
 from .fences import refuse_code_of_others, refuse_runs_of_others
 from .naming import run_name

@@ -17,8 +17,8 @@ from ...schemas.errors import (
 )
 from ...schemas.images import images_of
 from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
-from ..generator.chat import ChatTokenizer
-from ..generator.engine import Drawn, Engine, Generation, Sampling
+from ..generator.engine.engine import Drawn, Engine, Generation, Sampling
+from ..generator.episodes.chat import ChatTokenizer
 from .text_stream import TextStream
 
 Request = ChatRequest | CompletionRequest

@@ -11,9 +11,9 @@ from ...schemas.config import JobConfig, RolloutConfig
 from ...schemas.errors import BusyError, ConfigError, DeadlineError
 from ...schemas.infer import PlayPart, PlayRequest
 from ...schemas.task import Blame
-from ..generator.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
-from ..generator.chat import ChatTokenizer
-from ..generator.engine import Engine
+from ..generator.engine.engine import Engine
+from ..generator.episodes.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
+from ..generator.episodes.chat import ChatTokenizer
 from ..runtime import JobContext
 
 _SESSIONS = 64

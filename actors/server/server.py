@@ -26,15 +26,15 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
-from ..generator.chat import make_chat
-from ..generator.engine import Engine
-from ..generator.following import WeightFollower
-from ..generator.heartbeat import tell_engine
-from ..generator.players import load_base, start_engine
-from ..job_models import check_weights, config_of_checkpoint, config_of_folder
+from ..generator.engine.engine import Engine
+from ..generator.engine.following import WeightFollower
+from ..generator.engine.heartbeat import tell_engine
+from ..generator.episodes.chat import make_chat
+from ..generator.episodes.players import load_base, start_engine
 from ..job_weights import follow_weights
-from ..lora import base_of, config_of, is_adapter
-from ..policies import MAIN
+from ..models.job_models import check_weights, config_of_checkpoint, config_of_folder
+from ..models.lora import base_of, config_of, is_adapter
+from ..models.policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
 from .play import Player

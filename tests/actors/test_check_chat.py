@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.actors.check_chat import Conversation, check_chat
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.tiny_model import CHAT_TEMPLATE, make_tokenizer
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
 from tinkermq.schemas.config import RolloutConfig
 
 APPENDS, PROMPTS, ANSWERS = (

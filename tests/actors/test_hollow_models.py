@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tinkermq.actors.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
 from tinkermq.schemas.lora import LoraConfig
 from transformers import Qwen2Config
 

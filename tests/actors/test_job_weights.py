@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.devices import first_device
-from tinkermq.actors.generator.shadow import ShadowWeights
+from tinkermq.actors.generator.engine.transformers.double_buffer import ShadowWeights
 from tinkermq.actors.job_weights import as_sources, device_of_new_weights
+from tinkermq.actors.models.devices import first_device
 from tinkermq.broker.weights import TensorBytes
 from tinkermq.schemas.config import JobConfig
 

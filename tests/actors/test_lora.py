@@ -7,28 +7,30 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from tinkermq.actors.generator.engine import Sampling
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.engine.engine import Sampling
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.parallel import snapshot
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.lora import (
+from tinkermq.actors.models.lora import (
     initial_adapter,
     other_adapter,
     policy_tensors,
     refuse_other_kind,
 )
-from tinkermq.actors.model_folder import (
+from tinkermq.actors.models.model_folder import (
     load_causal_lm,
     load_model_config,
     load_policy,
     load_stop_token_ids,
     load_tokenizer,
 )
-from tinkermq.actors.policies import MAIN
+from tinkermq.actors.models.policies import MAIN
 from tinkermq.broker.weights import TensorBytes
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ModelError

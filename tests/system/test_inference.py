@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.chat import ChatTokenizer, make_chat
-from tinkermq.actors.generator.players import start_engine
-from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
+from tinkermq.actors.generator.episodes.players import start_engine
+from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.parts import ask_parts
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async

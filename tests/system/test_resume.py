@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.broker.weights import WeightStore
 
 from tests.configs import small_job

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tinkermq.actors.tiny_model import save_tiny_model
+from tinkermq.actors.models.tiny_model import save_tiny_model
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.schemas.errors import ConfigError, JobFailedError, ModelError, NotFoundError

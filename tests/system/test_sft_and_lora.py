@@ -17,7 +17,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
-from tinkermq.actors.model_folder import load_causal_lm
+from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.broker.feed import read_metrics
 from tinkermq.broker.weights import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async

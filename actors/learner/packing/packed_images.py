@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...vision import Images, SeenImages
+from ...models.vision import Images, SeenImages
 
 IntArray = NDArray[np.int64]
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....schemas.errors import ConfigError
-from ...vision import SeenImages
+from ...models.vision import SeenImages
 from .packed_images import PackedImages, RowImages, pack_images
 
 IntArray = NDArray[np.int64]

@@ -20,9 +20,9 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ....schemas.errors import NotFoundError, StorageError, TinkermqError
-from ...checkpoint_folders import checkpoint_name
-from ...checkpoints.digests import check_digests, write_digests
-from ...lora import policy_tensors
+from ...models.checkpoint_folders import checkpoint_name
+from ...models.digests import check_digests, write_digests
+from ...models.lora import policy_tensors
 from ..tasks.state import LearnerState
 from .parallel import Parallel, divided, whole
 from .sharded import load_sharded, save_sharded

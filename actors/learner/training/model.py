@@ -21,9 +21,9 @@ from ....schemas.config import ModelConfig
 from ....schemas.errors import ModelError
 from ....schemas.learner import LearnerConfig
 from ....schemas.lora import LoraConfig
-from ...lora import set_dropout
-from ...model_folder import load_causal_lm, load_policy
-from ...vision import embed
+from ...models.lora import set_dropout
+from ...models.model_folder import load_causal_lm, load_policy
+from ...models.vision import embed
 from ..algorithms.kl import entropy_from_logits
 from ..packing.flat_rows import flatten, kernel_arguments
 from ..packing.packing import Packed, TokenSequence, block_causal_mask, pack

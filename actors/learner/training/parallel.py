@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ....broker.weights import TensorBytes
 from ....schemas.errors import ConfigError
 from ....schemas.learner import LearnerConfig
-from ...lora import policy_tensors
-from ...policies import prefix_of
+from ...models.lora import policy_tensors
+from ...models.policies import prefix_of
 from .layers import repeated_layers
 
 T = TypeVar("T")

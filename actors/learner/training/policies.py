@@ -16,7 +16,7 @@ from ....broker.weights import TensorBytes
 from ....schemas.config import JobConfig
 from ....schemas.errors import ConfigError
 from ....schemas.rollout import Group
-from ...policies import MAIN, policy_config, policy_folder, policy_names
+from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
 from .model import load_model
 from .parallel import Parallel, snapshot

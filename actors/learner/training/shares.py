@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ....schemas.learner import LearnerConfig
-from ...vision import ImageReader, SeenImages, probe_image
+from ...models.vision import ImageReader, SeenImages, probe_image
 from ..algorithms.training_batch import TrainingBatch, select
 from ..packing.balance import share_sequences
 from ..packing.packed_images import unseen

@@ -25,14 +25,14 @@ from ....schemas.config import JobConfig
 from ....schemas.errors import DataError
 from ....schemas.images import images_of
 from ....schemas.rollout import Group
-from ...lora import (
+from ...models.lora import (
     has_adapter,
     initial_adapter,
     other_adapter,
     policy_tensors,
     set_dropout,
 )
-from ...vision import Processor, load_image_reader
+from ...models.vision import Processor, load_image_reader
 from ..algorithms.aggregation import Denominators
 from ..algorithms.corrections import mismatch_statistics
 from ..algorithms.credit import assign_credit

@@ -16,7 +16,7 @@ from tinkermq.actors.gateway.episodes import (
 )
 from tinkermq.actors.gateway.token_text import TokenTexts, token_texts
 from tinkermq.actors.learner.algorithms import advantages as learner
-from tinkermq.actors.tiny_model import make_tokenizer
+from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.schemas.errors import NotFoundError
 
 from tests.groups import make_group, make_trajectory

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Literal
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine import Engine
-from tinkermq.actors.generator.meter import Meter
-from tinkermq.actors.generator.players import load_base
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.actors.model_folder import load_causal_lm, load_model_config, sees_images
+from tinkermq.actors.generator.engine.engine import Engine
+from tinkermq.actors.generator.engine.meter import Meter
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
+from tinkermq.actors.generator.episodes.players import load_base
+from tinkermq.actors.models.model_folder import load_causal_lm, load_model_config, sees_images
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.streams import create_job_streams, delete_job_streams
 from tinkermq.schemas.config import LimitsConfig
@@ -28,7 +30,7 @@ from tests.models import make_tiny_model
 from tests.vllm_start import ADAPTER, MAX_CONTEXT, MAX_SLOTS, configured
 
 if TYPE_CHECKING:
-    from tinkermq.actors.generator.vllm_model import VllmModel
+    from tinkermq.actors.generator.engine.vllm.model import VllmModel
 
 torch.set_num_threads(1)
 
@@ -104,7 +106,7 @@ async def start(engine_kind: EngineKind, in_vllm: InVllm) -> AsyncIterator[Start
                 str(folder), max_slots=MAX_SLOTS, max_context=MAX_CONTEXT, max_waiting=max_waiting
             )
         else:
-            from tinkermq.actors.generator.vllm_engine import start_vllm
+            from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
 
             base = await in_vllm(folder)
             engine = await start_vllm(configured(folder), base=base, max_waiting=max_waiting)

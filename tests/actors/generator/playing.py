@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.engine import Engine
-from tinkermq.actors.generator.groups import GroupRunner
-from tinkermq.actors.generator.players import Players
-from tinkermq.actors.generator.recording import TaskRecorder
-from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.actors.generator.engine.engine import Engine
+from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.generator.episodes.groups import GroupRunner
+from tinkermq.actors.generator.episodes.players import Players
+from tinkermq.actors.generator.episodes.recording import TaskRecorder
+from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.broker.connection import Broker
 from tinkermq.broker.stored import get_all
 from tinkermq.envs.host import EnvironmentHost

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.tiny_model import make_tokenizer
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.schemas.errors import DataError, ModelError
 
 CHATML = (

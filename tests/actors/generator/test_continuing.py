@@ -139,7 +139,7 @@ async def test_who_was_overtaken_stops_and_leaves_the_game_to_the_next(
 
 def _changed(folder: Path) -> dict:
     import torch
-    from tinkermq.actors.model_folder import load_causal_lm
+    from tinkermq.actors.models.model_folder import load_causal_lm
 
     from tests.models import changed
 

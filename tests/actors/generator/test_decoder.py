@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tinkermq.actors.generator.decoder import SlotDecoder, load_decoder
+from tinkermq.actors.generator.engine.transformers.decoder import SlotDecoder, load_decoder
 from tinkermq.schemas.errors import ModelError
 from transformers import (
     Gemma2Config,

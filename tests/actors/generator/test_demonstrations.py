@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.demonstrations import demonstrate
-from tinkermq.actors.generator.groups import GroupFailed
-from tinkermq.actors.tiny_model import make_tokenizer
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.generator.episodes.demonstrations import demonstrate
+from tinkermq.actors.generator.episodes.groups import GroupFailed
+from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.envs.chat_data import ChatData
 from tinkermq.envs.write_data import write_rows
 from tinkermq.schemas.config import JobConfig

@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine import Engine, KvOnSwap, Sampling
-from tinkermq.actors.generator.players import start_engine
-from tinkermq.actors.lora import policy_tensors
-from tinkermq.actors.vision import ImageReader, load_image_reader
+from tinkermq.actors.generator.engine.engine import Engine, KvOnSwap, Sampling
+from tinkermq.actors.generator.episodes.players import start_engine
+from tinkermq.actors.models.lora import policy_tensors
+from tinkermq.actors.models.vision import ImageReader, load_image_reader
 from tinkermq.schemas.errors import DataError
 from transformers import PreTrainedModel
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine import Engine, Sampling
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.engine.engine import Engine, Sampling
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
 from tinkermq.schemas.errors import ConfigError, EngineError, ModelError
 
 from tests.actors.generator.conftest import StartEngine

@@ -6,8 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine import Engine, Generation, Sampling
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
 from tinkermq.schemas.errors import EngineError
 from transformers import PreTrainedModel
 

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
-from tinkermq.actors.generator.agent_loop import (
+from tinkermq.actors.generator.episodes.agent_loop import (
     AgentLoop,
     EpisodeFailed,
     EpisodePlan,
     EpisodeSampling,
 )
-from tinkermq.actors.generator.chat import ChatTokenizer, make_chat
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer, _all

@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tinkermq.actors.generator.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.transformers_engine import TransformersEngine
-from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.actors.generator.engine.transformers.transformers_engine import (
+    TransformersEngine,
+)
+from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.broker.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.host import EnvironmentHost

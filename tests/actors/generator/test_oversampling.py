@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.generator.groups import GroupFailed
+from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.learner.report import group_numbers
 from tinkermq.broker.connection import Broker
 from tinkermq.schemas.config import JobConfig

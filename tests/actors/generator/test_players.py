@@ -2,7 +2,7 @@
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.actors.generator.players import load_base, start_engine
+from tinkermq.actors.generator.episodes.players import load_base, start_engine
 from tinkermq.schemas.config import GeneratorConfig, JobConfig
 from tinkermq.schemas.errors import ConfigError
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.agent_loop import EpisodeSampling
-from tinkermq.actors.generator.chat import ChatTokenizer
-from tinkermq.actors.generator.groups import GroupFailed, GroupRunner
-from tinkermq.actors.generator.players import Players
-from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.tiny_model import save_tiny_model
+from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.generator.episodes.groups import GroupFailed, GroupRunner
+from tinkermq.actors.generator.episodes.players import Players
+from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.models.tiny_model import save_tiny_model
 from tinkermq.broker.connection import Broker
 from tinkermq.envs.host import EnvironmentHost
 from tinkermq.envs.remote import Environments

@@ -10,10 +10,10 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine import Engine, Sampling
-from tinkermq.actors.generator.players import Base, load_base, start_engine
-from tinkermq.actors.job_models import config_of_folder
-from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.generator.engine.engine import Engine, Sampling
+from tinkermq.actors.generator.episodes.players import Base, load_base, start_engine
+from tinkermq.actors.models.job_models import config_of_folder
+from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError
 from tinkermq.schemas.lora import LoraConfig
@@ -49,7 +49,7 @@ def processes() -> set[int]:
 
 
 async def test_what_vllm_would_do_otherwise_is_refused(folder: Path, in_vllm: InVllm) -> None:
-    from tinkermq.actors.generator.vllm_engine import start_vllm
+    from tinkermq.actors.generator.engine.vllm.vllm_engine import start_vllm
 
     engine = await start_vllm(configured(folder), base=await in_vllm(folder))
     with pytest.raises(ConfigError, match=r"does not sample at temperature 0\.005"):

@@ -10,7 +10,7 @@ import torch
 from tinkermq.actors.learner.tasks.state import LearnerState, Waste
 from tinkermq.actors.learner.training.checkpoint import load_state
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.model_folder import load_tokenizer
+from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.schemas.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

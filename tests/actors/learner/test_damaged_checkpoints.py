@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.checkpoints.digests import TABLE, check_digests
 from tinkermq.actors.learner.start import starting_point
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_state
-from tinkermq.actors.model_folder import check_model_folder
+from tinkermq.actors.models.digests import TABLE, check_digests
+from tinkermq.actors.models.model_folder import check_model_folder
 from tinkermq.schemas.errors import StorageError
 
 FILES = (

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers.modeling_flash_attention_utils as flash
 from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing.flat_rows import flatten
-from tinkermq.actors.learner.packing.packing.packing import pack
+from tinkermq.actors.learner.packing.flat_rows import flatten
+from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.config import JobConfig

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing.packing import pack
+from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.model_folder import load_tokenizer
-from tinkermq.actors.vision import load_image_reader
+from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.models.vision import load_image_reader
 from tinkermq.schemas.config import JobConfig, LearnerConfig, ModelConfig
 from tinkermq.schemas.errors import DataError, MessageError
 from tinkermq.schemas.rollout import Group, check_group

@@ -11,7 +11,7 @@ from tinkermq.actors.learner.algorithms.kl import kl_per_token
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.actors.lora import policy_tensors
+from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.rollout import Group
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
-from tinkermq.actors.learner.packing.packing.packing import pack
+from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.schemas.config import LearnerConfig, ModelConfig
 from tinkermq.schemas.errors import ModelError

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.packing.packing.packing import (
+from tinkermq.actors.learner.packing.packing import (
     Packed,
     TokenSequence,
     block_causal_mask,

@@ -8,8 +8,8 @@ import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.policies import Policies, load_models
-from tinkermq.actors.model_folder import load_tokenizer
-from tinkermq.actors.tiny_model import make_model, make_tokenizer, save_tiny_model
+from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.actors.models.tiny_model import make_model, make_tokenizer, save_tiny_model
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.rollout import Group

@@ -16,8 +16,8 @@ from tinkermq.actors.learner.training.parallel import device_of
 from tinkermq.actors.learner.training.policies import Policies, load_models
 from tinkermq.actors.learner.training.ranks import Ranks
 from tinkermq.actors.learner.training.step import StepReport
-from tinkermq.actors.model_folder import load_causal_lm, load_tokenizer
-from tinkermq.actors.policies import MAIN, prefix_of
+from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
+from tinkermq.actors.models.policies import MAIN, prefix_of
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ConfigError, EngineError
 from tinkermq.schemas.rollout import Group

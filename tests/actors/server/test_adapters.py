@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from tinkermq.actors.generator.engine import Engine, Sampling
-from tinkermq.actors.generator.players import start_engine
-from tinkermq.actors.job_models import config_of_checkpoint
-from tinkermq.actors.lora import policy_tensors
-from tinkermq.actors.model_folder import load_causal_lm, load_policy
+from tinkermq.actors.generator.engine.engine import Engine, Sampling
+from tinkermq.actors.generator.episodes.players import start_engine
+from tinkermq.actors.models.job_models import config_of_checkpoint
+from tinkermq.actors.models.lora import policy_tensors
+from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.server.server import served_step, start_engines
 from tinkermq.schemas.config import JobConfig
 from tinkermq.schemas.errors import ModelError

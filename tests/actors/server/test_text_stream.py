@@ -1,9 +1,9 @@
 """Text is told as soon as it is certain, whatever the tokens' borders are."""
 
 import pytest
-from tinkermq.actors.generator.chat import ChatTokenizer
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.actors.server.text_stream import TextStream
-from tinkermq.actors.tiny_model import make_tokenizer
 
 CHAT = ChatTokenizer(make_tokenizer())  # one token for each byte
 

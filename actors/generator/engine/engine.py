@@ -1,0 +1,181 @@
+"""The interface of a generation engine: token ids in, token ids with log-probs and versions out.
+
+The agent loop knows this module only, so that another engine can take the place of the
+transformers one. Nothing here imports torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....schemas.errors import EngineError
+from ...models.weight_tensors import TensorSource
+
+if TYPE_CHECKING:
+    pass
+
+FinishReason = Literal["stop", "length", "cancelled"]
+KvOnSwap = Literal["keep", "recompute"]
+IntVector: TypeAlias = NDArray[np.int32]
+FloatVector: TypeAlias = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request is sampled; each request of a batch may have its own."""
+
+    max_new_tokens: int
+    """Tokens generated at most, the stop token included."""
+    temperature: float = 1.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens that together reach this probability."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0: all."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Generation ends after one of these; the stop token is part of the result."""
+    seed: int | None = None
+    """The same seed draws the same tokens, whatever else runs in the batch; None: a fresh one."""
+    num_drawn: int = 0
+    """Tokens at the end of the prompt that were drawn with this seed before: it goes on behind
+    them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What one request generated, N tokens."""
+
+    token_ids: IntVector
+    """int32[N]: generated tokens, the stop token included."""
+    logprobs: FloatVector
+    """float32[N]: log-prob of each token under softmax(logits / temperature), before top-p and
+    top-k, which is what a learner computes at the same temperature. Greedy requests record it at
+    temperature 1."""
+    versions: IntVector
+    """int32[N]: policy version that produced each token."""
+    finish_reason: FinishReason
+    """A stop token, the token limit, or `cancel`."""
+
+
+def nothing() -> Generation:
+    """Return what a request has that was cancelled before its first token."""
+    return Generation(
+        np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32), "cancelled"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token, as soon as it was drawn."""
+
+    token_id: int
+    logprob: float
+    """As in `Generation`."""
+    version: int
+    """Policy version that produced it."""
+
+
+OnToken: TypeAlias = Callable[[Drawn], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What an engine is doing; counters since its start, rates over about the last 10 s."""
+
+    version: int
+    """Policy version that decodes now."""
+    running: int
+    """Requests that decode."""
+    waiting: int
+    """Requests that wait for a free row."""
+    parked: int
+    """Conversations whose cache is kept for their next turn."""
+    tokens_per_s: float
+    """Generated tokens per second."""
+    busy_share: float
+    """Share of the time spent computing, 0 to 1."""
+    generated_tokens: int
+    """Tokens generated."""
+    prefilled_tokens: int
+    """Prompt tokens computed."""
+    reused_tokens: int
+    """Prompt tokens not computed: shared within a group, or kept from an earlier turn."""
+    busy_s: float
+    """Seconds spent computing."""
+    last_pause_s: float
+    """How long decoding stood still at the last weight swap."""
+    paused_s: float
+    """How long it stood still at all swaps so far."""
+    cache_bytes: int
+    """Memory of the KV cache, parked conversations included."""
+
+
+class Engine(Protocol):
+    """A generation engine that serves many requests at once on one event loop."""
+
+    @property
+    def version(self) -> int:
+        """Policy version that decodes now."""
+        ...
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more; its actor should end and be started again."""
+        ...
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate from a prompt.
+
+        `images` are the encoded images of the conversation, alike at each of its turns; the prompt
+        holds as many image tokens as they take. Raises DataError for images that cannot be read or
+        do not fit the prompt, ModelError where the model sees none.
+
+        `on_token` is called on the event loop with each token before this returns.
+
+        With `conversation`, the cache of this request is kept for the next turn: a later request
+        of the same conversation whose prompt continues this one computes only what is new. Call
+        `release` when the conversation is over. Raises ConfigError for a prompt that cannot fit,
+        EngineError when the engine failed or its queue is full. A task that is cancelled while it
+        waits cancels the request.
+        """
+        ...
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Make `tensors` (the names of `state_dict()`, or those of a PEFT folder for an engine
+        with an adapter) the weights, between two decode steps.
+
+        Running requests go on: with the keys and values they have (`keep`), or with them computed
+        anew (`recompute`). Raises EngineError listing names that are missing, unknown or of the
+        wrong shape; the weights then stay as they were.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its `generate` returns what it has, with `cancelled`."""
+        ...
+
+    def release(self, conversation: str) -> None:
+        """Forget the kept cache of a conversation."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Say what the engine is doing."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine; requests that still run fail with EngineError."""
+        ...

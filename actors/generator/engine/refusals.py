@@ -1,0 +1,71 @@
+"""What every engine refuses before it computes anything."""
+
+import numpy as np
+
+from ....schemas.errors import ConfigError, EngineError
+from .engine import IntVector, Sampling
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise ConfigError for parameters that cannot be sampled with."""
+    if (
+        sampling.max_new_tokens >= 1
+        and 0 <= sampling.temperature < np.inf
+        and 0 < sampling.top_p <= 1
+        and sampling.top_k >= 0
+    ):
+        return
+    raise ConfigError(
+        f"{sampling} cannot be sampled",
+        hint="max_new_tokens is at least 1, temperature and top_k are 0 or more, top_p is over 0 "
+        "and at most 1",
+    )
+
+
+def check_prompt(
+    prompt: IntVector, sampling: Sampling, *, max_context: int, vocab_size: int
+) -> None:
+    """Raise ConfigError for a prompt that has no room, or tokens that the model does not have."""
+    if prompt.ndim != 1 or not len(prompt):
+        raise ConfigError("a prompt has no tokens", hint="give at least one token")
+    if len(prompt) + sampling.max_new_tokens > max_context:
+        raise ConfigError(
+            f"a prompt of {len(prompt)} tokens and up to {sampling.max_new_tokens} new ones "
+            f"exceed the engine's {max_context} tokens",
+            hint="raise rollout.max_prompt_tokens or rollout.max_response_tokens, or shorten "
+            "the prompt",
+        )
+    if prompt.view(np.uint32).max() >= vocab_size:  # a negative id is huge there
+        wrong = prompt[prompt.view(np.uint32) >= vocab_size][0]
+        raise ConfigError(
+            f"token {wrong} of a prompt is outside the model's vocabulary of {vocab_size}",
+            hint="tokenizer and model must belong together",
+        )
+
+
+def check_queue(request_id: str, pending: int, max_pending: int, *, running: bool) -> None:
+    """Raise EngineError for an id that is in use, and for one request too many."""
+    if running:
+        raise EngineError(
+            f"request {request_id} is running already", hint="give each request its own id"
+        )
+    if pending >= max_pending:
+        raise EngineError(
+            f"the engine's queue is full: {pending} requests run or wait",
+            hint="lower generator.max_episodes, or raise max_waiting",
+        )
+
+
+def not_finite(version: int) -> EngineError:
+    """Return the error of a request whose model computed no numbers."""
+    return EngineError(
+        f"the model of version {version} computes logits that are not finite",
+        hint="training has diverged: lower learner.lr, or resume from an earlier checkpoint",
+    )
+
+
+def again(error: EngineError) -> EngineError:
+    """Return an error of its own for each waiter: a shared one would collect all tracebacks."""
+    copy = EngineError(error.message, hint=error.hint)
+    copy.__cause__ = error.__cause__
+    return copy

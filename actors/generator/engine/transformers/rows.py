@@ -1,0 +1,168 @@
+"""The running requests, one row each, as arrays: a decode step touches no Python object per token.
+
+Shape letters: R rows (those that run come first), T tokens of the longest allowed sequence,
+B some rows.
+
+Rows stay compact: a row that ends is filled by the last one, so a forward pass always works on the
+first `num` slots.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....models.vision import SeenImages
+from ..engine import FinishReason, Generation, IntVector, Sampling
+from ..sampling import RowParameters
+
+IndexVector = NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request inside the engine."""
+
+    request_id: str
+    prompt: IntVector
+    sampling: Sampling
+    seed: int
+    conversation: str | None
+    streams: bool = False
+    """Each token is told as soon as it is drawn."""
+    images: SeenImages | None = None
+    """The images at their places in the prompt."""
+
+    @property
+    def shift(self) -> int:
+        """What a token behind the images adds to its place to have its rotary position."""
+        return 0 if self.images is None else self.images.shift
+
+
+class RowTable:
+    """Tokens, log-probs, versions and sampling parameters of the running rows."""
+
+    def __init__(self, max_rows: int, max_tokens: int) -> None:
+        self.num = 0
+        self.requests: list[Request] = []
+        # `empty` takes address space, not memory, until a row is used.
+        self.tokens_RT = np.empty((max_rows, max_tokens), np.int32)
+        self._logprobs_RT = np.empty((max_rows, max_tokens), np.float32)
+        self._versions_RT = np.empty((max_rows, max_tokens), np.int32)
+        self._stops_RK = np.full((max_rows, 1), -1, np.int64)
+        self.length_R = np.zeros(max_rows, np.int64)
+        self.shift_R = np.zeros(max_rows, np.int64)
+        self.cache_version_R = np.zeros(max_rows, np.int64)
+        self._prompt_R = np.zeros(max_rows, np.int64)
+        self._drawn_R = np.zeros(max_rows, np.int64)
+        self._limit_R = np.zeros(max_rows, np.int64)
+        self._temperature_R = np.zeros(max_rows, np.float32)
+        self._top_p_R = np.zeros(max_rows, np.float32)
+        self._top_k_R = np.zeros(max_rows, np.int64)
+        self._seed_R = np.zeros(max_rows, np.uint64)
+
+    def add(self, requests: Sequence[Request], cache_version: int) -> IndexVector:
+        """Give each request a row; return the rows."""
+        first = self.num
+        for row, request in enumerate(requests, first):
+            sampling, length = request.sampling, len(request.prompt)
+            self.tokens_RT[row, :length] = request.prompt
+            self.length_R[row] = self._prompt_R[row] = length
+            self._drawn_R[row] = sampling.num_drawn
+            self._limit_R[row] = length + sampling.max_new_tokens
+            self._temperature_R[row] = sampling.temperature
+            self._top_p_R[row] = sampling.top_p
+            self._top_k_R[row] = sampling.top_k
+            self._seed_R[row] = request.seed
+            self.shift_R[row] = request.shift
+            self._set_stops(row, sampling.stop_token_ids)
+        self.requests += requests
+        self.num += len(requests)
+        self.cache_version_R[first : self.num] = cache_version
+        return np.arange(first, self.num)
+
+    def parameters(self, rows_B: IndexVector) -> RowParameters:
+        """Return how the next token of these rows is sampled."""
+        return RowParameters(
+            self._temperature_R[rows_B],
+            self._top_p_R[rows_B],
+            self._top_k_R[rows_B],
+            self._seed_R[rows_B],
+            (self.length_R[rows_B] - self._prompt_R[rows_B] + self._drawn_R[rows_B]).astype(
+                np.uint64
+            ),
+        )
+
+    def append(
+        self,
+        rows_B: IndexVector,
+        tokens_B: NDArray[np.int64],
+        logprobs_B: NDArray[np.float32],
+        version: int,
+    ) -> None:
+        """Write the next token of these rows."""
+        position_B = self.length_R[rows_B]
+        self.tokens_RT[rows_B, position_B] = tokens_B
+        self._logprobs_RT[rows_B, position_B] = logprobs_B
+        self._versions_RT[rows_B, position_B] = version
+        self.length_R[rows_B] += 1
+
+    def ended(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Say of each row whether it met a stop token, its limit, or a log-prob that is not finite.
+
+        Every row has at least one generated token.
+        """
+        rows = np.arange(self.num)
+        last = self.length_R[: self.num] - 1
+        stop = (self.tokens_RT[rows, last][:, None] == self._stops_RK[: self.num]).any(1)
+        full = self.length_R[: self.num] >= self._limit_R[: self.num]
+        return stop, full, ~np.isfinite(self._logprobs_RT[rows, last])
+
+    def result(self, row: int, reason: FinishReason) -> Generation:
+        """Return a copy of what a row has generated."""
+        span = slice(int(self._prompt_R[row]), int(self.length_R[row]))
+        return Generation(
+            self.tokens_RT[row, span].copy(),
+            self._logprobs_RT[row, span].copy(),
+            self._versions_RT[row, span].copy(),
+            reason,
+        )
+
+    def remove(self, gone: NDArray[np.bool_]) -> tuple[IndexVector, IndexVector]:
+        """Remove rows and close the gaps; return which rows moved, and where to."""
+        kept = int(self.num - gone.sum())
+        target = np.flatnonzero(gone[:kept])
+        source = kept + np.flatnonzero(~gone[kept:])
+        longest = int(self.length_R[source].max(initial=0))
+        for wide in (self.tokens_RT, self._logprobs_RT, self._versions_RT):
+            wide[target, :longest] = wide[source, :longest]
+        for narrow in self._columns():
+            narrow[target] = narrow[source]
+        for to, origin in zip(target.tolist(), source.tolist(), strict=True):
+            self.requests[to] = self.requests[origin]
+        del self.requests[kept:]
+        self.num = kept
+        return source, target
+
+    def _columns(self) -> Sequence[NDArray[np.generic]]:
+        return (
+            self._stops_RK,
+            self.length_R,
+            self.shift_R,
+            self.cache_version_R,
+            self._prompt_R,
+            self._drawn_R,
+            self._limit_R,
+            self._temperature_R,
+            self._top_p_R,
+            self._top_k_R,
+            self._seed_R,
+        )
+
+    def _set_stops(self, row: int, stops: tuple[int, ...]) -> None:
+        missing = len(stops) - self._stops_RK.shape[1]
+        if missing > 0:
+            self._stops_RK = np.pad(self._stops_RK, ((0, 0), (0, missing)), constant_values=-1)
+        self._stops_RK[row] = -1
+        self._stops_RK[row, : len(stops)] = stops

@@ -1,0 +1,296 @@
+"""The engine's thread: continuous batching, one tick after another.
+
+A tick gives free rows to waiting requests (prefill), feeds one token to every running row
+(decode), and hands the results of rows that ended to the event loop in one call. Commands (submit,
+cancel, swap, release, close) arrive as callables and run between two ticks. What fails here fails
+every request that is pending, visibly.
+"""
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from .....schemas.errors import EngineError
+from ..engine import (
+    Drawn,
+    EngineStats,
+    FinishReason,
+    Generation,
+    KvOnSwap,
+    nothing,
+)
+from ..meter import Meter
+from ..refusals import not_finite
+from ..sampling import sample
+from .decoder import SlotDecoder, Span
+from .double_buffer import ShadowWeights
+from .prefix_cache import Parked, ParkingLot
+from .rows import IndexVector, Request, RowTable
+
+Outcome = tuple[str, Generation | EngineError | Drawn]
+"""A request's id and what became of it, or its next token."""
+
+
+class EngineWorker:
+    """Everything that happens in the engine's thread; `run` is its body."""
+
+    def __init__(
+        self,
+        decoder: SlotDecoder,
+        weights: ShadowWeights,
+        version: int,
+        deliver: Callable[[list[Outcome]], None],
+        ended: Callable[[EngineError], None],
+        parked_tokens: int,
+    ) -> None:
+        self.version = version
+        self._decoder = decoder
+        self._weights = weights
+        self._deliver = deliver
+        self._ended = ended
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: deque[Request] = deque()
+        self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
+        self._lot = ParkingLot(parked_tokens)
+        self._outcomes: list[Outcome] = []
+        self._num_streams = 0
+        self._closing = False
+        self._meter = Meter()
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Have a command run in the engine's thread, between two ticks."""
+        self._inbox.put(command)
+
+    def run(self) -> None:
+        """Serve until closed; then say why no request will be answered any more."""
+        reason = EngineError("the engine was closed", hint="start it again")
+        try:
+            while not self._closing:
+                self._take_commands()
+                if self._rows.num or self._waiting:
+                    self._tick()
+                self._flush()
+        except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
+            reason = EngineError(
+                f"the engine failed: {type(error).__name__}: {error}",
+                hint="see the generator's log; its tasks go to another generator",
+            )
+            reason.__cause__ = error
+        self._ended(reason)
+
+    # Commands -------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self._num_streams += request.streams
+        self._waiting.append(request)
+
+    @torch.inference_mode()
+    def cancel(self, request_id: str) -> None:
+        """End a request that waits or runs."""
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                self._num_streams -= request.streams
+                self._outcomes.append((request_id, nothing()))
+                return
+        for row, request in enumerate(self._rows.requests):
+            if request.request_id == request_id:
+                self._outcomes.append((request_id, self._rows.result(row, "cancelled")))
+                self._num_streams -= request.streams
+                self._remove(np.arange(self._rows.num) == row)
+                return
+
+    def release(self, conversation: str) -> None:
+        """Forget a parked conversation."""
+        self._lot.drop(conversation)
+
+    def swap(
+        self, version: int, fresh: list[torch.Tensor], kv: KvOnSwap, done: Callable[[], None]
+    ) -> None:
+        """Take prepared weights; then call `done` (in this thread)."""
+        started = time.perf_counter()
+        self._weights.swap(fresh)
+        self.version = version
+        self._lot.clear()
+        if kv == "recompute" and self._rows.num:
+            self._recompute()
+        self._meter.paused(time.perf_counter() - started)
+        done()
+
+    def close(self) -> None:
+        """End `run`."""
+        self._closing = True
+
+    def stats(self) -> EngineStats:
+        """Read the counters; safe in any thread."""
+        return self._meter.stats(
+            version=self.version,
+            running=self._rows.num,
+            waiting=len(self._waiting),
+            parked=len(self._lot),
+            cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
+        )
+
+    # One tick -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _tick(self) -> None:
+        started = time.perf_counter()
+        while self._waiting and self._rows.num < self._decoder.cache.max_slots:
+            self._admit()
+        if self._rows.num:
+            self._decode()
+        self._meter.busy_s += time.perf_counter() - started
+        self._meter.mark()
+
+    def _admit(self) -> None:
+        """Give free rows to the requests that waited longest, and draw their first tokens."""
+        free = self._decoder.cache.max_slots - self._rows.num
+        taken = [self._waiting.popleft() for _ in range(min(free, len(self._waiting)))]
+        groups = self._group(taken)
+        self._rows.add([request for group, _ in groups for request in group], self.version)
+        self._decoder.cache.reserve(self._rows.num, 1)
+        row = self._rows.num - len(taken)
+        spans: list[Span] = []
+        for group, parked in groups:
+            start = 0
+            if parked is not None:
+                start = len(parked.tokens)
+                self._decoder.cache.reserve(self._rows.num, start)
+                self._decoder.cache.put(row, parked.states)
+            spans.append(Span(row, start, group[0].prompt[start:], group[0].images))
+            self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
+            row += len(group)
+        self._prefill(spans, [len(group) for group, _ in groups])
+        self._retire()
+
+    def _group(self, requests: Sequence[Request]) -> list[tuple[list[Request], Parked | None]]:
+        """Put requests of one prompt together; a parked conversation stays by itself."""
+        groups: list[tuple[list[Request], Parked | None]] = []
+        shared: dict[tuple[bytes, bytes | None], list[Request]] = {}
+        for request in requests:
+            parked = None
+            if request.conversation is not None:
+                parked = self._lot.resume(request.conversation, request.prompt, _digest(request))
+            if parked is not None:
+                groups.append(([request], parked))
+                continue
+            group = shared.setdefault((request.prompt.tobytes(), _digest(request)), [])
+            if not group:
+                groups.append((group, None))
+            group.append(request)
+        return groups
+
+    def _prefill(self, spans: Sequence[Span], sizes: Sequence[int]) -> None:
+        """Compute each prompt once, copy it to the rows behind that share it, draw for all."""
+        for batch, logits_BV in self._decoder.prefill(spans):
+            sizes_B = np.array([sizes[index] for index in batch])
+            rows = [np.arange(spans[i].slot, spans[i].slot + sizes[i]) for i in batch]
+            for index, own in zip(batch, rows, strict=True):
+                self._meter.prefilled += len(spans[index].tokens)
+                if len(own) > 1:
+                    length = spans[index].start + len(spans[index].tokens)
+                    self._decoder.cache.spread(int(own[0]), int(own[-1]), length)
+            if (sizes_B > 1).any():
+                picks = np.repeat(np.arange(len(batch)), sizes_B)
+                logits_BV = logits_BV[torch.as_tensor(picks, device=logits_BV.device)]
+            self._draw(np.concatenate(rows), logits_BV)
+
+    def _decode(self) -> None:
+        rows = np.arange(self._rows.num)
+        position = self._rows.length_R[: self._rows.num] - 1
+        logits_BV = self._decoder.decode(
+            self._rows.tokens_RT[rows, position], position, self._rows.shift_R[rows]
+        )
+        self._draw(rows, logits_BV)
+        self._retire()
+
+    def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
+        tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
+        self._rows.append(rows, tokens, logprobs, self.version)
+        self._meter.generated += len(rows)
+        if self._num_streams:
+            self._tell(rows, tokens, logprobs)
+
+    def _tell(
+        self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
+    ) -> None:
+        """Hand out the new tokens of those requests that want each at once."""
+        for place in range(len(rows)):
+            request = self._rows.requests[int(rows[place])]
+            if request.streams:
+                drawn = Drawn(int(tokens[place]), float(logprobs[place]), self.version)
+                self._outcomes.append((request.request_id, drawn))
+
+    def _retire(self) -> None:
+        """Take out the rows that ended."""
+        stop, full, broken = self._rows.ended()
+        gone = stop | full | broken
+        if not gone.any():
+            return
+        for row in np.flatnonzero(gone).tolist():
+            request = self._rows.requests[row]
+            self._num_streams -= request.streams
+            if broken[row]:
+                self._outcomes.append((request.request_id, not_finite(self.version)))
+                continue
+            reason: FinishReason = "stop" if stop[row] else "length"
+            self._outcomes.append((request.request_id, self._rows.result(row, reason)))
+            self._park(row, request)
+        if broken.any():
+            self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
+        self._remove(gone)
+
+    def _park(self, row: int, request: Request) -> None:
+        """Keep the row's cache for the next turn, if it stems from one version alone."""
+        if request.conversation is None or self._rows.cache_version_R[row] != self.version:
+            return
+        cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
+        tokens = self._rows.tokens_RT[row, :cached].copy()
+        states = self._decoder.cache.take(row, cached)
+        self._lot.park(request.conversation, Parked(tokens, states, _digest(request)))
+
+    def _remove(self, gone: NDArray[np.bool_]) -> None:
+        source, target = self._rows.remove(gone)
+        if len(source):
+            self._decoder.cache.copy(
+                torch.as_tensor(source, device=self._decoder.device),
+                torch.as_tensor(target, device=self._decoder.device),
+                int(self._rows.length_R[target].max()),
+            )
+
+    @torch.inference_mode()
+    def _recompute(self) -> None:
+        """Compute the cache of all running rows anew, with the weights of now."""
+        cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
+        spans = [
+            Span(row, 0, self._rows.tokens_RT[row, :length], self._rows.requests[row].images)
+            for row, length in enumerate(cached)
+        ]
+        for _ in self._decoder.prefill(spans):
+            pass
+        self._rows.cache_version_R[: self._rows.num] = self.version
+
+    # Around it ------------------------------------------------------------------------------
+
+    def _take_commands(self) -> None:
+        """Run the commands that are there; without work, wait for one."""
+        if not self._rows.num and not self._waiting and not self._outcomes:
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _flush(self) -> None:
+        if self._outcomes:
+            outcomes, self._outcomes = self._outcomes, []
+            self._deliver(outcomes)
+
+
+def _digest(request: Request) -> bytes | None:
+    return None if request.images is None else request.images.images.digest

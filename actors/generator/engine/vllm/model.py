@@ -1,0 +1,341 @@
+"""One model in vLLM, with the adapters beside it: its processes, requests, and new weights.
+
+vLLM computes in processes of its own (one that schedules, one worker per GPU) and is told of
+requests and new weights from here. It stamps each step's tokens with the label of the weights that
+made them; the label is the versions of all that is served, as JSON. Each request's prompt is cached
+under a salt of its adapter and version, so that no prefix is shared across versions.
+
+This module imports vllm: `players` imports it when it is asked for. Written for vLLM 0.32.
+"""
+
+# Not installed for development; typings/vllm has what is used of it.
+# pyright: reportMissingModuleSource=false
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.inputs import tokens_input
+from vllm.lora.request import LoRARequest
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+from .....schemas.config import GeneratorConfig
+from .....schemas.errors import EngineError, ModelError
+from ..concurrency import Concurrency, Gate
+from ..engine import (
+    Drawn,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    OnToken,
+    Sampling,
+    nothing,
+)
+from .images import ShownImages, prompt_with_images
+from .request import Request, generation_of, parameters_of
+from .start import Recorder, engine_arguments, settle_environment
+
+_SHUTDOWN_S = 1.0
+"""How long its processes may take to end by themselves; none of them holds what is needed later."""
+T = TypeVar("T")
+
+
+class VllmModel:
+    """A model in vLLM; adapters, by name, and the model itself, named "", have versions."""
+
+    def __init__(self, llm: AsyncLLM, recorder: Recorder, max_requests: int) -> None:
+        """`start` makes one."""
+        self.versions: dict[str, int] = {"": 0}
+        self.meter = recorder.meter
+        self._llm = llm
+        self._sees = bool(llm.model_config.is_multimodal_model)
+        cache = llm.vllm_config.cache_config
+        fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
+        self._gate = Gate(Concurrency(fits, max_requests))
+        recorder.gate = self._gate
+        self._requests: dict[str, Request] = {}
+        self._adapters: dict[str, LoRARequest] = {}
+        self._num_adapters = 0
+        self._poisoned = ""
+        """Label of the weights under which something was computed that is no number."""
+        self._swapping = asyncio.Lock()
+        self._open = asyncio.Event()
+        """Cleared while weights are swapped: a request that begins then would be cached wrongly."""
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.broken: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        """Done when no request will be answered any more."""
+        self._owners = 0
+
+    @classmethod
+    async def start(
+        cls,
+        path: str,
+        config: GeneratorConfig,
+        *,
+        max_context: int,
+        trust_remote_code: bool = False,
+        ranks: Sequence[int] = (),
+        sees: bool = False,
+    ) -> "VllmModel":
+        """Start vLLM's processes with the model in `path`; ModelError for one that cannot run.
+
+        `ranks` are those of the adapters that may lie beside it, `sees` tells that it is shown
+        images.
+        """
+        settle_environment(config)
+        recorder = Recorder()
+        arguments = engine_arguments(path, config, max_context, trust_remote_code, ranks, sees)
+        try:
+            llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args,
+                AsyncEngineArgs(**arguments),
+                stat_loggers=[recorder.made],
+            )
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:
+            raise ModelError(
+                f"vLLM cannot run model {path}: {error}",
+                hint="see the log above; generator.engine=transformers runs more kinds of models",
+            ) from error
+        model = cls(llm, recorder, config.max_requests)
+        await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
+        await model._call(llm.collective_rpc("end_with", args=(os.getpid(),)))
+        await model._call(llm.collective_rpc("record_logprobs_before_filters"))
+        await model.name_version("", 0)
+        return model
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        if not self.broken.done() and self._llm.errored:
+            self.broken.set_result(_dead())
+        return self.broken.result() if self.broken.done() else None
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return int(self._llm.model_config.get_vocab_size())
+
+    @property
+    def inside(self) -> int:
+        """Requests that vLLM works on."""
+        return self._gate.inside
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait until it has room for them."""
+        return self._gate.waiting
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache, of one GPU where several hold the model."""
+        return int(self._llm.vllm_config.cache_config.kv_cache_memory_bytes or 0)
+
+    # Requests ---------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        adapter: str,
+        prompt: IntVector,
+        sampling: Sampling,
+        seed: int | None,
+        request_id: str,
+        on_token: OnToken | None,
+        shown: ShownImages | None = None,
+    ) -> Generation:
+        """Generate from a prompt with an adapter, or without one; maybe with images."""
+        key = f"{adapter}/{request_id}"
+        request = self._requests[key] = Request(adapter, key, self._gate.ask())
+        tokens = prompt.tolist()
+        kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
+        parameters = parameters_of(sampling, seed, kind)
+        try:
+            await asyncio.wait({request.place})
+            while not request.place.cancelled():
+                await self._open.wait()
+                if request.cancelled:
+                    break
+                request.again = False
+                result = await self._run(request, tokens, parameters, on_token, shown)
+                if not request.again:
+                    return result
+        finally:
+            self._gate.leave(request.place)
+            del self._requests[key]
+        return nothing()
+
+    def cancel(self, adapter: str, request_id: str) -> None:
+        """End a request; `generate` returns what it has."""
+        request = self._requests.get(f"{adapter}/{request_id}")
+        if request is None:
+            return
+        request.cancelled = True
+        if not request.place.done():
+            request.place.cancel()
+        else:
+            task = asyncio.ensure_future(self._llm.abort(request.key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(
+        self,
+        request: Request,
+        tokens: list[int],
+        parameters: SamplingParams,
+        on_token: OnToken | None,
+        shown: ShownImages | None,
+    ) -> Generation:
+        salt = f"{request.adapter}:{self.versions[request.adapter]}"
+        if shown is None:
+            prompt = tokens_input(tokens, cache_salt=salt)
+        else:
+            prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
+        adapter = self._adapters.get(request.adapter)
+        outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
+        parts: list[RequestOutput] = []
+        try:
+            async for output in outputs:
+                parts.append(output)
+                if on_token is not None and not request.again:
+                    self._tell(request.adapter, output, on_token)
+        except EngineDeadError as error:
+            raise _dead() from error
+        except EngineGenerateError as error:
+            raise EngineError(
+                f"vLLM failed at request {request.key}: {error.__cause__}",
+                hint="see the generator's log",
+            ) from error
+        self._count(len(tokens), parts[-1])
+        return generation_of(request, parts)
+
+    def _tell(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
+        completion = output.outputs[0]
+        logprobs = completion.logprobs.logprobs if completion.logprobs else []
+        for token, logprob in zip(completion.token_ids, logprobs, strict=True):
+            on_token(Drawn(token, logprob, self.versions[adapter]))
+
+    def _count(self, num_prompt: int, last: RequestOutput) -> None:
+        reused = last.num_cached_tokens or 0
+        self.meter.reused += reused
+        self.meter.prefilled += num_prompt - reused
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def load_model(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Make the file in a folder the model's weights, between two steps."""
+        take = self._llm.collective_rpc
+        await self._swap("", version, kv, lambda: take("take_weights", args=(str(folder),)))
+
+    def new_adapter(self) -> str:
+        """Return a name for one more adapter."""
+        self._num_adapters += 1
+        return f"adapter-{self._num_adapters}"
+
+    async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
+        """Make the adapter in a folder the one of this name, between two steps."""
+        number = int(name.rpartition("-")[2])
+        fresh = LoRARequest(name, number, folder, load_inplace=True)
+        await self._swap(name, version, kv, lambda: self._llm.add_lora(fresh))
+        self._adapters[name] = LoRARequest(name, number, folder)
+
+    async def name_version(self, adapter: str, version: int) -> None:
+        """Label what is made from now on."""
+        self.versions[adapter] = version
+        await self._call(self._llm.update_weight_version(self._label))
+
+    async def purge(self) -> None:
+        """Clear the cache of what is no number, after a request has met such.
+
+        It would spread from the unused places of the cache's blocks, whatever weights come next.
+        Running requests are computed anew. Once is enough while the weights stay as they are; if
+        they make no numbers themselves, the cache is cleared again when others come.
+        """
+        if self._poisoned != self._label:
+            self._poisoned = self._label
+            async with self._paused(clear_cache=True):
+                await self._call(self._llm.collective_rpc("zero_caches"))
+
+    @property
+    def _label(self) -> str:
+        return json.dumps(self.versions)
+
+    async def _swap(
+        self, adapter: str, version: int, kv: KvOnSwap, take: Callable[[], Awaitable[object]]
+    ) -> None:
+        started = time.perf_counter()
+        poisoned = self._poisoned == self._label
+        clear = poisoned or kv == "recompute"
+        async with self._paused(clear_cache=clear):
+            if not clear:
+                await self._take_back(adapter)
+            await self._call(take())
+            if self._sees:
+                await self._call(self._llm.reset_encoder_cache())
+            if poisoned:
+                await self._call(self._llm.collective_rpc("zero_caches"))
+            await self.name_version(adapter, version)
+        self.meter.paused(time.perf_counter() - started)
+
+    @asynccontextmanager
+    async def _paused(self, *, clear_cache: bool) -> AsyncIterator[None]:
+        """Stand still between two steps; with a cleared cache, running requests begin anew."""
+        async with self._swapping:
+            self._open.clear()
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=clear_cache))
+            yield
+            await self._call(self._llm.resume_generation())
+            self._open.set()
+
+    async def _take_back(self, adapter: str) -> None:
+        """Have requests without a token begin anew: old weights may have computed their prompts."""
+        states = list(self._llm.output_processor.request_states.values())
+        for state in states:
+            request = self._requests.get(state.external_req_id)
+            if state.is_prefilling and request is not None and request.adapter == adapter:
+                request.again = True
+                await self._llm.abort(request.key)
+
+    async def _call(self, call: Awaitable[T]) -> T:
+        """Await what vLLM's processes do; EngineError, which ends the engine, where they fail."""
+        task = asyncio.ensure_future(call)
+        await asyncio.wait({task})
+        error = task.exception()
+        if error is None:
+            return task.result()
+        failure = EngineError(
+            f"vLLM failed: {type(error).__name__}: {error}",
+            hint="see the generator's log; its tasks go to another generator",
+        )
+        if not self.broken.done():
+            self.broken.set_result(failure)
+        raise failure from error
+
+    # The end ----------------------------------------------------------------------------------
+
+    def own(self) -> None:
+        """Count one more who uses this and will call `close`."""
+        self._owners += 1
+
+    async def close(self) -> None:
+        """End vLLM's processes, when nobody uses them any more."""
+        self._owners -= 1
+        if self._owners <= 0:
+            if self._llm.output_handler is not None:
+                self._llm.output_handler.cancel()  # or it tells of the end as of an error
+            await asyncio.to_thread(self._llm.shutdown, _SHUTDOWN_S)
+
+
+def _dead() -> EngineError:
+    return EngineError(
+        "vLLM's processes have ended",
+        hint="see the generator's log; its tasks go to another generator",
+    )

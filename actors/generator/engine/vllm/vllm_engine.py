@@ -1,0 +1,290 @@
+"""The engine that runs a model in vLLM: continuous batching, paged attention, CUDA graphs.
+
+Several engines may share one model in vLLM, each with an adapter of its own. What it can do beside
+`engine.Engine`, and where it was run, stands in docs/engines.md.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .....schemas.config import JobConfig
+from .....schemas.errors import ConfigError, EngineError, ModelError
+from .....schemas.lora import LoraConfig
+from ....models.lora import base_of, is_adapter
+from ....models.model_folder import load_model_config, sees_images
+from ....models.vision import ImageReader, Images, digest_of, load_image_reader
+from ....models.weight_tensors import TensorSource
+from ..engine import (
+    EngineStats,
+    Generation,
+    IntVector,
+    KvOnSwap,
+    OnToken,
+    Sampling,
+)
+from ..image_reads import ImageReads, eyes_of
+from ..refusals import (
+    again,
+    check_prompt,
+    check_queue,
+    check_sampling,
+    not_finite,
+)
+from ..weight_files import WeightFiles, reference_names
+from ..weight_names import WeightNames
+from .images import ShownImages, show
+from .model import VllmModel
+
+_LEAST_TEMPERATURE = 0.01
+"""vLLM replaces lower ones by this."""
+T = TypeVar("T")
+
+
+class VllmEngine:
+    """One policy of a model in vLLM: its weights, or an adapter; see `engine.Engine`."""
+
+    def __init__(
+        self,
+        model: VllmModel,
+        adapter: str,
+        config: JobConfig,
+        reader: ImageReader | None = None,
+        *,
+        max_waiting: int = 4096,
+    ) -> None:
+        """`start_vllm` makes one; `adapter` names it, "" is the model itself."""
+        self._model = model
+        self._adapter = adapter
+        self._reader = reader
+        self._reads = ImageReads[Images]()
+        self._path = config.model.path
+        self._lora = config.lora
+        self._trust_remote_code = config.model.trust_remote_code
+        self._max_context = max_context_of(config)
+        self._max_pending = max_waiting + config.generator.max_requests
+        self._pending = set[str]()
+        self._files = WeightFiles()
+        self._names: WeightNames | None = None
+        self._loading = asyncio.Lock()
+        self._tasks = set[asyncio.Task[None]]()
+        self._closed: asyncio.Future[EngineError] = asyncio.get_running_loop().create_future()
+        model.own()
+
+    @property
+    def version(self) -> int:
+        """Policy version that decodes now."""
+        return self._model.versions[self._adapter]
+
+    @property
+    def failure(self) -> EngineError | None:
+        """Why no request will be answered any more, or None."""
+        return self._closed.result() if self._closed.done() else self._model.failure
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate from a prompt; see `engine.Engine.generate`.
+
+        A conversation needs no name: what its turns have in common is found in the cache.
+        """
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check(prompt, sampling, request_id)
+        self._pending.add(request_id)
+        try:
+            shown = await self._show(prompt, images) if images else None
+            seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
+            if sampling.seed is not None:
+                seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
+            result = await self._unless_ended(
+                self._model.generate(
+                    self._adapter, prompt, sampling, seed, request_id, on_token, shown
+                )
+            )
+        finally:
+            self._pending.discard(request_id)
+        broken = ~np.isfinite(result.logprobs)
+        if broken.any():
+            await self._to_the_end(self._model.purge())
+            raise not_finite(int(result.versions[broken][0]))
+        return result
+
+    async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
+        """Read images; all who ask for the same ones at a time go on together."""
+        reader = eyes_of(self._reader)
+        read = await self._reads.share(digest_of(images), partial(reader.read, images))
+        return show(read, reader.places(prompt, read), images)
+
+    async def load_weights(
+        self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
+    ) -> None:
+        """Swap weights between two steps; see `engine.Engine.load_weights`."""
+        async with self._loading:
+            self._check_alive()
+            folder = await asyncio.to_thread(self._write, version, tensors)
+            self._check_alive()
+            await self._to_the_end(self._swap(version, folder, kv))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with `cancelled`."""
+        self._model.cancel(self._adapter, request_id)
+
+    def release(self, conversation: str) -> None:
+        """Do nothing: the cache gives up by itself what was not used for longest."""
+
+    def stats(self) -> EngineStats:
+        """Say what the engine is doing; figures of the model are those of all its engines."""
+        model = self._model
+        return model.meter.stats(
+            version=self.version,
+            running=model.inside,
+            waiting=model.waiting,
+            parked=0,
+            cache_bytes=model.cache_bytes,
+        )
+
+    async def close(self) -> None:
+        """End the engine, and vLLM with the last one; requests that still run fail."""
+        if not self._closed.done():
+            self._closed.set_result(EngineError("the engine was closed", hint="start it again"))
+            await self._model.close()
+            self._files.close()
+
+    # New weights ------------------------------------------------------------------------------
+
+    async def begin(self, version: int) -> None:
+        """Name the version of the first weights: an adapter's are its folder's, or add nothing."""
+        if not self._adapter:
+            await self._model.name_version("", version)
+            return
+        names = await asyncio.to_thread(self._reference)
+        if is_adapter(self._path):
+            await self._model.load_adapter(self._adapter, version, self._path, "keep")
+            return
+        zeros: dict[str, TensorSource] = {
+            of_one[0]: ("float32", tuple(tensor.shape), bytes(4 * tensor.numel()))
+            for of_one, tensor in zip(names.names, names.tensors, strict=True)
+        }
+        await self.load_weights(version, zeros)
+
+    def _reference(self) -> WeightNames:
+        if self._names is None:
+            self._names = reference_names(
+                self._path, self._lora, trust_remote_code=self._trust_remote_code
+            )
+        return self._names
+
+    def _write(self, version: int, tensors: Mapping[str, TensorSource]) -> Path:
+        names = self._reference()
+        names.check(tensors)
+        once = names.once(tensors)
+        if self._adapter:
+            return self._files.write_adapter(version, once, self._lora)
+        return self._files.write_model(version, once)
+
+    async def _swap(self, version: int, folder: Path, kv: KvOnSwap) -> None:
+        """Have vLLM read a folder; an adapter's stays, since vLLM may read it again."""
+        if self._adapter:
+            await self._model.load_adapter(self._adapter, version, str(folder), kv)
+            self._files.keep_only(folder)
+        else:
+            await self._model.load_model(version, folder, kv)
+            self._files.keep_only(None)
+
+    # What is refused, and the end -------------------------------------------------------------
+
+    def _check(self, prompt: IntVector, sampling: Sampling, request_id: str) -> None:
+        self._check_alive()
+        check_sampling(sampling)
+        if 0 < sampling.temperature < _LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"vLLM does not sample at temperature {sampling.temperature}",
+                hint=f"set 0, or at least {_LEAST_TEMPERATURE}",
+            )
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        check_prompt(
+            prompt, sampling, max_context=self._max_context, vocab_size=self._model.vocab_size
+        )
+
+    def _check_alive(self) -> None:
+        if self.failure is not None:
+            raise again(self.failure)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await what stops vLLM for a while and must let it go on, whoever is cancelled."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        await self._unless_ended(asyncio.shield(task))
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told to who waited for it
+
+    async def _unless_ended(self, work: Awaitable[T]) -> T:
+        """Await something; EngineError when the engine, or all of vLLM, ends before it."""
+        task = asyncio.ensure_future(work)
+        ends = (self._closed, self._model.broken)
+        try:
+            await asyncio.wait({task, *ends}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return await task
+            raise again(next(end.result() for end in ends if end.done()))
+        finally:
+            task.cancel()
+
+
+def max_context_of(config: JobConfig) -> int:
+    """Return the longest sequence that the engine takes, in tokens."""
+    return config.generator.max_context or config.rollout.max_tokens
+
+
+async def open_vllm(config: JobConfig, adapters: Sequence[LoraConfig] = ()) -> VllmModel:
+    """Start vLLM with the model of a configuration, and room for adapters beside it."""
+    path = config.model.path
+    trusted = config.model.trust_remote_code
+    if is_adapter(path) and not adapters:
+        raise ModelError(
+            f"vLLM cannot add the adapter {path} to all weights of its model",
+            hint="merge it first (`merge_and_unload`), or set generator.engine=transformers",
+        )
+    return await VllmModel.start(
+        base_of(path) if is_adapter(path) else path,
+        config.generator,
+        max_context=max_context_of(config),
+        trust_remote_code=trusted,
+        ranks=[lora.rank for lora in adapters],
+        sees=sees_images(load_model_config(path, trust_remote_code=trusted)),
+    )
+
+
+async def start_vllm(
+    config: JobConfig,
+    version: int = 0,
+    base: VllmModel | None = None,
+    *,
+    max_waiting: int = 4096,
+) -> VllmEngine:
+    """Start the engine of a configuration, in a vLLM of its own or in one that runs."""
+    lora = config.lora
+    model = base or await open_vllm(config, [lora] if lora.rank else [])
+    adapter = model.new_adapter() if lora.rank else ""
+    reader = await asyncio.to_thread(
+        load_image_reader, config.model.path, trust_remote_code=config.model.trust_remote_code
+    )
+    engine = VllmEngine(model, adapter, config, reader, max_waiting=max_waiting)
+    await engine.begin(version)
+    return engine

@@ -1,0 +1,120 @@
+"""The generator of an SFT job: the episodes that it appends are conversations of the data.
+
+A task names a row. Its group is one trajectory whose generated tokens are what the assistant said,
+with log-prob 0 (who wrote the data was certain) and the version that the task asks for. All behind
+the log is as in any job: batches, checkpoints, resuming, replay, looking at rollouts. No model is
+loaded here; a row costs a fraction of a millisecond.
+"""
+
+import asyncio
+import time
+
+import numpy as np
+
+from ....broker.rollouts import RolloutLog
+from ....broker.tasks import Lease, TaskQueue
+from ....envs.chat_data import ChatData
+from ....schemas.config import JobConfig
+from ....schemas.errors import DataError, ModelError
+from ....schemas.rollout import Group, Trajectory
+from ....schemas.task import Blame, Task
+from ...runtime import JobContext, settle_memory
+from .chat import ChatTokenizer, open_chat
+from .groups import GroupFailed, append_given_up
+
+_PULL_TIMEOUT_S = 2.0
+_AT_ONCE = 64
+
+
+async def run_demonstrations(context: JobContext) -> None:
+    """Append the rows that the learner asks for, until told to stop."""
+    config = context.config
+    chat = await asyncio.to_thread(open_chat, config.model)
+    data = await asyncio.to_thread(ChatData, config.sft.data)
+    await context.serve_control()
+    demonstrations = Demonstrations(context, data, chat)
+    try:
+        await demonstrations.run()
+    finally:
+        data.close()
+
+
+class Demonstrations:
+    """Turns tasks into groups of the rollout log."""
+
+    def __init__(self, context: JobContext, data: ChatData, chat: ChatTokenizer) -> None:
+        self._context = context
+        self._data = data
+        self._chat = chat
+        self._queue = TaskQueue(
+            context.broker, context.scope, ack_wait_s=context.config.generator.ack_wait_s
+        )
+        self._log = RolloutLog(context.broker, context.scope)
+
+    async def run(self) -> None:
+        """Pull and append until `stopping` is set."""
+        context = self._context
+        settle_memory()
+        context.set_state("working")
+        await context.event("generator_ready")
+        while not context.stopping.is_set():
+            pulling = self._queue.pull(_AT_ONCE, _PULL_TIMEOUT_S)
+            leases = await context.unless_stopping(pulling) or []
+            async with asyncio.TaskGroup() as appending:
+                for lease in leases:
+                    appending.create_task(self._append(lease), name=f"task {lease.task.task}")
+        await self._queue.close()
+
+    async def _append(self, lease: Lease) -> None:
+        context, task = self._context, lease.task
+        try:
+            group = demonstrate(task, self._data, self._chat, context.config, context.name)
+        except GroupFailed as failure:
+            await append_given_up(context, self._log, failure)
+        else:
+            await self._log.append(group)
+        context.progressed()
+        await lease.done()
+
+
+def demonstrate(
+    task: Task, data: ChatData, chat: ChatTokenizer, config: JobConfig, source: str
+) -> Group:
+    """Return the group of a task: its row as one trajectory.
+
+    Raises GroupFailed for a row that cannot be learnt from.
+    """
+    now = time.time()
+    try:
+        trajectory = _trajectory(task, data, chat, config.rollout.max_tokens)
+    except (DataError, ModelError) as error:
+        blame = Blame(boundary="task", code=error.code, message=error.message, hint=error.hint)
+        group = Group(task=task, error=blame, source=source, started=now, finished=now)
+        raise GroupFailed(group, blame, 1) from error
+    return Group(
+        task=task, trajectories=[trajectory], source=source, started=now, finished=time.time()
+    )
+
+
+def _trajectory(task: Task, data: ChatData, chat: ChatTokenizer, max_tokens: int) -> Trajectory:
+    if task.sample is None:
+        raise DataError(f"task {task.task} names no row")
+    row = data.row(task.sample)
+    spoken = chat.conversation(row.messages, row.tools)
+    if len(spoken.token_ids) > max_tokens:
+        raise DataError(
+            f"{row.where} has {len(spoken.token_ids)} tokens, rollout.max_prompt_tokens + "
+            f"rollout.max_response_tokens is {max_tokens}",
+            hint=f"raise them to {len(spoken.token_ids)} together, or shorten the data",
+        )
+    said = spoken.mask == 1
+    return Trajectory(
+        token_ids=spoken.token_ids,
+        mask=spoken.mask.astype(np.uint8),
+        logprobs=np.zeros(len(said), np.float32),
+        versions=np.where(said, task.min_version, -1).astype(np.int32),
+        turn_ends=spoken.turn_ends,
+        rewards=np.zeros(len(spoken.turn_ends), np.float32),
+        messages=row.messages,
+        seed=task.seed,
+    )

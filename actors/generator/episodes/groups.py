@@ -1,0 +1,312 @@
+"""One task: its episodes at once, failed ones tried again, into one group for the rollout log.
+
+With `rollout.oversample` more episodes run than the group has: the first to end are the group, the
+others are cut, and the group tells how far they had come.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar, cast
+
+import structlog
+
+from ....broker.feed import publish_dead
+from ....broker.rollouts import RolloutLog
+from ....broker.segments import Fenced
+from ....envs.remote import Environments, Start
+from ....schemas.config import JobConfig
+from ....schemas.errors import TinkermqError
+from ....schemas.rollout import Group, Trajectory
+from ....schemas.task import Blame, DeadLetter, Task
+from ....schemas.trace import trace_of
+from ...runtime import JobContext
+from ...self_play import learning_roles
+from .agent_loop import EpisodeFailed, EpisodePlan
+from .players import Players
+from .recording import EpisodeRecorder, TaskRecorder
+from .tables import play_table
+from .transcript import Transcript
+
+F = TypeVar("F", bound=BaseException)
+
+_NO_TURN = Blame(
+    boundary="task",
+    code="no_turn",
+    message="no role that learns had a turn in any episode of the task",
+    hint="let the game go on until every role has had a turn",
+)
+_log = structlog.get_logger()
+
+
+class GroupFailed(TinkermqError):
+    """A task whose tries are used up; carries the group that records it."""
+
+    def __init__(self, group: Group, blame: Blame, num_attempts: int) -> None:
+        super().__init__(blame.message, hint=blame.hint)
+        self.group = group
+        self.blame = blame
+        self.num_attempts = num_attempts
+
+
+@dataclass
+class _Cost:
+    """What failed tries of a task cost."""
+
+    tokens: int = 0
+    attempts: int = 0
+
+
+@dataclass
+class _Episode:
+    """One episode of a group, whichever try it is."""
+
+    plan: EpisodePlan
+    record: EpisodeRecorder | None
+    transcript: Transcript = field(default_factory=Transcript)
+    """How far the present try is."""
+
+
+class GroupRunner:
+    """Runs the episodes of tasks for one generator."""
+
+    def __init__(
+        self,
+        players: Players,
+        environments: Environments,
+        config: JobConfig,
+        source: str,
+        past: Players | None = None,
+    ) -> None:
+        """`past` plays earlier versions, where the configuration asks for them."""
+        self._players = players
+        self._past = past
+        self._environments = environments
+        self._config = config
+        self._source = source
+        self._roles: list[str] | None = None
+
+    async def run(
+        self,
+        task: Task,
+        attempt: str,
+        traceparent: str = "",
+        recorder: TaskRecorder | None = None,
+    ) -> Group:
+        """Roll a task out `group_size` times (and once greedily, where asked for).
+
+        `attempt` makes the episodes' ids unique among generators that hold the same task,
+        `traceparent` is the trace context of the task, `recorder` writes its episodes down. Raises
+        GroupFailed when an episode failed as often as `rollout.max_tries` allows, Fenced when
+        somebody else has the task now, EngineError when the engine has ended: that is nobody's
+        try.
+        """
+        if self._roles is None:
+            self._roles = (await self._environments.describe()).roles
+        started = time.time()
+        cost = _Cost()
+        misfit = _misfit(self._config, self._roles)
+        if misfit is not None:
+            raise self._given_up(task, misfit, cost, started)
+        plans = self._plans(task, attempt, traceparent)
+        episodes = [
+            _Episode(plan, None if recorder is None else await recorder.open(number))
+            for number, plan in enumerate(plans)
+        ]
+        learning = learning_roles(self._config.self_play, self._roles, task.seed)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._episode(one, learning, cost), name=one.plan.episode)
+                    for one in episodes
+                ]
+                kept = await _first_to_end(running, len(plans) - self._config.rollout.oversample)
+        except BaseExceptionGroup as raised:
+            if fenced := raised.split(Fenced)[0]:
+                raise _first(fenced, Fenced) from raised
+            failed, rest = raised.split(EpisodeFailed)
+            if failed is None or rest is not None:
+                raise
+            raise self._given_up(
+                task, _first(failed, EpisodeFailed).blame, cost, started
+            ) from raised
+        trajectories = [item for number in sorted(kept) for item in running[number].result()]
+        cut = [one for number, one in enumerate(episodes) if number not in kept]
+        if not trajectories:
+            raise self._given_up(task, _NO_TURN, cost, started)
+        return Group(
+            task=task,
+            trajectories=trajectories,
+            source=self._source,
+            kv_on_swap=self._config.generator.kv_on_swap,
+            started=started,
+            finished=time.time(),
+            tokens_wasted=cost.tokens,
+            tokens_cut=[one.transcript.num_generated for one in cut],
+            tokens_continued=sum(
+                one.record.num_continued
+                for number, one in enumerate(episodes)
+                if one.record is not None and number in kept
+            ),
+        )
+
+    def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
+        """All episodes of a group start from the same state: the prompt is what they share."""
+        start = Start("train", task.sample, task.seed, task.reset_kwargs, traceparent=traceparent)
+        return [
+            EpisodePlan(
+                episode=f"{attempt}-{task.task}-{number}",
+                start=start,
+                greedy=task.greedy_baseline and number == task.group_size,
+            )
+            for number in range(self._num_episodes(task))
+        ]
+
+    def _num_episodes(self, task: Task) -> int:
+        return task.group_size + int(task.greedy_baseline) + self._config.rollout.oversample
+
+    async def _episode(
+        self, one: _Episode, learning: Sequence[str], cost: _Cost
+    ) -> list[Trajectory]:
+        """Try one episode until it succeeds; a host that vanished does not count as a try."""
+        plan = one.plan
+        blames: list[Blame] = []
+        tries = 0
+        while True:
+            tries += 1
+            episode = f"{plan.episode}-{tries}"
+            one.transcript = Transcript()
+            try:
+                found = await self._play(one, replace(plan, episode=episode), learning)
+            except EpisodeFailed as failure:
+                self._players.check_engines()
+                if self._past is not None:
+                    self._past.check_engines()
+                cost.tokens += failure.tokens_wasted
+                cost.attempts += 1
+                trace = trace_of(plan.start.traceparent)
+                blame = failure.blame.model_dump()
+                _log.warning("episode_failed", episode=episode, trace=trace, **blame)
+                blames.append(failure.blame)
+                counted = len([blame for blame in blames if blame.code != "host_gone"])
+                if failure.is_final or counted >= self._config.rollout.max_tries:
+                    raise
+                continue
+            if not blames:
+                return found
+            told = {"num_tries": tries, "failures": blames}
+            return [trajectory.model_copy(update=told) for trajectory in found]
+
+    async def _play(
+        self, one: _Episode, plan: EpisodePlan, learning: Sequence[str]
+    ) -> list[Trajectory]:
+        """Play one episode; one conversation for each role that learns and had a turn."""
+        if not self._roles:
+            told = one.transcript if self._config.rollout.oversample else None
+            return [await self._players.main.run(plan, told, one.record)]
+        loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
+        found = await play_table(self._environments, plan, loops)
+        opponents = {role: item.min_version for role, item in found.items() if role not in learning}
+        return [
+            item.model_copy(update={"opponents": opponents})
+            for role, item in found.items()
+            if role in learning
+        ]
+
+    def _given_up(
+        self,
+        task: Task,
+        blame: Blame,
+        cost: _Cost,
+        started: float,
+    ) -> GroupFailed:
+        group = Group(
+            task=task,
+            error=blame,
+            source=self._source,
+            started=started,
+            finished=time.time(),
+            tokens_wasted=cost.tokens,
+        )
+        return GroupFailed(group, blame, cost.attempts)
+
+
+async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:
+    """Record a task that was given up: a dead letter, an event, and its group in the log.
+
+    Returns False if the log has a group for the task already.
+    """
+    task, blame = failure.group.task, failure.blame
+    letter = DeadLetter(
+        task=task,
+        blame=blame,
+        num_attempts=max(1, failure.num_attempts),
+        source=context.name,
+        time=time.time(),
+    )
+    await publish_dead(context.broker, context.scope, letter)
+    await context.event(
+        "task_given_up",
+        f"task {task.task}: {blame.message}",
+        task=task.task,
+        boundary=blame.boundary,
+    )
+    return await log.append(failure.group)
+
+
+def _misfit(config: JobConfig, roles: Sequence[str]) -> Blame | None:
+    """Say which key of the configuration the roles of the game, known to its host, do not bear."""
+    if roles and config.algorithm.advantage == "remax":
+        return _wrong_key(
+            "algorithm.advantage=remax has no baseline in a game with roles",
+            "choose another advantage, such as grpo or rloo",
+        )
+    for key, value in (
+        ("rollout.oversample", config.rollout.oversample),
+        ("generator.segment_tokens", config.generator.segment_tokens),
+    ):
+        if roles and value:
+            return _wrong_key(f"{key} is not built for games with roles", f"remove {key}")
+    if not roles and config.self_play.past_share > 0:
+        return _wrong_key(
+            "self_play.past_share has no effect: the game has no roles",
+            "leave it out, or name the game's roles",
+        )
+    unknown = sorted(set(config.policies) - set(roles))
+    if unknown:
+        known = f"its roles are {', '.join(roles)}" if roles else "it has no roles"
+        return _wrong_key(f"policies.{unknown[0]} is no role of the game", known)
+    return None
+
+
+def _wrong_key(message: str, hint: str) -> Blame:
+    return Blame(boundary="task", code="config", message=message, hint=hint)
+
+
+async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: int) -> set[int]:
+    """Wait until `num` have ended, cut the others, and return the places of those `num`."""
+    ended: list[int] = []
+    enough = asyncio.Event()
+
+    def note(number: int) -> None:
+        ended.append(number)
+        if len(ended) == num:
+            enough.set()
+
+    for number, task in enumerate(running):
+        task.add_done_callback(lambda _, number=number: note(number))
+    await enough.wait()
+    kept = set(ended[:num])
+    for number, task in enumerate(running):
+        if number not in kept:
+            task.cancel()
+    return kept
+
+
+def _first(failed: BaseExceptionGroup[F], kind: type[F]) -> F:
+    first: BaseException = failed
+    while isinstance(first, BaseExceptionGroup):
+        first = cast("BaseExceptionGroup[BaseException]", first).exceptions[0]
+    assert isinstance(first, kind)
+    return first

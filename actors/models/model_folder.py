@@ -1,0 +1,245 @@
+"""Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ...schemas.errors import ModelError
+from ...schemas.lora import LoraConfig
+from .digests import check_digests
+from .lora import add_adapter, base_of, beside, is_adapter, merge
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+VISION_TYPES = frozenset({"qwen2_vl", "qwen2_5_vl"})
+"""Kinds of models whose images and rotary positions `actors/models/vision.py` knows."""
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_model_folder(path: str) -> None:
+    """Raise ModelError, naming the missing file, unless `path` can hold a model or an adapter.
+
+    A name such as `Qwen/Qwen3-0.6B` that is no folder here is left for the hub to answer. Raises
+    StorageError for a checkpoint with a damaged file.
+    """
+    folder = Path(path)
+    check_digests(folder)
+    if not folder.is_dir():
+        if folder.is_file():
+            raise ModelError(
+                f"model.path is a file: {path}",
+                hint="name the folder that holds config.json and the weights",
+            )
+        if _is_hub_name(path):
+            return
+        raise ModelError(
+            f"there is no model folder {path}",
+            hint="make it with `save_pretrained`, or name a model of the hub as owner/name",
+        )
+    if is_adapter(folder):
+        return
+    if not (folder / "config.json").is_file():
+        raise ModelError(
+            f"{path} is no model folder: config.json is missing",
+            hint="a model folder is what `model.save_pretrained(folder)` writes",
+        )
+    if not any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+        raise ModelError(
+            f"{path} holds no weights: model.safetensors is missing",
+            hint="copy the *.safetensors files beside config.json",
+        )
+
+
+def load_model_config(path: str, *, trust_remote_code: bool = False) -> "PreTrainedConfig":
+    """Read a model's configuration; ModelError if there is none or it is unknown."""
+    from transformers import AutoConfig
+
+    check_model_folder(path)
+    if is_adapter(path):
+        return load_model_config(base_of(path), trust_remote_code=trust_remote_code)
+    try:
+        return cast(
+            "PreTrainedConfig",
+            AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the configuration of model {path} cannot be read: {error}",
+            hint="see whether config.json is complete and its model_type is one of transformers'",
+        ) from error
+
+
+def sees_images(config: "PreTrainedConfig") -> bool:
+    """Whether a model takes images."""
+    return config.model_type in VISION_TYPES
+
+
+def auto_class(config: "PreTrainedConfig") -> Any:
+    """Return transformers' class that makes models of a configuration."""
+    library: Any = import_module("transformers")
+    if sees_images(config):
+        return library.AutoModelForImageTextToText
+    return library.AutoModelForCausalLM
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    hollow: bool = False,
+) -> "PreTrainedModel":
+    """Load a causal language model in evaluation mode, on the CPU; with its eyes, if it has some.
+
+    An adapter is merged into its base. A hollow model is for somebody else to fill: no weights are
+    read, and pages of memory that nobody writes to are not taken.
+
+    Raises ModelError for a folder that is none, and for weights that do not fill the model.
+    """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    check_model_folder(path)
+    if is_adapter(path):
+        base = load_causal_lm(
+            base_of(path),
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            hollow=hollow,
+        )
+        return base if hollow else merge(base, path).eval()
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    auto = auto_class(config)
+    if hollow:
+        return _build_hollow(
+            auto,
+            config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+    try:
+        loaded = cast(
+            "tuple[PreTrainedModel, dict[str, Any]]",
+            auto.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+            ),
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(
+            f"model {path} cannot be loaded: {error}",
+            hint=f"`{auto.__name__}.from_pretrained` must be able to open it",
+        ) from error
+    model, info = loaded
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"the weights of model {path} lack {len(missing)} tensors: {', '.join(missing[:5])}",
+            hint="copy all *.safetensors files of the model; they would be random otherwise",
+        )
+    return model.eval()
+
+
+def _build_hollow(auto: Any, config: "PreTrainedConfig", **options: Any) -> "PreTrainedModel":
+    initialization: Any = import_module("transformers.initialization")
+    with initialization.no_init_weights():
+        model = auto.from_config(config, **options)
+    model.tie_weights()
+    return cast("PreTrainedModel", model.eval())
+
+
+def load_policy(
+    path: str,
+    lora: LoraConfig,
+    *,
+    adapter: str | Path | None = None,
+    base: "PreTrainedModel | None" = None,
+    seed: int = 0,
+    dtype: "torch.dtype",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+    hollow: bool = False,
+) -> "PreTrainedModel":
+    """Load what a job trains or generates with: a model or, with a rank, its base and an adapter.
+
+    The adapter is that of the folder `adapter`, else of `path` if that is one, else a fresh one.
+    With `base` that model's weights are used, and stay in memory once. Raises ModelError.
+    """
+    begins_with = path if is_adapter(path) and lora.rank else None
+    model = (
+        beside(base)
+        if base is not None
+        else load_causal_lm(
+            base_of(path) if begins_with else path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            hollow=hollow,
+        )
+    )
+    if lora.rank:
+        add_adapter(model, lora, seed=seed, folder=adapter or begins_with)
+    return model
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase":
+    """Load a model's tokenizer; ModelError naming the missing file if there is none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise ModelError(
+            f"{path} holds no tokenizer: tokenizer.json is missing",
+            hint="write it with `tokenizer.save_pretrained(folder)`",
+        )
+    try:
+        return cast(
+            "PreTrainedTokenizerBase",
+            AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code),  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"the tokenizer of model {path} cannot be read: {error}",
+            hint="`AutoTokenizer.from_pretrained` must be able to open it",
+        ) from error
+
+
+def check_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", config: "PreTrainedConfig", path: str
+) -> None:
+    """Raise ModelError for a tokenizer with tokens that the model does not know."""
+    known = int(cast("Any", config).get_text_config().vocab_size)
+    num_tokens = len(tokenizer)
+    if num_tokens > known:
+        raise ModelError(
+            f"the tokenizer does not match model {path}: it has {num_tokens} tokens, the model "
+            f"knows {known}",
+            hint="use the tokenizer that was saved with the model",
+        )
+
+
+def load_stop_token_ids(path: str) -> tuple[int, ...]:
+    """Return the tokens that end a generation, as the model's generation_config.json says."""
+    from transformers import GenerationConfig
+
+    if is_adapter(path) and not (Path(path) / "generation_config.json").is_file():
+        return load_stop_token_ids(base_of(path))
+    try:
+        config: Any = GenerationConfig.from_pretrained(path)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+    except OSError:
+        return ()  # the file is optional
+    ids: int | list[int] | None = config.eos_token_id
+    return () if ids is None else tuple(ids) if isinstance(ids, list) else (ids,)
+
+
+def _is_hub_name(path: str) -> bool:
+    return path.count("/") == 1 and not path.startswith((".", "/", "~")) and not path.endswith("/")
