@@ -106,7 +106,7 @@ format: $(VENV)/dev.stamp  ## Put the code into ruff's format
 check: lint test  ## lint, then test
 
 docs: $(VENV)/dev.stamp  ## Write the generated pages of docs/
-	$(BIN)/python -m tinkermq.schemas.docs docs
+	$(BIN)/python -m docs.generate docs
 
 screenshots: $(VENV)/dev.stamp programs  ## Take the pictures of docs/dashboard.md anew
 	OMP_NUM_THREADS=1 $(BIN)/python -m docs.screenshots

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.codec import unpack
-from ..schemas.config import JobConfig, RolloutConfig
-from ..schemas.errors import ConfigError, TinkermqError
+from ..schemas.config.job import JobConfig, RolloutConfig
+from ..schemas.wire.codec import unpack
+from ..schemas.wire.errors import ConfigError, TinkermqError
 from .generator.episodes.chat import ChatTokenizer, open_chat
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Exchange:
     """A first prompt, and what policy and game said to each other."""
 
     messages: list[dict[str, Any]]
@@ -32,7 +32,7 @@ class Conversation:
 def check_chat(
     chat: ChatTokenizer,
     rollout: RolloutConfig,
-    conversations: Sequence[Conversation],
+    conversations: Sequence[Exchange],
     *,
     gold: bool,
 ) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def _appends(chat: ChatTokenizer, rollout: RolloutConfig) -> str:
 
 
 def _prompts_fit(
-    chat: ChatTokenizer, rollout: RolloutConfig, conversations: Sequence[Conversation]
+    chat: ChatTokenizer, rollout: RolloutConfig, conversations: Sequence[Exchange]
 ) -> str:
     lengths = [len(chat.first_prompt(one.messages)) for one in conversations]
     _at_most("a first prompt", "tokens", max(lengths), "rollout.max_prompt_tokens", rollout)
@@ -73,7 +73,7 @@ def _prompts_fit(
 
 
 def _answers_fit(
-    chat: ChatTokenizer, rollout: RolloutConfig, conversations: Sequence[Conversation]
+    chat: ChatTokenizer, rollout: RolloutConfig, conversations: Sequence[Exchange]
 ) -> str:
     num_turns = max(len(one.actions) for one in conversations)
     _at_most("a gold play", "turns", num_turns, "rollout.max_turns", rollout)
@@ -87,7 +87,7 @@ def _answers_fit(
     return f"up to {num_turns} turns and {longest} of {rollout.max_response_tokens} tokens"
 
 
-def _lengths(chat: ChatTokenizer, one: Conversation) -> tuple[list[int], int]:
+def _lengths(chat: ChatTokenizer, one: Exchange) -> tuple[list[int], int]:
     """Return the tokens of each answer, end of turn included, and those of the observations."""
     stop = chat.stop_token_ids[0]
     answers = [[*chat.encode(action), stop] for action in one.actions]
@@ -108,7 +108,7 @@ def main() -> int:
     """Answer on the standard output what stands on the standard input."""
     asked = unpack(sys.stdin.buffer.read())
     config = JobConfig.model_validate(asked["config"])
-    conversations = [Conversation(**one) for one in asked["conversations"]]
+    conversations = [Exchange(**one) for one in asked["conversations"]]
     try:
         chat = open_chat(config.model)
         checks = check_chat(chat, config.rollout, conversations, gold=asked["gold"])

@@ -1,13 +1,13 @@
 """The environment-host actor: runs a job's game in the pool.
 
-The work is done by `envs/host.py`, which a client runs inside its own process just as well.
+The work is done by `envs/serving/host.py`, which a client runs inside its own process just as well.
 """
 
 import asyncio
 import sys
 from collections.abc import Sequence
 
-from ..envs.host import EnvironmentHost
+from ..envs.serving.host import EnvironmentHost
 from .runtime import JobContext, run_job_actor, settle_memory
 
 BEAT_S = 1.0

@@ -5,10 +5,10 @@ from typing import cast
 
 import torch
 
-from ..broker.weights import TensorBytes, WeightStore
-from ..schemas.config import JobConfig
-from ..schemas.subjects import JobScope
-from .broadcast.receiver import Receiver
+from ..broker.weights.store import TensorBytes, WeightStore
+from ..schemas.config.job import JobConfig
+from ..schemas.wire.subjects import JobScope
+from .broadcast.receiver import BroadcastReceiver
 from .broadcast.sender import Sender
 from .models.devices import own_device
 from .models.policies import MAIN, prefix_of
@@ -32,7 +32,7 @@ def open_weights(context: JobContext, sender: Sender | None = None) -> WeightSto
         differences=config.differences,
         whole_every=config.whole_every,
         holder=sender,
-        receiver=Receiver(context.broker, context.scope, device),
+        receiver=BroadcastReceiver(context.broker, context.scope, device),
     )
 
 
@@ -46,7 +46,7 @@ def make_sender(context: JobContext) -> Sender | None:
 def follow_weights(context: JobContext, job: str) -> WeightStore:
     """Open the weights of another job of the same user, however they travel."""
     scope = JobScope(context.scope.user, job)
-    receiver = Receiver(context.broker, scope, device_of_new_weights(context.config))
+    receiver = BroadcastReceiver(context.broker, scope, device_of_new_weights(context.config))
     return WeightStore(context.broker, scope, receiver=receiver)
 
 

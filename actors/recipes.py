@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..schemas.errors import ConfigError
+from ..schemas.wire.errors import ConfigError
 
 _STAMP = "warm_start.txt"
 

@@ -24,22 +24,22 @@ from typing import Any, TypeVar
 import structlog
 import uvloop
 
-from ..broker.connection import Broker
+from ..broker.client.connection import Broker
+from ..broker.client.login import take_login
+from ..broker.client.rpc import RequestContext, Service
 from ..broker.feed import publish_event
-from ..broker.kv import Bucket
-from ..broker.login import take_login
+from ..broker.jetstream.kv import Bucket
+from ..broker.jetstream.streams import create_shared, wait_for_shared
 from ..broker.outages.first_connection import connected
 from ..broker.presence import PresenceBeat
-from ..broker.rpc import RequestContext, Service
-from ..broker.streams import create_shared, wait_for_shared
-from ..broker.systemd import told_to_systemd
-from ..schemas.config import JobConfig
+from ..broker.programs.systemd import told_to_systemd
+from ..schemas.config.job import JobConfig
+from ..schemas.config.load_config import parse_config
 from ..schemas.control import ControlReply, ControlRequest
-from ..schemas.errors import NotFoundError, StateError, TinkermqError, root_cause
 from ..schemas.job import JobRecord
-from ..schemas.load_config import parse_config
 from ..schemas.metric import Event, Presence
-from ..schemas.subjects import BUCKET_JOBS, JobScope
+from ..schemas.wire.errors import NotFoundError, StateError, TinkermqError, root_cause
+from ..schemas.wire.subjects import BUCKET_JOBS, JobScope
 from .folders.links import refuse_links_to_others
 from .logging import configure_logging
 

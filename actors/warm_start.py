@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from ..schemas.errors import TinkermqError
 from ..schemas.images import images_of
+from ..schemas.wire.errors import TinkermqError
 from .generator.episodes.chat import ChatTokenizer
 from .learner.packing.packing import TokenSequence, pack
 from .learner.training.model import Scorer

@@ -20,17 +20,17 @@ from statistics import median
 import numpy as np
 import uvloop
 from nats.aio.msg import Msg
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service, call
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.rpc import Service, call
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.env import StepReply, StepRequest
 from tinkermq.schemas.rollout import Group, Trajectory
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser
 

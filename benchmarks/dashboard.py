@@ -19,14 +19,14 @@ from typing import Any
 
 import uvloop
 from playwright.async_api import Browser
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_shared, ensure_stream, job_streams
-from tinkermq.schemas.config import LimitsConfig
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_shared, ensure_stream, job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
-from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 from ulid import ULID
 
 from benchmarks.report import Report, parser

@@ -24,19 +24,19 @@ import numpy as np
 import pyarrow
 import torch
 import uvloop
-from tinkermq.actors.broadcast.receiver import Receiver
+from tinkermq.actors.broadcast.receiver import BroadcastReceiver
 from tinkermq.actors.broadcast.sender import Sender
 from tinkermq.actors.learner.training.parallel import snapshot
 from tinkermq.actors.models.tiny_model import make_model
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.differences import apply, encode
-from tinkermq.broker.rpc import Service
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.config import LearnerConfig, LimitsConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.differences import apply, encode
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.config.job import LearnerConfig, LimitsConfig
 from tinkermq.schemas.weights import Manifest
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser
 from benchmarks.weights import whole
@@ -157,7 +157,7 @@ async def fetch_all(url: str, scope: JobScope, manifests: list[Manifest]) -> dic
     took: dict[int, Any] = {}
     for count in RECEIVERS:
         brokers = [await connect(url, name=f"generator-{n}") for n in range(count)]
-        receivers = [Receiver(one, scope) for one in brokers]
+        receivers = [BroadcastReceiver(one, scope) for one in brokers]
         stores = [
             WeightStore(one, scope, receiver=receiver)
             for one, receiver in zip(brokers, receivers, strict=True)

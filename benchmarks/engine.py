@@ -19,7 +19,7 @@ from typing import Any, Unpack
 import numpy as np
 import torch
 from tinkermq.actors.generator.engine.engine import Engine, KvOnSwap, Sampling
-from tinkermq.actors.generator.engine.transformers.decoder import Span, load_decoder
+from tinkermq.actors.generator.engine.transformers.decoder import FedTokens, load_decoder
 from tinkermq.actors.generator.engine.transformers.transformers_engine import (
     TransformersEngine,
 )
@@ -129,7 +129,7 @@ def model_only(folder: str, prompts: Sequence[np.ndarray]) -> float:
     decoder = load_decoder(
         folder, dtype=torch.float32, device="cpu", max_slots=256, max_tokens=CONTEXT
     )
-    spans = [Span(16 * index, 0, prompt) for index, prompt in enumerate(prompts)]
+    spans = [FedTokens(16 * index, 0, prompt) for index, prompt in enumerate(prompts)]
     tokens = np.full(256, 9, np.int32)
     took = 0.0
     with torch.inference_mode():

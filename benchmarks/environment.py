@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import uvloop
-from tinkermq.broker.connection import connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, Start
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser
 from benchmarks.trivial_game import TURNS, TrivialGame

@@ -10,8 +10,8 @@ other on the example's board, in both colours.
 import random
 import time
 
-from tinkermq.envs.games.board import Board, O, X
-from tinkermq.envs.games.board_players import make_player
+from tinkermq.envs.games.boards.board import Board, O, X
+from tinkermq.envs.games.boards.players import make_player
 from tinkermq.envs.games.gomoku import GomokuGame
 
 from benchmarks.report import Report, parser

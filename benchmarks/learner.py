@@ -32,7 +32,7 @@ from tinkermq.actors.learner.packing.balance import cost, longest_first
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.parallel import Parallel
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM

@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinkermq.broker.connection import connect
+from tinkermq.broker.client.connection import connect
 from tinkermq.clients.follow import follow_run
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
-from tinkermq.schemas.subjects import BUCKET_EVALS
+from tinkermq.schemas.wire.subjects import BUCKET_EVALS
 
 from benchmarks.processes import Cpu, cpu, rss_mb
 from benchmarks.report import Report, parser

@@ -29,13 +29,13 @@ from tinkermq.actors.models.lora import has_adapter
 from tinkermq.actors.models.model_folder import load_policy
 from tinkermq.actors.models.policies import MAIN
 from tinkermq.actors.models.tiny_model import save_tiny_model
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
-from tinkermq.broker.weights import WeightStore
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.lora import LoraConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser
 

@@ -11,11 +11,11 @@ import sys
 import time
 
 import uvloop
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import Service
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
-from tinkermq.schemas.subjects import BUCKET_NODES, node
+from tinkermq.schemas.wire.subjects import BUCKET_NODES, node
 
 RECORD_S = 2.0
 

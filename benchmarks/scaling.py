@@ -28,12 +28,16 @@ from statistics import median
 from typing import Any
 
 import uvloop
-from tinkermq.broker.connection import connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import REPLICAS_VARIABLE, create_job_streams, delete_job_streams
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import TinkermqError
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.jetstream.streams import (
+    REPLICAS_VARIABLE,
+    create_job_streams,
+    delete_job_streams,
+)
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import TinkermqError
 
 from benchmarks.broker import make_group
 from benchmarks.processes import rss_mb

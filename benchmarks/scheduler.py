@@ -21,15 +21,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import uvloop
-from tinkermq.actors.scheduler.placement import NodeSlots, place
-from tinkermq.actors.scheduler.queue import PlacementRequest, Shares
-from tinkermq.actors.scheduler.roster import unplaced
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.process import die_with
-from tinkermq.broker.rpc import call
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_shared
-from tinkermq.schemas.errors import TinkermqError
+from tinkermq.actors.scheduler.jobs.actors import unplaced
+from tinkermq.actors.scheduler.placement.placement import NodeSlots, place
+from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import call
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,
@@ -38,9 +37,10 @@ from tinkermq.schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from tinkermq.schemas.message import Empty
 from tinkermq.schemas.node import NodeList
-from tinkermq.schemas.subjects import rpc
+from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import rpc
 
 from benchmarks.report import Report, parser
 
@@ -177,7 +177,7 @@ def decisions_ms(records: list[JobRecord], num_nodes: int, rounds: int) -> tuple
         times: list[float] = []
         for _ in range(rounds):
             started = time.perf_counter()
-            place(queue, nodes, Shares(), time.time(), most=1)
+            place(queue, nodes, UserShares(), time.time(), most=1)
             times.append((time.perf_counter() - started) * 1e3)
         worst.append(max(times))
     return worst[0], worst[1]

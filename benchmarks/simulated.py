@@ -17,11 +17,11 @@ import time
 
 import uvloop
 from tinkermq.actors.learner.tasks.intake import Intake
-from tinkermq.broker.connection import connect
+from tinkermq.broker.client.connection import connect
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.broker import make_group
 from benchmarks.processes import rss_mb

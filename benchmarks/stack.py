@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.process import die_with
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.clients.follow import follow_run
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import TinkermqError
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
-from tinkermq.schemas.load_config import parse_config
 from tinkermq.schemas.metric import Event, Metric, Presence
+from tinkermq.schemas.wire.errors import TinkermqError
 
 from benchmarks.processes import Cpu, cpu, rss_mb
 

@@ -18,7 +18,7 @@ import torch
 from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
 from tinkermq.actors.generator.episodes.players import start_engine
 from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from transformers import PreTrainedModel
 
 from benchmarks.engine import CONTEXT, TINY, Load, make_load, run_engine, save

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 import uvloop
-from tinkermq.broker.connection import connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
-from tinkermq.broker.weight_history import joined
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.history import joined
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.subjects import JobScope
 
 from benchmarks.report import Report, parser
 

@@ -1,6 +1,6 @@
 """How it travels: everything that touches NATS, and nothing that touches torch.
 
-`server` is a nats-server of our own, `connection` the way to any; `rpc` asks and answers; `kv`,
-`streams` and `stored` are the plain parts of JetStream. On them stand what the actors share:
-`tasks`, `rollouts`, `batches`, `weights`, `jobs`, `feed` and `presence`.
+`client/` is the way to a server, `jetstream/` the plain parts of its store, `outages/`, `load/` and
+`disk/` what is done when it is away, flooded or full. On them stand what the actors share: `tasks`,
+`rollouts`, `batches`, `segments`, `weights/`, `jobs`, `users/`, `feed` and `presence`.
 """

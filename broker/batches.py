@@ -9,13 +9,13 @@ import uuid
 from nats.js.errors import APIError
 
 from ..schemas.batch import BatchRecord
-from ..schemas.errors import BrokerError, FencedError
-from ..schemas.subjects import JobScope
-from .connection import Broker, NoResponders
-from .faults import WRONG_SEQUENCE
-from .kv import WRITE_ID
-from .stored import StoredMessage, get_all, get_last_behind, missing
-from .streams import stream_info
+from ..schemas.wire.errors import BrokerError, FencedError
+from ..schemas.wire.subjects import JobScope
+from .client.connection import Broker, NoResponders
+from .client.faults import WRONG_SEQUENCE
+from .jetstream.kv import WRITE_ID
+from .jetstream.stored import StoredMessage, get_all, get_last_behind, missing
+from .jetstream.streams import stream_info
 
 DEADLINE_S = 60.0
 

@@ -14,16 +14,16 @@ import structlog
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError, MessageError
-from ..schemas.message import Message
 from ..schemas.metric import Event, LogLines, Metric
-from ..schemas.subjects import JobScope
 from ..schemas.task import DeadLetter
-from ..schemas.trace import StepTrace
-from .connection import Broker, NoResponders
-from .reader import StreamReader
-from .stored import StoredMessage, get_all, missing
-from .streams import stream_info
+from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.message import Message
+from ..schemas.wire.subjects import JobScope
+from ..schemas.wire.trace import StepTrace
+from .client.connection import Broker, NoResponders
+from .jetstream.reader import StreamReader
+from .jetstream.stored import StoredMessage, get_all, missing
+from .jetstream.streams import stream_info
 
 FeedKind: TypeAlias = Literal["metric", "event", "log"]
 FeedMessage: TypeAlias = Metric | Event | LogLines

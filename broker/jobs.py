@@ -11,14 +11,14 @@ from typing import Any
 
 import structlog
 
-from ..schemas.errors import ConflictError, NotFoundError, StateError
 from ..schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord, JobState, RequestRecord
 from ..schemas.metric import Event
-from ..schemas.subjects import BUCKET_JOBS, BUCKET_REQUESTS, JobScope
-from .connection import Broker
+from ..schemas.wire.errors import ConflictError, NotFoundError, StateError
+from ..schemas.wire.subjects import BUCKET_JOBS, BUCKET_REQUESTS, JobScope
+from .client.connection import Broker
 from .feed import publish_event
-from .kv import Bucket, Entry
-from .metering import metered
+from .jetstream.kv import Bucket, Entry
+from .observe.metering import metered
 
 _MAX_TRIES, _MAX_REASON_CHARS = 20, 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import structlog
 
-from ..schemas.errors import TinkermqError
 from ..schemas.metric import Presence
-from ..schemas.subjects import BUCKET_ACTORS
-from .connection import Broker
-from .kv import Bucket, Entry
+from ..schemas.wire.errors import TinkermqError
+from ..schemas.wire.subjects import BUCKET_ACTORS
+from .client.connection import Broker
+from .jetstream.kv import Bucket, Entry
 
 INTERVAL_S = 2.0
 _DELETE_DEADLINE_S = 2.0

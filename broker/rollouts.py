@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError, MessageError
 from ..schemas.rollout import Group
-from ..schemas.subjects import JobScope, number_of
-from ..schemas.trace import TRACEPARENT
-from .connection import Broker, NoResponders
-from .faults import STORE_FAILED
+from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.subjects import JobScope, number_of
+from ..schemas.wire.trace import TRACEPARENT
+from .client.connection import Broker, NoResponders
+from .client.faults import STORE_FAILED
+from .jetstream.reader import StreamReader
+from .jetstream.stored import StoredMessage, get_last, get_newest, get_seq, missing
+from .jetstream.streams import numbers_of, stream_info, stream_subjects
 from .outages.appending import append_once
-from .reader import StreamReader
-from .stored import StoredMessage, get_last, get_newest, get_seq, missing
-from .streams import numbers_of, stream_info, stream_subjects
 
 T = TypeVar("T")
 

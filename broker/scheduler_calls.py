@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ..schemas.errors import BrokerError, BusyError, NobodyAnswersError
-from ..schemas.ids import new_id
 from ..schemas.job import (
     ConfigureRequest,
     JobList,
@@ -19,12 +17,14 @@ from ..schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from ..schemas.message import Empty, Message
 from ..schemas.node import DamagedRecords, NodeList, NodeStatus
 from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
 from ..schemas.user import QuotaReply
-from .connection import Broker
-from .faults import shown_url
+from ..schemas.wire.errors import BrokerError, BusyError, NobodyAnswersError
+from ..schemas.wire.ids import new_id
+from ..schemas.wire.message import Empty, Message
+from .client.connection import Broker
+from .client.faults import shown_url
 from .load.repeated_call import repeated_call
 
 R = TypeVar("R", bound=Message)
@@ -102,7 +102,7 @@ class SchedulerCalls:
         return await self._change("secrets", request)
 
     async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
-        from .sealing import close_seal  # only who has a secret loads the cryptography
+        from .users.sealing import close_seal  # only who has a secret loads the cryptography
 
         key = await self._ask("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))

@@ -17,12 +17,12 @@ import structlog
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError, MessageError, TinkermqError
 from ..schemas.segment import Segment
-from ..schemas.subjects import JobScope
-from .connection import Broker, NoResponders
-from .faults import STORE_FAILED, WRONG_SEQUENCE
-from .stored import StoredMessage, get_all, get_last_behind, missing
+from ..schemas.wire.errors import BrokerError, MessageError, TinkermqError
+from ..schemas.wire.subjects import JobScope
+from .client.connection import Broker, NoResponders
+from .client.faults import STORE_FAILED, WRONG_SEQUENCE
+from .jetstream.stored import StoredMessage, get_all, get_last_behind, missing
 
 APPEND_DEADLINE_S = 60.0
 _PAUSE_S = 0.02

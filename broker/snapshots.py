@@ -19,10 +19,10 @@ from typing import IO, Any, cast
 from nats.aio.msg import Msg
 from nats.js.errors import NotFoundError as StreamNotFound
 
-from ..schemas.errors import BrokerError, StateError, StorageError
-from ..schemas.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
-from .connection import Broker, ConnectionLost
-from .streams import delete_stream, num_replicas, stream_info
+from ..schemas.wire.errors import BrokerError, StateError, StorageError
+from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
+from .client.connection import Broker, ConnectionLost
+from .jetstream.streams import delete_stream, num_replicas, stream_info
 
 MANIFEST = "backup.json"
 CHUNK_BYTES = 512 * 1024

@@ -16,21 +16,21 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..schemas.errors import BrokerError, MessageError
-from ..schemas.subjects import TASK_CONSUMER, JobScope
 from ..schemas.task import Task
-from ..schemas.trace import TRACEPARENT
-from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
-from .outages.appending import append_once
-from .pull import NS, ConsumerGone, PullInbox
-from .stored import missing
-from .streams import (
+from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
+from ..schemas.wire.trace import TRACEPARENT
+from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .jetstream.pull import NS, ConsumerGone, PullInbox
+from .jetstream.stored import missing
+from .jetstream.streams import (
     MAX_LEASES,
     ensure_task_consumer,
     numbers_of,
     stream_info,
     stream_subjects,
 )
+from .outages.appending import append_once
 
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0

@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .game_environment import (
+    from .hosting.game_environment import (
         GameEnvironment,
         MathGameEnvironment,
         create_game_environment,
     )
-    from .inference import InferenceReport, run_inference, run_inference_async
-    from .inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
-    from .publish import AsyncTrajectoryPublisher, TrajectoryPublisher
+    from .hosting.publish import AsyncTrajectoryPublisher, TrajectoryPublisher
+    from .hosting.trajectories import make_trajectory
+    from .inference.inference import InferenceReport, run_inference, run_inference_async
+    from .inference.inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
-    from .trajectories import make_trajectory
 
 __all__ = [
     "AsyncInferenceSchedulerClient",
@@ -38,13 +38,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "inference": ("InferenceReport", "run_inference", "run_inference_async"),
-    "inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
+    "inference.inference": ("InferenceReport", "run_inference", "run_inference_async"),
+    "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
-    "game_environment": ("GameEnvironment", "MathGameEnvironment", "create_game_environment"),
-    "publish": ("AsyncTrajectoryPublisher", "TrajectoryPublisher"),
-    "trajectories": ("make_trajectory",),
+    "hosting.game_environment": (
+        "GameEnvironment",
+        "MathGameEnvironment",
+        "create_game_environment",
+    ),
+    "hosting.publish": ("AsyncTrajectoryPublisher", "TrajectoryPublisher"),
+    "hosting.trajectories": ("make_trajectory",),
 }
 
 

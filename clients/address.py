@@ -6,10 +6,10 @@ A cluster's servers have commas between them: `tls://a:4222,b:4222,c:4222/<user>
 from dataclasses import dataclass
 from urllib.parse import SplitResult
 
-from ..broker.addresses import split_servers
-from ..broker.faults import shown_url
-from ..schemas.errors import ConfigError
-from ..schemas.subjects import JobScope
+from ..broker.client.addresses import split_servers
+from ..broker.client.faults import shown_url
+from ..schemas.wire.errors import ConfigError
+from ..schemas.wire.subjects import JobScope
 
 _SCHEMES = frozenset({"nats", "tls", "ws", "wss"})
 

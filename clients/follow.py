@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 from ..broker.feed import follow
 from ..broker.presence import INTERVAL_S, list_presences
-from ..schemas.errors import NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Event, LogLines, Metric, Presence
+from ..schemas.wire.errors import NotFoundError
 from .pool import Pool
 
 Crew: TypeAlias = tuple[Presence, ...]

@@ -16,7 +16,7 @@ from typing import IO
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..schemas.errors import BrokerError, StateError, StorageError
+from ..schemas.wire.errors import BrokerError, StateError, StorageError
 
 URL_VARIABLE = "TINKERMQ_NATS_URL"
 HOME_VARIABLE = "TINKERMQ_HOME"

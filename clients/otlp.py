@@ -7,8 +7,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..broker.spans import Span
-from ..schemas.errors import BrokerError, ConfigError
+from ..broker.observe.spans import Span
+from ..schemas.wire.errors import BrokerError, ConfigError
 
 _BATCH = 512
 _TIMEOUT_S = 10.0

@@ -9,13 +9,13 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from ..broker.connection import Broker
+from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
 from ..broker.scheduler_calls import SchedulerCalls, new_request_id
-from ..schemas.errors import DeadlineError, MessageError, NotFoundError
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.subjects import DEFAULT_USER, token
-from .names import did_you_mean
+from ..schemas.wire.errors import DeadlineError, MessageError, NotFoundError
+from ..schemas.wire.subjects import DEFAULT_USER, token
+from .validation.names import did_you_mean
 
 __all__ = ["Pool", "is_token", "new_request_id"]
 

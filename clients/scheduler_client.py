@@ -5,23 +5,23 @@ import os
 from concurrent.futures import Future
 from typing import Any, cast
 
-from ..broker.connection import Broker, connect
+from ..broker.client.connection import Broker, connect
 from ..broker.learner_calls import write_checkpoint
-from ..schemas.errors import ConfigError, DeadlineError, JobFailedError
+from ..schemas.config.load_config import check_keys
 from ..schemas.job import JobRecord
-from ..schemas.load_config import check_keys
 from ..schemas.secret import WANDB_KEY
-from ..schemas.subjects import DEFAULT_USER
+from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
+from ..schemas.wire.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
-from .arguments import as_tree, refuse_unknown_options
-from .names import checkpoint_named
-from .opentinker_keys import merged, translate
-from .paths import resolve_paths
+from .compat.arguments import as_tree, refuse_unknown_options
+from .compat.opentinker_keys import merged, translate
 from .pool import Pool, new_request_id
-from .quiet import quiet_logs
 from .secrets import secrets_for
-from .sync_twin import SyncTwin
+from .sync.quiet import quiet_logs
+from .sync.sync_twin import SyncTwin
 from .validation.files import refuse_missing
+from .validation.names import checkpoint_named
+from .validation.paths import resolve_paths
 
 CONNECT_DEADLINE_S = 10.0
 CANCEL_S = 60.0

@@ -12,24 +12,24 @@ from contextlib import AbstractContextManager, aclosing
 from pathlib import Path
 from typing import Any
 
+from ..broker.client.faults import shown_url
 from ..broker.disk.room import in_thread, with_room
-from ..broker.faults import shown_url
-from ..broker.tracking import ConsoleTracker, Tracker, make_trackers
-from ..schemas.errors import ConfigError
+from ..broker.observe.tracking import ConsoleTracker, Tracker, make_trackers
+from ..schemas.config.load_config import check_keys
 from ..schemas.job import FINAL_STATES, JobRecord
-from ..schemas.load_config import check_keys
 from ..schemas.metric import Metric
+from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
-from .arguments import as_tree, refuse_unknown_options
+from .compat.arguments import as_tree, refuse_unknown_options
+from .compat.opentinker_keys import merged, translate
 from .follow import follow_run
-from .game_environment import GameEnvironment
-from .opentinker_keys import merged, translate
-from .paths import resolve_paths
+from .hosting.game_environment import GameEnvironment
 from .pool import Pool
 from .progress import REWARD
 from .scheduler_client import failure, is_complete, open_broker
-from .sync_twin import SyncTwin
+from .sync.sync_twin import SyncTwin
 from .validation.files import refuse_missing
+from .validation.paths import resolve_paths
 
 _FIT_DEFAULTS: dict[str, Any] = {
     "save_freq": 100,

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..schemas.config import EnvConfig
-from ..schemas.errors import GameError, TinkermqError
+from ..schemas.config.job import EnvConfig
 from ..schemas.images import plain_text
+from ..schemas.wire.errors import GameError, TinkermqError
+from .data.host_data import HostData
 from .game import AbstractGame, ChatMessage, StepResult
-from .host_data import HostData
-from .local import LocalEpisode, LocalGame, TooSlow
 from .registry import load_game
+from .running.local import LocalEpisode, LocalGame, TooSlow
 
 NUM_EPISODES = 8
 MAX_TURNS = 100
@@ -42,7 +42,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True)
-class Transcript:
+class PlayedEpisode:
     """An episode as a policy sees it."""
 
     messages: list[ChatMessage]
@@ -55,7 +55,7 @@ class Transcript:
     """The best return that there is."""
 
 
-def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> Transcript:
+def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> PlayedEpisode:
     """Play given actions, or the gold ones, until the game is done or they are."""
     episode = game.start(number)
     said: list[str] = []
@@ -63,7 +63,7 @@ def transcribe(game: LocalGame, number: int, actions: Sequence[str] | None) -> T
         said.append(action)
         if episode.step(action).done:
             break
-    return Transcript(episode.messages, said, episode.results, episode.max_return)
+    return PlayedEpisode(episode.messages, said, episode.results, episode.max_return)
 
 
 def has_gold(game_class: type[AbstractGame]) -> bool:
@@ -189,7 +189,7 @@ def check_game(
     return [_describe_data(result, config) for result in results]
 
 
-def conversations(config: EnvConfig, *, seed: int = 0) -> list[Transcript]:
+def conversations(config: EnvConfig, *, seed: int = 0) -> list[PlayedEpisode]:
     """Play some episodes as a tokenizer shall see them: with the gold answers where there are any.
 
     Raises GameError, DataError.
@@ -252,7 +252,7 @@ def _describe_data(result: CheckResult, config: EnvConfig) -> CheckResult:
     return CheckResult(result.name, ok=True, detail=detail)
 
 
-def _difference(first: Transcript, second: Transcript) -> str:
+def _difference(first: PlayedEpisode, second: PlayedEpisode) -> str:
     if first.messages != second.messages:
         one, other = (plain_text(each.messages[-1]["content"]) for each in (first, second))
         return f"first prompts {one!r}, {other!r}"

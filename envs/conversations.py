@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from .episodes import Episodes, Opening
 from .game import AbstractGame, ChatMessage, StepResult
+from .running.episodes import Episodes, Opening
 
 Act = Callable[[str, list[ChatMessage]], str]
 """Return the action of a role, from its conversation so far."""

@@ -19,9 +19,9 @@ from typing import Any, Protocol, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
-from ..schemas.errors import DataError
+from ..schemas.wire.errors import DataError
+from .data.unpack import unpack_parquet
 from .record import Record, check_columns, parse_record
-from .unpack import unpack_parquet
 
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 

@@ -14,8 +14,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, cast
 
-from ..schemas.codec import pack, unpack
-from ..schemas.errors import GameError, MessageError, TinkermqError
+from ..schemas.wire.codec import pack, unpack
+from ..schemas.wire.errors import GameError, MessageError, TinkermqError
 
 ChatMessage = dict[str, Any]
 """One chat message: `role` and `content`."""
@@ -246,5 +246,5 @@ def game_failure(name: str, method: str, error: BaseException) -> TinkermqError:
 
 
 _OUR_FILES = frozenset(
-    str(Path(__file__).with_name(name)) for name in ("game.py", "episodes.py", "prompt.py")
+    str(Path(__file__).parent / name) for name in ("game.py", "prompt.py", "running/episodes.py")
 )

@@ -9,7 +9,7 @@ import inspect
 import random
 from typing import Any
 
-from ..schemas.errors import DataError
+from ..schemas.wire.errors import DataError
 from .game import AbstractGame, ChatMessage, check_map, check_text, join_texts
 from .record import Record
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from ..schemas.errors import DataError
+from ..schemas.wire.errors import DataError
 from .game import ChatMessage
 
 TRUTH_COLUMNS = ("reward_model", "answer", "ground_truth")

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
 
-from ..schemas.errors import GameError, TinkermqError
+from ..schemas.wire.errors import GameError, TinkermqError
 from .extra import Extra
 from .game import AbstractGame
 

@@ -9,7 +9,7 @@ import re
 import uuid
 from typing import Any, cast
 
-from ..schemas.codec import read_json
+from ..schemas.wire.codec import read_json
 
 OPEN = "<tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..schemas.errors import DataError
+from ..schemas.wire.errors import DataError
 
 
 def verl_row(

@@ -22,18 +22,18 @@ from types import FrameType
 from rich.console import Console
 from rich.markup import escape
 from tinkermq.actors.recipes import is_made
-from tinkermq.broker.connection import connect
-from tinkermq.clients.cli.live import announce
-from tinkermq.clients.cli.stack import start_detached, stop_detached
-from tinkermq.clients.cli.supervisor import StackOptions
-from tinkermq.clients.cli.train import show_run
+from tinkermq.broker.client.connection import connect
+from tinkermq.clients.cli.pool.stack import start_detached, stop_detached
+from tinkermq.clients.cli.pool.supervisor import StackOptions
+from tinkermq.clients.cli.runs.live import announce
+from tinkermq.clients.cli.runs.train import show_run
 from tinkermq.clients.home import Home
 from tinkermq.clients.pool import Pool
 from tinkermq.clients.progress import RunProgress
 from tinkermq.clients.text_plot import text_plot
 from tinkermq.envs.games.calculator import make_data
-from tinkermq.schemas.errors import TinkermqError
-from tinkermq.schemas.load_config import load_config
+from tinkermq.schemas.config.load_config import load_config
+from tinkermq.schemas.wire.errors import TinkermqError
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = ROOT / "examples" / "calculator.yaml"

@@ -1,5 +1,6 @@
 """What travels: every message, subject and name of the system.
 
-This room imports none of the others. A message is a pydantic model (`messages` modules by
-noun), packed by `codec`, sent on a subject that `subjects` builds.
+This room imports none of the others. The modules here are messages by noun; `wire/` is what they
+are made of and how they are packed and addressed, `config/` the configuration of a job, `bounds/`
+how large anything may be.
 """

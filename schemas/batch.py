@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .message import Message
+from .wire.message import Message
 
 DropReason = Literal["stale", "equal_rewards", "failed", "duplicate", "malformed"]
 

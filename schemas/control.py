@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .message import Message
+from .wire.message import Message
 
 MAX_TRACED_STEPS = 32
 

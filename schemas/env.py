@@ -4,9 +4,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .message import Message
-from .reply import ErrorReply
-from .subjects import NAME_PATTERN
+from .wire.message import Message
+from .wire.reply import ErrorReply
+from .wire.subjects import NAME_PATTERN
 
 Split = Literal["train", "val"]
 EpisodeId = Annotated[str, Field(min_length=1, max_length=128)]

@@ -11,7 +11,7 @@ import binascii
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .errors import DataError
+from .wire.errors import DataError
 
 _KINDS = ("image", "image_url")
 _MAGIC = {

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .env import Split
-from .message import Message
-from .reply import Part
 from .rollout import Trajectory
 from .task import Blame
+from .wire.message import Message
+from .wire.reply import Part
 
 MAX_DEADLINE_S = 7200.0
 MAX_CHOICES = 128

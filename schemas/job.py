@@ -4,10 +4,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from .message import Message, Request
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
-from .subjects import JobScope, token
+from .wire.message import Message, Request
+from .wire.subjects import JobScope, token
 
 JobState = Literal[
     "QUEUED", "STARTING", "RUNNING", "PAUSED", "LOST", "COMPLETED", "FAILED", "CANCELLED"

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from .codec import read_json
+from .wire.codec import read_json
 
 _PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from .message import Message, with_last
+from .wire.message import Message, with_last
 
 
 class Metric(Message):

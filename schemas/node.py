@@ -5,8 +5,8 @@ from typing import Literal
 from pydantic import Field
 
 from .job import Role
-from .message import Message
-from .subjects import NAME_PATTERN, JobScope, token
+from .wire.message import Message
+from .wire.subjects import NAME_PATTERN, JobScope, token
 
 MAX_SLOTS = 4096
 """Slots of one node at most."""

@@ -7,11 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from .array import FloatVector, IntVector, MaskVector
-from .errors import DataError, MessageError
 from .images import images_of, number_images
-from .message import Message, with_last
 from .task import Blame, Task
+from .wire.array import FloatVector, IntVector, MaskVector
+from .wire.errors import DataError, MessageError
+from .wire.message import Message, with_last
 
 
 class Trajectory(Message):

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .message import Message, Request
+from .wire.message import Message, Request
 
 SecretName = Literal["WANDB_API_KEY", "TINKERMQ_NOTIFY_URL"]
 """What a user may hand over with a job: the names of environment variables."""

@@ -5,9 +5,9 @@ from typing import Any, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .array import FloatVector, IntVector, MaskVector
-from .message import Message
-from .subjects import NAME_PATTERN
+from .wire.array import FloatVector, IntVector, MaskVector
+from .wire.message import Message
+from .wire.subjects import NAME_PATTERN
 
 
 class Segment(Message):

@@ -4,8 +4,8 @@ from typing import Any
 
 from pydantic import Field
 
-from .errors import Boundary
-from .message import Message, with_last
+from .wire.errors import Boundary
+from .wire.message import Message, with_last
 
 
 class Task(Message):

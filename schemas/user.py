@@ -4,10 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from .ids import new_id
 from .job import MAX_PRIORITY, Priority
-from .message import Message, Request, with_last
-from .subjects import user_name
+from .wire.ids import new_id
+from .wire.message import Message, Request, with_last
+from .wire.subjects import user_name
 
 UserRole = Literal["user", "admin"]
 

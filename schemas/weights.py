@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from .message import Message
+from .wire.message import Message
 
 LATEST = "latest"
 """Key of the newest version's manifest."""

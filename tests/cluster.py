@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.streams import stream_info
-from tinkermq.schemas.errors import TinkermqError
-from tinkermq.schemas.message import Empty
 from tinkermq.schemas.node import NodeList
+from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.message import Empty
 
 from tests.configs import REPOSITORY
 from tests.jobs import Job

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tinkermq.schemas.load_config import load_config
+from tinkermq.schemas.config.load_config import load_config
 
 REPOSITORY = Path(__file__).parents[1]
 UNHURRIED = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 1.0}, "num_val": 0}

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, create_shared, delete_job_streams
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, delete_job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.stack_fixtures import model, shared_stack, stack
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinkermq.broker.process import die_with
+from tinkermq.broker.programs.process import die_with
 
 from tests.certificates import Certificate
 from tests.configs import REPOSITORY

@@ -24,8 +24,8 @@ from tinkermq.schemas.job import (
     StopRequest,
 )
 from tinkermq.schemas.metric import Event, Metric, Presence
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import DeadLetter
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests import waiting
 from tests.processes import alive

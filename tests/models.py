@@ -10,7 +10,7 @@ import torch
 from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.actors.models.model_folder import load_policy
 from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config.lora import LoraConfig
 from transformers import PreTrainedModel
 
 

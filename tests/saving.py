@@ -19,8 +19,8 @@ from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import StorageError
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.wire.errors import StorageError
 
 from tests.groups import random_group
 

@@ -15,21 +15,21 @@ from typing import Any
 import structlog
 from tinkermq.actors.auth.service import serve
 from tinkermq.actors.runtime import ActorContext
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.credentials import PoolSecrets
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.keys import JobIdentity, job_key
+from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.keys import JobIdentity, job_key
-from tinkermq.broker.login import CREDENTIALS_VARIABLE
-from tinkermq.broker.rpc import Service
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, create_shared
-from tinkermq.broker.user_calls import ask_users
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.users.calls import ask_users
+from tinkermq.broker.users.credentials import PoolSecrets
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import ActorPlacement, JobRecord, Role
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.user import AddUser, NewKey
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import PATIENCE_S, eventually, until
 

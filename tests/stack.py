@@ -14,20 +14,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.process import die_with
-from tinkermq.broker.rpc import call
-from tinkermq.broker.server import NatsServer
-from tinkermq.schemas.errors import DeadlineError, NobodyAnswersError
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import call
+from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
     FINAL_STATES,
     JobReply,
     SubmitRequest,
 )
-from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.node import NodeList
-from tinkermq.schemas.subjects import rpc
+from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
+from tinkermq.schemas.wire.message import Empty, Message
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.configs import REPOSITORY
 from tests.jobs import Job

@@ -5,10 +5,10 @@ from typing import Any
 import msgpack
 import numpy as np
 from hypothesis import strategies as st
-from tinkermq.schemas.codec import pack
-from tinkermq.schemas.message import Message
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.message import Message
 
 
 def make_task(number: int, group_size: int = 1) -> Task:

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import yaml
 from cyclopts import App, CycloptsError
-from tinkermq.broker.streams import job_streams
+from tinkermq.broker.jetstream.streams import job_streams
 from tinkermq.clients.cli.app import build_app
-from tinkermq.schemas.config import JobConfig, LimitsConfig
-from tinkermq.schemas.docs import message_modules, pages
-from tinkermq.schemas.load_config import all_keys, parse_config
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.config.load_config import all_keys, parse_config
 from tinkermq.schemas.secret import JobSecrets
-from tinkermq.schemas.subjects import JobScope
-from tinkermq.schemas.topics import STORES, TOPICS
+from tinkermq.schemas.wire.subjects import JobScope
 
+from docs.generate import message_modules, pages
+from docs.topics import STORES, TOPICS
 from tests.pages import Block, blocks, prose, save, succeed
 from tests.stack import Stack
 
@@ -72,7 +72,7 @@ def test_the_table_of_stores_names_the_streams_that_are_made() -> None:
 
 
 def test_the_table_of_subjects_has_every_request_to_the_scheduler() -> None:
-    tree = ast.parse((ROOT / "actors" / "scheduler" / "desk.py").read_text())
+    tree = ast.parse((ROOT / "actors" / "scheduler" / "requests.py").read_text())
     served = {
         (node.elts[0].value, ast.unparse(node.elts[1]))
         for node in ast.walk(tree)

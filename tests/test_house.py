@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 BESIDE = ("tests", "benchmarks", "examples")
 MAX_LINES = {"room": 400, "beside": 500}
+MAX_MODULES = 15
 HEAVY = {"torch", "transformers", "vllm", "safetensors"}
 
 
@@ -111,7 +113,7 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, and what `env new` writes."""
-    places = [ROOT / "actors" / "gateway" / name for name in ("static", "templates")]
+    places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places.append(ROOT / "clients" / "new_game")
     return [path for place in places for path in place.iterdir()]
 
@@ -178,7 +180,11 @@ def test_the_environment_host_starts_without_torch() -> None:
 
 
 def test_who_sends_no_arrays_starts_without_numpy() -> None:
-    names = ["tinkermq.actors.scheduler", "tinkermq.actors.node.node", "tinkermq.clients.cli.runs"]
+    names = [
+        "tinkermq.actors.scheduler",
+        "tinkermq.actors.node.node",
+        "tinkermq.clients.cli.runs.runs",
+    ]
     assert "numpy" not in loaded_by(names)
 
 
@@ -207,6 +213,21 @@ def test_pyright_has_nothing_to_say() -> None:
 
 
 # -- sizes and docstrings --------------------------------------------------------------------------
+
+
+def test_no_folder_has_more_modules_than_a_reader_surveys() -> None:
+    folders = Counter(path.parent for path in modules(*ROOMS) if path.name != "__init__.py")
+    assert not {short(folder): n for folder, n in folders.items() if n > MAX_MODULES}
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    named = Counter(
+        node.name
+        for path in modules(*ROOMS)
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not [name for name, count in named.items() if count > 1]
 
 
 def test_no_module_is_longer_than_a_reader_bears() -> None:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.lora import LoraConfig
 
 MAX_SLOTS, MAX_CONTEXT = 8, 160
 ADAPTER = LoraConfig(rank=4, targets=["q_proj", "v_proj"])

@@ -3,24 +3,24 @@
 import time
 from typing import NamedTuple
 
-from ...broker.jobs import JobStore, is_final
-from ...broker.keys import (
+from ...broker.client.keys import (
     check_job_key,
     id_of_invitation,
     is_same,
     key_hash,
     user_of_key,
 )
-from ...broker.permissions import (
+from ...broker.jobs import JobStore, is_final
+from ...broker.users.permissions import (
     Permissions,
     admin_permissions,
     invited_permissions,
     job_permissions,
     user_permissions,
 )
-from ...broker.users import UserStore
-from ...schemas.errors import AuthError, TinkermqError
+from ...broker.users.records import UserStore
 from ...schemas.user import Invitation, UserRecord
+from ...schemas.wire.errors import AuthError, TinkermqError
 from .job_ends import JobConnection
 
 
@@ -33,7 +33,7 @@ class Admission(NamedTuple):
     """When the server shall close the connection."""
 
 
-class Gate:
+class Authenticator:
     """Checks API keys, job keys and invitations."""
 
     def __init__(self, users: UserStore, jobs: JobStore, job_secret: bytes) -> None:

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, cast
 
 import nkeys
 
-from ...broker.credentials import ACCOUNT
-from ...broker.permissions import Permissions
-from ...schemas.codec import read_json
-from ...schemas.errors import MessageError
+from ...broker.users.credentials import ACCOUNT
+from ...broker.users.permissions import Permissions
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import MessageError
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
 _UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
@@ -54,7 +54,7 @@ def read_request(token: bytes) -> LoginRequest:
         raise MessageError(f"the server's request cannot be read: {error!r}") from error
 
 
-class Issuer:
+class ClaimIssuer:
     """Signs answers in the name of the pool's accounts."""
 
     def __init__(self, seed: str) -> None:

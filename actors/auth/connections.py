@@ -19,10 +19,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
-from ...broker.audit import Audit
-from ...broker.credentials import ACCOUNT
-from ...schemas.errors import BrokerError, DeadlineError
+from ...broker.users.audit import Audit
+from ...broker.users.credentials import ACCOUNT
 from ...schemas.user import Quota
+from ...schemas.wire.errors import BrokerError, DeadlineError
 from .job_ends import JobConnection
 from .kicks import Connection, close, kick, listed
 
@@ -35,7 +35,7 @@ _Key = tuple[str, int]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Connections:
+class UserConnections:
     """The connections of users and processes at all servers, by the name they were let in with."""
 
     def __init__(

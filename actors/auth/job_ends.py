@@ -14,9 +14,9 @@ import structlog
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
 
+from ...broker.client.keys import JobIdentity
 from ...broker.jobs import JobStore, is_final
-from ...broker.keys import JobIdentity
-from ...schemas.errors import BrokerError, DeadlineError
+from ...schemas.wire.errors import BrokerError, DeadlineError
 from .kicks import connected, kick
 
 EVERY_S = 10.0

@@ -1,11 +1,11 @@
 """What a node asks for each process of a job that it starts: a key for that process alone."""
 
+from ...broker.client.keys import JobIdentity, job_key
+from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore, is_final
-from ...broker.keys import JobIdentity, job_key
-from ...broker.rpc import Service
-from ...schemas.errors import AuthError
-from ...schemas.subjects import rpc
 from ...schemas.user import JobKeyRequest, NewKey
+from ...schemas.wire.errors import AuthError
+from ...schemas.wire.subjects import rpc
 
 
 class JobKeys:

@@ -8,8 +8,8 @@ import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from ...broker.credentials import ACCOUNT
-from ...schemas.errors import DeadlineError
+from ...broker.users.credentials import ACCOUNT
+from ...schemas.wire.errors import DeadlineError
 
 _FIRST_S, _SCATTER_S = 10.0, 0.5
 """For the first server to answer, which may have much to do, and for each further one then."""

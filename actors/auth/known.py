@@ -7,13 +7,13 @@ import asyncio
 
 import structlog
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
+from ...broker.jetstream.mirror import Mirror
 from ...broker.load.fair_queue import DEFAULT_BOUND
-from ...broker.mirror import Mirror
-from ...broker.users import USER
-from ...schemas.errors import BrokerError, DeadlineError
-from ...schemas.subjects import BUCKET_USERS
+from ...broker.users.records import USER
 from ...schemas.user import UserRecord
+from ...schemas.wire.errors import BrokerError, DeadlineError
+from ...schemas.wire.subjects import BUCKET_USERS
 
 _RETRY_S = 1.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

@@ -12,15 +12,15 @@ from collections.abc import Callable
 import structlog
 from nats.aio.msg import Msg
 
-from ...broker.audit import Audit
-from ...broker.keys import check_job_key, is_same, key_hash
+from ...broker.client.keys import check_job_key, is_same, key_hash
 from ...broker.load.fair_queue import FairQueue
 from ...broker.load.rates import Rates
-from ...schemas.errors import AuthError, MessageError, TinkermqError
+from ...broker.users.audit import Audit
 from ...schemas.user import UserRecord
-from .callout import Gate
-from .claims import Issuer, LoginRequest, read_request
-from .connections import Connections
+from ...schemas.wire.errors import AuthError, MessageError, TinkermqError
+from .callout import Authenticator
+from .claims import ClaimIssuer, LoginRequest, read_request
+from .connections import UserConnections
 from .job_ends import JobConnection
 
 LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
@@ -39,10 +39,10 @@ class Logins:
 
     def __init__(
         self,
-        gate: Gate,
-        issuer: Issuer,
+        gate: Authenticator,
+        issuer: ClaimIssuer,
         audit: Audit,
-        connections: Connections,
+        connections: UserConnections,
         user: Callable[[str], UserRecord | None],
         job_secret: bytes,
     ) -> None:

@@ -12,30 +12,30 @@ from typing import Any, NamedTuple, cast
 
 from nats.aio.client import Client
 
-from ...broker.addresses import server_urls
-from ...broker.audit import Audit
-from ...broker.complaints import RECONNECT_WAIT_S
-from ...broker.connection import Broker
-from ...broker.credentials import SECRETS_VARIABLE, PoolSecrets
+from ...broker.client.addresses import server_urls
+from ...broker.client.complaints import RECONNECT_WAIT_S
+from ...broker.client.connection import Broker
+from ...broker.client.listening import listen
+from ...broker.client.login import tls_options
+from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
-from ...broker.listening import listen
 from ...broker.load.request_connection import drop_old_requests, request_connection
-from ...broker.login import tls_options
-from ...broker.process import erase_variable
-from ...broker.rpc import Service
-from ...broker.users import UserStore, create_user_stores
-from ...schemas.errors import ConfigError, ConflictError
+from ...broker.programs.process import erase_variable
+from ...broker.users.audit import Audit
+from ...broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
+from ...broker.users.records import UserStore, create_user_stores
+from ...schemas.wire.errors import ConfigError, ConflictError
 from ..runtime import ActorContext
-from .callout import Gate
-from .claims import Issuer
-from .connections import LOOK_S, Connections
-from .desk import UserDesk
-from .door import Door
+from .callout import Authenticator
+from .claims import ClaimIssuer
+from .connections import LOOK_S, UserConnections
 from .job_ends import EVERY_S, GRACE_S, JobEnds
 from .job_keys import JobKeys
 from .known import KnownUsers
 from .logins import Logins
 from .storage_bounds import StorageBounds
+from .store_proxy import StoreProxy
+from .user_requests import UserRequests
 
 CALLOUT = "$SYS.REQ.USER.AUTH"
 _SETTLE_S = 1.0
@@ -88,15 +88,15 @@ async def _answer(
     users, jobs, audit = UserStore(broker), JobStore(broker), Audit(broker)
     with contextlib.suppress(ConflictError):  # made at the first start
         await users.create(secrets.first_admin())
-    issuer = Issuer(secrets.seed("issuer"))
+    issuer = ClaimIssuer(secrets.seed("issuer"))
     job_secret = secrets.job_secret()
-    gate = Gate(users, jobs, job_secret)
+    gate = Authenticator(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
     known = KnownUsers(broker)
     await known.open()
-    door = Door(requests, broker, audit, StorageBounds(broker, known), known.requests)
-    connections = Connections(system, audit, known.get, look_s=times.load_s)
+    door = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
+    connections = UserConnections(system, audit, known.get, look_s=times.load_s)
     logins = Logins(gate, issuer, audit, connections, known.get, job_secret)
     asking = await Service.start(
         requests,
@@ -106,7 +106,7 @@ async def _answer(
     asking.share.bound = known.requests
     try:
         await connections.start()
-        await UserDesk(users, audit, system, job_secret).open(asking)
+        await UserRequests(users, audit, system, job_secret).open(asking)
         await JobKeys(jobs, job_secret).open(context.service)
         await door.open()
         await listen(callout, CALLOUT, logins.take, queue="auth")

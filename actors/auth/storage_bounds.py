@@ -2,13 +2,13 @@
 
 import time
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
+from ...broker.jetstream.streams import PRESENCE_BYTES, stream_subjects
 from ...broker.jobs import JobStore
-from ...broker.permissions import Guest
-from ...broker.streams import PRESENCE_BYTES, stream_subjects
-from ...schemas.errors import MessageError, NotFoundError, QuotaError
+from ...broker.users.permissions import Guest
 from ...schemas.job import JobRecord
-from ...schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS
+from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError
+from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS
 from .known import KnownUsers
 
 ASKED_BYTES = 4 << 10

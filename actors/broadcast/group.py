@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...schemas.errors import BrokerError
+from ...schemas.wire.errors import BrokerError
 
 BUCKET_BYTES = 1 << 26
 MEET_S = 20.0
@@ -37,7 +37,7 @@ _ABORT_ONLY = "2"
 """A lost member ends the communicator; torch's default ends the process."""
 
 
-class GroupFailed(BrokerError):
+class ProcessGroupFailed(BrokerError):
     """A round that came to nothing: a member was missing, died, or was too slow."""
 
 
@@ -76,7 +76,7 @@ def reach_store(address: str, port: int) -> Store:
         socket.create_connection((address, port), MEET_S).close()
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_S))
     except (OSError, RuntimeError) as error:
-        raise GroupFailed(
+        raise ProcessGroupFailed(
             f"the learner's weights are handed out at {address}:{port}, which cannot be reached "
             f"from here: {error}",
             hint="let machines of the pool connect to each other on any port, and start the "
@@ -85,7 +85,7 @@ def reach_store(address: str, port: int) -> Store:
         ) from error
 
 
-class Group:
+class ProcessGroup:
     """A process group of one learner, rank 0, and its receivers."""
 
     def __init__(self, name: str, device: torch.device, backend: Any) -> None:
@@ -104,7 +104,7 @@ class Group:
         device: torch.device,
         address: str,
         meet_s: float = MEET_S,
-    ) -> "Group":
+    ) -> "ProcessGroup":
         """Form a group with the others whose list bears this name.
 
         `address` is where this machine listens for the others. Raises GroupFailed when somebody
@@ -116,7 +116,7 @@ class Group:
             backend = _nccl(own, rank, size, device) if device.type == "cuda" else None
             return cls(name, device, backend or _gloo(own, rank, size, address))
         except RuntimeError as error:  # all that torch.distributed raises
-            raise GroupFailed(f"group {name} did not form: {error}", hint=_AGAIN) from error
+            raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=_AGAIN) from error
 
     def send(self, payload: Tensor) -> None:
         """Give uint8[N], in memory of the machine, to all; GroupFailed if anybody is lost."""
@@ -141,7 +141,7 @@ class Group:
         """Broadcast one bucket after the other, of which two are on their way at a time."""
         backend = self._backend
         if backend is None:
-            raise GroupFailed(f"group {self.name} was left", hint=_AGAIN)
+            raise ProcessGroupFailed(f"group {self.name} was left", hint=_AGAIN)
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -154,7 +154,7 @@ class Group:
                 _finish(flying.popleft()[0])
         except (RuntimeError, TimeoutError) as error:
             self.leave()
-            raise GroupFailed(f"group {self.name} broke: {error}", hint=_AGAIN) from error
+            raise ProcessGroupFailed(f"group {self.name} broke: {error}", hint=_AGAIN) from error
 
 
 _AGAIN = "receivers that are still there ask again and form another group"
@@ -190,7 +190,7 @@ def _wait_for_all(store: dist.PrefixStore, rank: int, size: int, meet_s: float) 
     while not store.check(places):
         if time.monotonic() > deadline:
             missing = [place for place in places if not store.check([place])]
-            raise GroupFailed(
+            raise ProcessGroupFailed(
                 f"{len(missing)} of {size} members did not come within {meet_s:g} s", hint=_AGAIN
             )
         time.sleep(10 * _POLL_S)

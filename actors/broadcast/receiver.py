@@ -13,15 +13,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from ...broker.connection import Broker
-from ...broker.objects import DigestMismatch
-from ...broker.rpc import call
-from ...broker.weight_payloads import TRANSFER_DEADLINE_S, Payload
-from ...schemas.errors import BrokerError, DeadlineError, NotFoundError
-from ...schemas.subjects import JobScope
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
+from ...broker.jetstream.objects import DigestMismatch
+from ...broker.weights.payloads import TRANSFER_DEADLINE_S, Payload
 from ...schemas.weights import JoinRound, Manifest, Round
+from ...schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
+from ...schemas.wire.subjects import JobScope
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, Group, GroupFailed, Store, own_address, reach_store
+from .group import FORM_S, MEET_S, ProcessGroup, ProcessGroupFailed, Store, own_address, reach_store
 from .threads import off_loop
 
 JOIN_S = 60.0
@@ -31,7 +31,7 @@ _PAUSE_S = 0.5
 _log = structlog.get_logger()
 
 
-class Receiver:
+class BroadcastReceiver:
     """Receives payloads from the learner of a job, one at a time."""
 
     def __init__(
@@ -55,7 +55,7 @@ class Receiver:
         self._name = uuid.uuid4().hex
         self._one = asyncio.Lock()
         self._store: Store | None = None
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
 
     async def get(self, manifest: Manifest) -> Payload:
         """Return the payload of a version: a memoryview, or on a GPU a tensor of uint8[N].
@@ -69,7 +69,7 @@ class Receiver:
                 try:
                     place = await self._place(manifest)
                     payload = await self._receive(place, manifest.num_bytes)
-                except GroupFailed as error:
+                except ProcessGroupFailed as error:
                     _log.info("weights_round_failed", version=manifest.version, error=str(error))
                     self._forget()
                     failure = error
@@ -143,15 +143,17 @@ class Receiver:
             try:
                 self._group = await off_loop(partial(self._meet, place), "weights group", FORM_S)
             except TimeoutError as error:
-                raise GroupFailed(f"group {place.group} did not form in {FORM_S:g} s") from error
+                raise ProcessGroupFailed(
+                    f"group {place.group} did not form in {FORM_S:g} s"
+                ) from error
         group = self._group
         return await off_loop(lambda: group.receive(num_bytes), "weights")
 
-    def _meet(self, place: Round) -> Group:
+    def _meet(self, place: Round) -> ProcessGroup:
         assert self._store is not None  # else the learner would not have given a place
         device = self._device if place.device == "cuda" else torch.device("cpu")
         address = own_address(place.address, place.port)
-        return Group.meet(
+        return ProcessGroup.meet(
             self._store, place.group, place.rank, place.size, device, address, self._meet_s
         )
 

@@ -19,15 +19,15 @@ import structlog
 import torch
 from torch import Tensor
 
-from ...broker.connection import Broker
-from ...broker.rpc import Service
-from ...broker.weight_files import read_file, remove_file, write_file
-from ...broker.weight_history import joined
-from ...schemas.errors import BrokerError, NotFoundError
-from ...schemas.subjects import JobScope
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import Service
+from ...broker.weights.files import read_file, remove_file, write_file
+from ...broker.weights.history import joined
 from ...schemas.weights import JoinRound, Round, TensorEntry
+from ...schemas.wire.errors import BrokerError, NotFoundError
+from ...schemas.wire.subjects import JobScope
 from .fingerprint import fingerprint
-from .group import FORM_S, MEET_S, Group, GroupFailed, Store, open_store, own_address
+from .group import FORM_S, MEET_S, ProcessGroup, ProcessGroupFailed, Store, open_store, own_address
 from .receiver import JOIN_S
 from .threads import off_loop
 
@@ -64,7 +64,7 @@ class _Wanted(NamedTuple):
 class _Last:
     """The group of the last round to a kind of device."""
 
-    group: Group
+    group: ProcessGroup
     members: list[str]
 
 
@@ -232,13 +232,13 @@ class Sender:
         try:
             group = await self._group(askers, wanted.device, store)
             await off_loop(lambda: group.send(payload), f"weights {wanted.location}")
-        except (GroupFailed, TimeoutError) as error:
+        except (ProcessGroupFailed, TimeoutError) as error:
             _log.warning("weights_round_failed", members=len(askers), error=str(error))
             self._leave(wanted.device)
 
     async def _group(
         self, askers: Mapping[str, _Asker], device: Literal["cpu", "cuda"], store: Store
-    ) -> Group:
+    ) -> ProcessGroup:
         """Tell the askers their places and return their group: the last one, or another."""
         last = self._last.get(device)
         again = last is not None and _are_all_of(last, askers)
@@ -262,7 +262,7 @@ class Sender:
         self._num_groups += 1
         own = self._device if device == "cuda" else torch.device("cpu")
         group = await off_loop(
-            lambda: Group.meet(store, name, 0, size, own, self._address, self._meet_s),
+            lambda: ProcessGroup.meet(store, name, 0, size, own, self._address, self._meet_s),
             f"group {name}",
             FORM_S,
         )

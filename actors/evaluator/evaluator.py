@@ -15,15 +15,15 @@ import numpy as np
 import structlog
 
 from ...broker.feed import publish_metric
-from ...broker.kv import Bucket
+from ...broker.jetstream.kv import Bucket
 from ...envs.evaluation import is_success, kind_of, pass_at_k, task_seed
-from ...envs.remote import Environments, Start
-from ...schemas.config import EvaluationConfig
+from ...envs.serving.remote import Environments, Start
+from ...schemas.config.job import EvaluationConfig
 from ...schemas.env import DescribeReply
-from ...schemas.errors import ConfigError, ConflictError, NotFoundError, TinkermqError
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
-from ...schemas.subjects import BUCKET_EVALS
+from ...schemas.wire.errors import ConfigError, ConflictError, NotFoundError, TinkermqError
+from ...schemas.wire.subjects import BUCKET_EVALS
 from ..generator.engine.following import load_policies
 from ..generator.episodes.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.episodes.chat import make_chat

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from ...schemas.config import JobConfig
-from ...schemas.errors import ConfigError
+from ...schemas.config.job import JobConfig
 from ...schemas.job import JobRecord
+from ...schemas.wire.errors import ConfigError
 from ..models.checkpoint_folders import checkpoint_folders
 from ..models.lora import base_of, is_adapter
 from .roots import below_roots, is_of_another, without_tilde

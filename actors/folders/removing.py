@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from ...schemas.errors import StorageError
+from ...schemas.wire.errors import StorageError
 
 _ARCHIVE = "archive"
 _WEIGHTS = "weights"

@@ -4,8 +4,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...schemas.config import JobConfig
-from ...schemas.errors import ConfigError
+from ...schemas.config.job import JobConfig
+from ...schemas.wire.errors import ConfigError
 
 ROOTS_VARIABLE = "TINKERMQ_OUTPUT_ROOTS"
 """Of the scheduler's environment: those folders, joined by `:`; the first is for jobs that name

@@ -18,18 +18,21 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from ...broker.connection import Broker
-from ...broker.kv import Entry
+from ...broker.client.connection import Broker
+from ...broker.jetstream.kv import Entry
 from ...broker.presence import list_presences
-from ...schemas.errors import BrokerError, InternalError, NotFoundError, TinkermqError
 from ...schemas.job import FINAL_STATES
 from ...schemas.metric import Presence
-from . import openai, pages, rest, users
-from .counters import Counters, pool_text
+from ...schemas.wire.errors import BrokerError, InternalError, NotFoundError, TinkermqError
+from . import users
+from .data.counters import Counters, pool_text
+from .data.records import Query, select
 from .guard import Guard
-from .openapi import description
-from .records import Query, select
-from .render import STATIC, VERSION, make_templates
+from .openai import routes as openai
+from .pages import routes as pages
+from .pages.render import STATIC, VERSION, make_templates
+from .rest import routes as rest
+from .rest.openapi import description
 from .scheduler import Scheduler
 from .sessions import LogInError, Sessions, Visitor, server_info
 from .web import Gateway, Json, error_fields, gateway_of, visitor_of

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .counters import Counters
+from .data.counters import Counters
 from .limits import max_body_bytes
 from .sessions import COOKIE
 

@@ -7,11 +7,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...broker.learner_calls import write_checkpoint
-from ...schemas.config import JobConfig
-from ...schemas.errors import ConfigError, MessageError
+from ...schemas.config.job import JobConfig
+from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.job import JobRecord, Priority
-from ...schemas.load_config import apply_override, parse_config, parse_yaml
-from ...schemas.message import summarize
+from ...schemas.wire.errors import ConfigError, MessageError
+from ...schemas.wire.message import summarize
 from .limits import Share
 from .scheduler import Scheduler
 

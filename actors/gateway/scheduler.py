@@ -4,9 +4,9 @@ import time
 from typing import TypeVar
 
 from ...broker.scheduler_calls import SchedulerCalls
-from ...schemas.errors import AuthError
 from ...schemas.job import JobRecord
-from ...schemas.message import Message
+from ...schemas.wire.errors import AuthError
+from ...schemas.wire.message import Message
 from .sessions import Visitor
 
 R = TypeVar("R", bound=Message)

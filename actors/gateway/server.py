@@ -15,16 +15,16 @@ from typing import Any, cast
 import structlog
 import uvicorn
 
-from ...broker.connection import connect
-from ...broker.faults import check_url
-from ...broker.login import Login, take_login
+from ...broker.client.connection import connect
+from ...broker.client.faults import check_url
+from ...broker.client.login import Login, take_login
+from ...broker.client.rpc import Service
+from ...broker.jetstream.streams import create_shared, wait_for_shared
 from ...broker.presence import PresenceBeat
-from ...broker.rpc import Service
-from ...broker.streams import create_shared, wait_for_shared
-from ...broker.systemd import told_to_systemd
-from ...schemas.errors import BrokerError, ConfigError, StorageError
+from ...broker.programs.systemd import told_to_systemd
 from ...schemas.metric import Presence
-from ...schemas.subjects import SERVICES
+from ...schemas.wire.errors import BrokerError, ConfigError, StorageError
+from ...schemas.wire.subjects import SERVICES
 from .app import make_app
 from .guard import LOOPBACK
 from .limits.connections import MAX_CONNECTIONS, MAX_OF_ADDRESS, Connections

@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 
 import structlog
 
-from ...broker.addresses import server_urls
-from ...broker.connection import Broker, connect
-from ...broker.faults import shown_url
-from ...broker.keys import user_of_key
-from ...broker.login import nobody
-from ...schemas.errors import (
+from ...broker.client.addresses import server_urls
+from ...broker.client.connection import Broker, connect
+from ...broker.client.faults import shown_url
+from ...broker.client.keys import user_of_key
+from ...broker.client.login import nobody
+from ...schemas.job import JobRecord
+from ...schemas.wire.errors import (
     AuthError,
     BrokerError,
     BusyError,
@@ -30,7 +31,6 @@ from ...schemas.errors import (
     MessageError,
     TinkermqError,
 )
-from ...schemas.job import JobRecord
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
 
 LOCAL_USER = "local"

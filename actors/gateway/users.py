@@ -6,9 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...broker.user_calls import all_users, ask_users
-from ...schemas.errors import NotFoundError, StateError
-from ...schemas.message import Empty, Message
+from ...broker.users.calls import all_users, ask_users
 from ...schemas.user import (
     AddUser,
     AuditList,
@@ -21,8 +19,10 @@ from ...schemas.user import (
     UserList,
     UserReply,
 )
+from ...schemas.wire.errors import NotFoundError, StateError
+from ...schemas.wire.message import Empty, Message
 from .operations import body_of
-from .render import render
+from .pages.render import render
 from .sessions import Visitor
 from .web import Json, form_of, gateway_of, json_of, number_in, visitor_of
 

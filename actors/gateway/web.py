@@ -12,13 +12,13 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ...schemas.codec import read_json
-from ...schemas.errors import MessageError, TinkermqError
-from .counters import Counters
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import MessageError, TinkermqError
+from .data.counters import Counters
+from .data.history import Histories
+from .data.records import Figures
 from .guard import HELD
-from .history import Histories
 from .limits import max_body_bytes
-from .records import Figures
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import structlog
 
+from ...broker.observe.time_use import TimeUse
 from ...broker.rollouts import RolloutLog
 from ...broker.segments import Fenced
 from ...broker.tasks import Lease, TaskQueue
-from ...broker.time_use import TimeUse
-from ...envs.remote import Environments
+from ...envs.serving.remote import Environments
 from ...schemas.rollout import Group
-from ...schemas.trace import GENERATOR_KINDS
+from ...schemas.wire.trace import GENERATOR_KINDS
 from ..job_weights import open_weights
 from ..models.job_models import check_weights
 from ..models.policies import MAIN

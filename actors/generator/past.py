@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import structlog
 
-from ...broker.weights import WeightStore
-from ...schemas.errors import NotFoundError
-from ...schemas.self_play import SelfPlayConfig
+from ...broker.weights.store import WeightStore
+from ...schemas.config.self_play import SelfPlayConfig
+from ...schemas.wire.errors import NotFoundError
 from ..self_play import pool
 from .engine.engine import Engine
 from .engine.following import WeightFollower, load_policies

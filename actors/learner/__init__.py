@@ -1,6 +1,6 @@
 """The learner: issues tasks under the staleness bound, trains from the log, publishes weights.
 
-Pure functions on tensors and numbers: `advantages`, `losses`, `corrections`, `kl`, `aggregation`,
-`packing`, `schedules`, `admission`, `batching`. `step` makes one optimiser step of them, and
-`learner` is the loop around it.
+`tasks/` decides which tasks there are and which are trained, `algorithms/` makes numbers of their
+episodes, `packing/` rows of their tokens, `training/` an optimiser step of them. `start` puts a
+learner together, `learner` is its loop.
 """

@@ -13,7 +13,7 @@ from ...schemas.control import (
 )
 from ..runtime import JobContext
 from .tasks.intake import Intake
-from .tasks.issuing import Issuer
+from .tasks.issuing import TaskIssuer
 from .training.torch_trace import TorchTracer
 
 _ANSWER_S = 600.0
@@ -25,7 +25,7 @@ class LearnerControl:
     def __init__(
         self,
         context: JobContext,
-        issuer: Issuer,
+        issuer: TaskIssuer,
         intake: Intake,
         vocab_size: int,
         version: Callable[[], int],

@@ -13,7 +13,7 @@ from typing import Any
 from ...schemas.batch import Dropped, DropReason
 from .reporting import Reporter
 from .tasks.data_order import TaskOrder
-from .tasks.intake import Entry, Intake
+from .tasks.intake import CheckedEntry, Intake
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
 
@@ -86,7 +86,7 @@ class Drops:
         """Put what no batch record names yet into the state of a checkpoint."""
         state.unrecorded = list(self._unrecorded)
 
-    def _note(self, item: Dropped, entry: Entry, *, again: bool) -> None:
+    def _note(self, item: Dropped, entry: CheckedEntry, *, again: bool) -> None:
         self._untold[item.reason] += 1
         self._again += again
         self._lost += self._external and not again and item.reason != "duplicate"
@@ -115,7 +115,7 @@ class Drops:
         await self._tell("groups_dropped", "\n".join(lines), **data)
 
 
-def _why(item: Dropped, entry: Entry) -> str:
+def _why(item: Dropped, entry: CheckedEntry) -> str:
     why = entry.refusal or (entry.blame.message if entry.blame is not None else "")
     named = f"task {item.task}" if item.task is not None else f"entry {item.seq}"
     return f"{named}: {why}" if why else ""

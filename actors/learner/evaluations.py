@@ -5,13 +5,13 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
 from ...broker.feed import publish_metric
-from ...broker.kv import Bucket, Entry
-from ...schemas.config import JobConfig
-from ...schemas.errors import ConflictError
+from ...broker.jetstream.kv import Bucket, Entry
+from ...schemas.config.job import JobConfig
 from ...schemas.metric import EvalRecord, Metric
-from ...schemas.subjects import BUCKET_EVALS, JobScope
+from ...schemas.wire.errors import ConflictError
+from ...schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 _POLL_S = 0.5
 _MAX_OPEN = 4

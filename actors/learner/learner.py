@@ -21,7 +21,7 @@ from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
-from ...schemas.config import JobConfig
+from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
 from ..self_play import pool
@@ -36,8 +36,8 @@ from .step_trace import learner_time_use
 from .tasks.batching import form_batch
 from .tasks.data_order import TaskOrder
 from .tasks.failures import Failures
-from .tasks.intake import Entry, Intake, batch_digest
-from .tasks.issuing import Issuer
+from .tasks.intake import CheckedEntry, Intake, batch_digest
+from .tasks.issuing import TaskIssuer
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore
@@ -83,7 +83,7 @@ class Learner:
             was_issued=self.ledger.was_issued,
             check_images=policies.check_images,
         )
-        self.issuer = Issuer(
+        self.issuer = TaskIssuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),
             RolloutLog(broker, scope),
             self.ledger,
@@ -179,7 +179,7 @@ class Learner:
                 return
             await self._train(entries, record=True)
 
-    async def _next_batch(self) -> list[Entry] | None:
+    async def _next_batch(self) -> list[CheckedEntry] | None:
         """Wait for the groups of the next step; None when told to stop."""
         training = self.config.training
         while not self.context.stopping.is_set():
@@ -239,7 +239,7 @@ class Learner:
         except TimeoutError:
             return
 
-    async def _record(self, entries: list[Entry]) -> None:
+    async def _record(self, entries: list[CheckedEntry]) -> None:
         """Write down which groups the next step trains, before it does."""
         step = self.state.step + 1
         record = BatchRecord(
@@ -256,7 +256,7 @@ class Learner:
         )
         self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
 
-    async def _train(self, entries: list[Entry], *, record: bool) -> None:
+    async def _train(self, entries: list[CheckedEntry], *, record: bool) -> None:
         """One optimiser step, one version, published."""
         formed = time.time()
         if record:
@@ -285,7 +285,7 @@ class Learner:
         if self._saver.is_due:
             await self._save()
 
-    def _trained(self, entries: list[Entry], groups: list[Group]) -> None:
+    def _trained(self, entries: list[CheckedEntry], groups: list[Group]) -> None:
         self.state.step += 1
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
@@ -298,7 +298,7 @@ class Learner:
 
     # -- parts ---------------------------------------------------------------------------------
 
-    def _notice_arrivals(self) -> list[Entry]:
+    def _notice_arrivals(self) -> list[CheckedEntry]:
         """Enter what came into the ledger; return it."""
         arrived, self.intake.arrived = self.intake.arrived, []
         for entry in arrived:
@@ -308,7 +308,7 @@ class Learner:
                 self.ledger.note_in_log(entry.number, entry.task)
         return arrived
 
-    def _judge(self, arrived: list[Entry]) -> None:
+    def _judge(self, arrived: list[CheckedEntry]) -> None:
         """Raise when nothing but failures comes; what came before a start was judged then."""
         for entry in arrived:
             if entry.group is not None or entry.blame is not None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...broker.disk.room import with_room
-from ...broker.weights import TensorBytes
+from ...broker.weights.store import TensorBytes
 from ..job_weights import make_sender, open_weights
 from ..models.lora import has_adapter
 from ..models.policies import MAIN

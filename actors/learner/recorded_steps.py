@@ -11,15 +11,15 @@ from typing import Protocol
 import structlog
 
 from ...broker.batches import BatchLog
-from ...broker.stored import get_all
+from ...broker.jetstream.stored import get_all
 from ...schemas.batch import BatchRecord
-from ...schemas.config import TrainingConfig
-from ...schemas.errors import MessageError, StorageError
+from ...schemas.config.job import TrainingConfig
 from ...schemas.task import Task
+from ...schemas.wire.errors import MessageError, StorageError
 from ..runtime import JobContext
 from .drops import Drops
 from .tasks.admission import num_admissible
-from .tasks.intake import Entry, Intake, batch_digest
+from .tasks.intake import CheckedEntry, Intake, batch_digest
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
 
@@ -30,7 +30,7 @@ _log = structlog.get_logger()
 class Train(Protocol):
     """Trains one step from its entries."""
 
-    def __call__(self, entries: list[Entry], *, record: bool) -> Awaitable[None]:
+    def __call__(self, entries: list[CheckedEntry], *, record: bool) -> Awaitable[None]:
         """With `record` the batch is written down first."""
         ...
 
@@ -102,7 +102,7 @@ class RecordedSteps:
                 return
             await train(self._entries_of(record), record=False)
 
-    def _entries_of(self, record: BatchRecord) -> list[Entry]:
+    def _entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
         """Return the entries that a recorded step trained; what it dropped is dropped."""
         step, intake = record.step, self._intake
         lost = [seq for seq in record.seqs if seq not in intake]

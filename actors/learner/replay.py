@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ...broker.batches import BatchLog
-from ...broker.connection import Broker, connect
+from ...broker.client.connection import Broker, connect
 from ...broker.jobs import JobStore
 from ...broker.rollouts import RolloutLog
 from ...schemas.batch import BatchRecord
-from ...schemas.errors import NotFoundError, TinkermqError
+from ...schemas.config.load_config import parse_config
 from ...schemas.job import JobRecord
-from ...schemas.load_config import parse_config
 from ...schemas.rollout import Group
+from ...schemas.wire.errors import NotFoundError, TinkermqError
 from ..models.lora import policy_tensors
 from ..models.policies import policy_folder, prefix_of
 from ..runtime import service_parser

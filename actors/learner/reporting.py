@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...broker.advice import advise, bound_key
 from ...broker.disk.lines import read_objects
 from ...broker.disk.room import in_thread, with_room
 from ...broker.feed import publish_metric, publish_trace
-from ...broker.kv import Entry
+from ...broker.jetstream.kv import Entry
+from ...broker.observe.advice import advise, bound_key
+from ...broker.observe.profile import profile_of
+from ...broker.observe.tracking import Tracker
 from ...broker.presence import list_presences
-from ...broker.profile import profile_of
-from ...broker.tracking import Tracker
-from ...schemas.errors import TinkermqError
 from ...schemas.metric import Metric, Presence
 from ...schemas.rollout import Group
-from ...schemas.trace import StepTrace
+from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.trace import StepTrace
 from ..runtime import JobContext
 from .cores import CoreUse
 from .report import demonstration_numbers, group_numbers

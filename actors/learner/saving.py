@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from ...broker.rollouts import RolloutLog
-from ...schemas.errors import StorageError
+from ...schemas.wire.errors import StorageError
 from ..runtime import JobContext
 from .tasks.intake import Intake
 from .tasks.state import LearnerState
@@ -23,7 +23,7 @@ _LOOK_S = 1.0
 InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
 
 
-class Part(Protocol):
+class Remembering(Protocol):
     """A part of the learner that remembers something besides the weights."""
 
     def write_to(self, state: LearnerState) -> None:
@@ -42,7 +42,7 @@ class Saver:
         tokenizer: Any,
         state: LearnerState,
         intake: Intake,
-        parts: Sequence[Part],
+        parts: Sequence[Remembering],
         in_torch: InTorch,
     ) -> None:
         """`parts` write what they remember into the state of a checkpoint."""

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from ...broker.disk.room import in_thread, with_room
+from ...broker.observe.tracking import Tracker, make_trackers
 from ...broker.rollouts import RolloutLog
-from ...broker.tracking import Tracker, make_trackers
-from ...envs.chat_data import ChatData
-from ...envs.remote import Environments
-from ...schemas.config import JobConfig
-from ...schemas.errors import StorageError, TinkermqError
+from ...envs.data.chat_data import ChatData
+from ...envs.serving.remote import Environments
+from ...schemas.config.job import JobConfig
+from ...schemas.wire.errors import StorageError, TinkermqError
 from ..models.lora import refuse_other_kind
 from ..models.model_folder import load_tokenizer
 from ..models.policies import MAIN

@@ -7,10 +7,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 
-from ...broker.time_use import TimeUse
+from ...broker.observe.time_use import TimeUse
 from ...schemas.metric import Presence
 from ...schemas.rollout import Group
-from ...schemas.trace import (
+from ...schemas.wire.trace import (
     GENERATOR_KINDS,
     HOST_KINDS,
     GroupTrace,
@@ -18,7 +18,7 @@ from ...schemas.trace import (
     is_traceparent,
     new_trace,
 )
-from .tasks.intake import Entry
+from .tasks.intake import CheckedEntry
 
 MAX_GROUPS = 64
 
@@ -59,7 +59,7 @@ class StepTracer:
     def trace(
         self,
         step: int,
-        entries: Sequence[Entry],
+        entries: Sequence[CheckedEntry],
         formed: float,
         learner: Mapping[str, float],
         send_s: float,
@@ -82,7 +82,7 @@ class StepTracer:
         )
 
 
-def _group(entry: Entry, group: Group) -> GroupTrace:
+def _group(entry: CheckedEntry, group: Group) -> GroupTrace:
     episodes = group.trajectories
     slowest = max(episodes, key=lambda item: item.generate_s + item.environment_s)
     answers = sum(1 + len(item.turn_ends) for item in episodes)

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Models as files: folders, adapters, images, tokenizers, checkpoints and their digests."""

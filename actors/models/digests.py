@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ...schemas.errors import StorageError
+from ...schemas.wire.errors import StorageError
 
 TABLE = "SHA256SUMS"
 _LEFT_OUT = "learner"

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from ...schemas.config import JobConfig
+from ...schemas.config.job import JobConfig
+from ...schemas.config.lora import LoraConfig
 from ...schemas.job import JobRecord
-from ...schemas.lora import LoraConfig
 from .digests import check_digests
 from .lora import config_of, is_adapter
 from .policies import policy_folder

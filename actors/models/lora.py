@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...schemas.errors import ModelError
-from ...schemas.lora import ADAPTER_CONFIG, LoraConfig
+from ...schemas.config.lora import ADAPTER_CONFIG, LoraConfig
+from ...schemas.wire.errors import ModelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

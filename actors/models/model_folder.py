@@ -4,8 +4,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ...schemas.errors import ModelError
-from ...schemas.lora import LoraConfig
+from ...schemas.config.lora import LoraConfig
+from ...schemas.wire.errors import ModelError
 from .digests import check_digests
 from .lora import add_adapter, base_of, beside, is_adapter, merge
 

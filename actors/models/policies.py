@@ -6,7 +6,7 @@ version: a tensor of a role's policy is named `role/tensor`.
 
 from pathlib import Path
 
-from ...schemas.config import JobConfig
+from ...schemas.config.job import JobConfig
 
 MAIN = ""
 

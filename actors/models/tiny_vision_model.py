@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...schemas.errors import StorageError
+from ...schemas.wire.errors import StorageError
 from .tiny_model import END, PAD, SPECIAL_TOKENS, make_tokenizer
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...schemas.errors import DataError, ModelError
+from ...schemas.wire.errors import DataError, ModelError
 from .lora import base_of, is_adapter
 from .model_folder import load_model_config, sees_images
 

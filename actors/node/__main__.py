@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Sequence
 
-from ...schemas.subjects import token
+from ...schemas.wire.subjects import token
 from ..runtime import ActorContext, run_service_actor, service_parser
 from .gpus import find_gpus
 from .machine import check_slots, default_name, default_slots, lock_name

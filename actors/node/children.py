@@ -18,9 +18,9 @@ from typing import Protocol
 
 import structlog
 
-from ...broker.process import die_with
-from ...schemas.errors import ConfigError
+from ...broker.programs.process import die_with
 from ...schemas.node import WantedActor
+from ...schemas.wire.errors import ConfigError
 from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
 from .enclosure import Enclosure

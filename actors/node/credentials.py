@@ -8,15 +8,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from ...broker.connection import Broker
-from ...broker.login import KEY_VARIABLE
-from ...broker.rpc import call
-from ...schemas.errors import AuthError, TinkermqError
-from ...schemas.message import Message
+from ...broker.client.connection import Broker
+from ...broker.client.login import KEY_VARIABLE
+from ...broker.client.rpc import call
 from ...schemas.node import WantedActor
 from ...schemas.secret import OpenedSecrets, OpenRequest
-from ...schemas.subjects import rpc
 from ...schemas.user import JobKeyRequest, NewKey
+from ...schemas.wire.errors import AuthError, TinkermqError
+from ...schemas.wire.message import Message
+from ...schemas.wire.subjects import rpc
 from .children import Child, NotStarted, StartChild
 
 R = TypeVar("R", bound=Message)

@@ -21,15 +21,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...broker.login import CA_VARIABLE
-from ...broker.process import die_with
+from ...broker.client.login import CA_VARIABLE
+from ...broker.programs.process import die_with
 from ...envs.dataset import is_dataset_name
 from ...envs.sandbox.program import bubblewrap_program, remedy, unprivileged_user
 from ...envs.sandbox.seccomp import game_filter
 from ...envs.sandbox.served import SOCKET
 from ...envs.sandbox.watch import first_child
-from ...schemas.errors import SandboxError
 from ...schemas.node import WantedActor
+from ...schemas.wire.errors import SandboxError
 from ..folders.roots import is_of_another
 from .sandboxes import SandboxSocket
 

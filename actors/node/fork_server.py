@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...broker.process import die_with
+from ...broker.programs.process import die_with
 
 PACKET_BYTES = 256 * 1024
 _HEAVY = (

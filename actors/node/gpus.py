@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...schemas.errors import ConfigError
 from ...schemas.node import Gpu
+from ...schemas.wire.errors import ConfigError
 
 
 class Gpus:

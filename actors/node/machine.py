@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from ...broker.addresses import server_urls
-from ...schemas.errors import ConfigError, StateError
+from ...broker.client.addresses import server_urls
+from ...schemas.wire.errors import ConfigError, StateError
 
 
 def default_name() -> str:

@@ -14,22 +14,22 @@ import time
 
 import structlog
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import Service, call
 from ...broker.feed import publish_log
-from ...broker.kv import Bucket
-from ...broker.rpc import Service, call
-from ...schemas.errors import (
+from ...broker.jetstream.kv import Bucket
+from ...schemas.metric import LogLines, Presence
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
+from ...schemas.wire.errors import (
     DeadlineError,
     FencedError,
     NotFoundError,
     StateError,
     TinkermqError,
 )
-from ...schemas.message import Empty
-from ...schemas.metric import LogLines, Presence
-from ...schemas.node import ActorStatus, NodeStatus, NodeSync, RemoveRun, WantedActor
-from ...schemas.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
-from ...schemas.subjects import node as node_subject
+from ...schemas.wire.message import Empty
+from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_NODES, JobScope
+from ...schemas.wire.subjects import node as node_subject
 from ..folders.removing import remove_run_folder
 from .children import ActorStarter, StartChild
 from .credentials import with_job_keys, with_secrets

@@ -17,9 +17,9 @@ from typing import Any, cast
 import structlog
 
 from ...broker.disk.lines import append_lines
-from ...schemas.codec import read_json
-from ...schemas.errors import TinkermqError
 from ...schemas.metric import LogLines
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import TinkermqError
 
 MAX_LINE_BYTES = 16 * 1024
 MAX_FILE_BYTES = 16 * 2**20

@@ -18,9 +18,9 @@ from typing import Literal
 
 import structlog
 
-from ...schemas.errors import TinkermqError
 from ...schemas.metric import Presence
 from ...schemas.node import ActorStatus, WantedActor
+from ...schemas.wire.errors import TinkermqError
 from ..runtime import EXIT_CRASHED, EXIT_DONE, EXIT_DRAINED, EXIT_FAILED
 from .backoff import FIRST_DELAY_S, Backoff
 from .children import Child, NotStarted, StartChild

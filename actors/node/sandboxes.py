@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from ...broker.process import die_with
+from ...broker.programs.process import die_with
 from .command import ENVIRONMENT
 
 _PAUSE_S = 1.0

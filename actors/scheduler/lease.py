@@ -12,18 +12,18 @@ import secrets
 import socket
 import time
 
-from ...broker.connection import Broker
-from ...broker.kv import Bucket, DamagedEntry
-from ...schemas.errors import ConflictError, FencedError
+from ...broker.client.connection import Broker
+from ...broker.jetstream.kv import Bucket, DamagedEntry
 from ...schemas.node import SchedulerLease
-from ...schemas.subjects import BUCKET_LEASES
+from ...schemas.wire.errors import ConflictError, FencedError
+from ...schemas.wire.subjects import BUCKET_LEASES
 from .timing import Timing
 
 KEY = "scheduler"
 _POLL_S = 0.25
 
 
-class Lease:
+class LeaderLease:
     """The right to schedule; `acquire` it, then keep it by `hold`."""
 
     def __init__(self, broker: Broker, timing: Timing) -> None:

@@ -9,14 +9,14 @@ from typing import Literal
 
 import structlog
 
-from ...broker.connection import Broker
-from ...broker.rpc import call
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
 from ...schemas.control import ControlReply, ControlRequest
-from ...schemas.errors import TinkermqError
 from ...schemas.job import JobRecord
 from ...schemas.node import ActorStatus
-from .roster import main_actor
-from .states import ACTIVE
+from ...schemas.wire.errors import TinkermqError
+from .jobs.actors import main_actor
+from .jobs.states import ACTIVE
 
 _CONTROL_TIMEOUT_S = 5.0
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()

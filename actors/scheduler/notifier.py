@@ -15,12 +15,12 @@ from typing import Any
 import structlog
 from nats.js.errors import NotFoundError as StreamNotFound
 
-from ...broker.connection import Broker
-from ...broker.recent import recent_values
-from ...schemas.errors import TinkermqError
+from ...broker.client.connection import Broker
+from ...broker.observe.recent import recent_values
 from ...schemas.job import JobRecord
 from ...schemas.secret import NOTIFY_URL
-from .vault import Vault
+from ...schemas.wire.errors import TinkermqError
+from .jobs.secrets import SecretStore
 
 _SEND_S = 30.0
 _LOOK_S = 2.0
@@ -64,7 +64,7 @@ class Plateau:
 class Notifier:
     """Sends what there is to tell, one after the other."""
 
-    def __init__(self, broker: Broker, vault: Vault, send: Send | None = None) -> None:
+    def __init__(self, broker: Broker, vault: SecretStore, send: Send | None = None) -> None:
         """Tell by `send(url, title, text)`, by default with apprise."""
         self._broker = broker
         self._vault = vault

@@ -17,10 +17,12 @@ from dataclasses import dataclass
 
 import structlog
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
+from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
-from ...broker.streams import create_job_streams, settle_job_streams
-from ...schemas.errors import (
+from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
+from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
+from ...schemas.wire.errors import (
     BrokerError,
     ConfigError,
     ConflictError,
@@ -29,21 +31,19 @@ from ...schemas.errors import (
     NotFoundError,
     TinkermqError,
 )
-from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
-from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
-from ...schemas.subjects import JobScope
-from .board import Board, key_of
-from .lease import Lease
+from ...schemas.wire.subjects import JobScope
+from .jobs.actors import at_rest, main_actor, unplaced, wanted_actor
+from .jobs.move_events import MoveEvents
+from .jobs.removal import Remover
+from .jobs.states import ACTIVE, Transition, next_state, told_placements
+from .jobs.versions import Versions
+from .jobs.view import JobsView, key_of
+from .lease import LeaderLease
 from .messenger import Messenger
 from .notifier import Notifier
-from .placement import Assignment, NodeSlots, place, refuse_impossible
-from .pool import Pool
-from .queue import PlacementRequest
-from .records.removal import Remover
-from .records.versions import Versions
-from .roster import at_rest, main_actor, unplaced, wanted_actor
-from .states import ACTIVE, Transition, next_state, told_placements
-from .teller import Teller
+from .placement.nodes import Nodes
+from .placement.placement import Assignment, NodeSlots, place, refuse_impossible
+from .placement.queue import PlacementRequest
 from .timing import Timing
 
 WHO = "scheduler"
@@ -73,9 +73,9 @@ class Reconciler:
         self,
         broker: Broker,
         jobs: JobStore,
-        board: Board,
-        pool: Pool,
-        lease: Lease,
+        board: JobsView,
+        pool: Nodes,
+        lease: LeaderLease,
         timing: Timing,
         notifier: Notifier,
     ) -> None:
@@ -89,7 +89,7 @@ class Reconciler:
         self._notifier = notifier
         self._versions = Versions(broker, jobs)
         self._messenger = Messenger(broker)
-        self._teller = Teller(broker, jobs)
+        self._teller = MoveEvents(broker, jobs)
         self._remover = Remover(broker, jobs, board, pool)
         self._hurry = asyncio.Event()
         self._views: dict[str, _View] = {}

@@ -6,20 +6,20 @@ it knows is in the job records and on the nodes, so the next one goes on where i
 
 import asyncio
 
-from ...broker.connection import Broker
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
 from ...broker.load.request_connection import drop_old_requests, request_connection
-from ...broker.rpc import Service
-from ...schemas.errors import FencedError, TinkermqError
+from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
-from .board import Board
-from .desk import Desk
-from .lease import Lease
+from .jobs.secrets import SecretStore
+from .jobs.view import JobsView
+from .lease import LeaderLease
 from .notifier import Notifier
-from .pool import Pool
+from .placement.nodes import Nodes
 from .reconciler import Reconciler
+from .requests import SchedulerRequests
 from .timing import Timing
-from .vault import Vault
 
 DEFAULT_TIMING = Timing()
 
@@ -33,7 +33,7 @@ async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
 
 async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> None:
     while not context.stopping.is_set():
-        lease = Lease(context.broker, timing)
+        lease = LeaderLease(context.broker, timing)
         context.set_state("waiting")
         with context.waiting("the lease of another scheduler"):
             if not await lease.acquire(context.stopping):
@@ -48,12 +48,14 @@ async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> 
             await _release(context, lease)
 
 
-async def _lead(context: ActorContext, requests: Broker, lease: Lease, timing: Timing) -> None:
+async def _lead(
+    context: ActorContext, requests: Broker, lease: LeaderLease, timing: Timing
+) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
-    board, pool = Board(broker), Pool(broker, timing)
+    board, pool = JobsView(broker), Nodes(broker, timing)
     jobs = JobStore(broker, wrote=board.enter)
-    vault = Vault(broker, board)
+    vault = SecretStore(broker, board)
     notifier = Notifier(broker, vault)
     reconciler = Reconciler(broker, jobs, board, pool, lease, timing, notifier)
     async with (
@@ -72,7 +74,7 @@ async def _lead(context: ActorContext, requests: Broker, lease: Lease, timing: T
             await pool.refresh()
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
-            await Desk(broker, jobs, board, pool, reconciler, vault).open(service)
+            await SchedulerRequests(broker, jobs, board, pool, reconciler, vault).open(service)
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
             )
@@ -85,7 +87,7 @@ async def _lead(context: ActorContext, requests: Broker, lease: Lease, timing: T
         holding.cancel()
 
 
-async def _release(context: ActorContext, lease: Lease) -> None:
+async def _release(context: ActorContext, lease: LeaderLease) -> None:
     try:
         await lease.release()
     except TinkermqError as error:  # it runs out by itself

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ...broker.parts import Tell
-from ...schemas.errors import (
+from ...broker.client.parts import Tell
+from ...schemas.images import images_of
+from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
+from ...schemas.wire.errors import (
     BusyError,
     ConfigError,
     DeadlineError,
@@ -15,8 +17,6 @@ from ...schemas.errors import (
     TinkermqError,
     root_cause,
 )
-from ...schemas.images import images_of
-from ...schemas.infer import ChatRequest, CompletionRequest, Decoding, Delta, InferPart
 from ..generator.engine.engine import Drawn, Engine, Generation, Sampling
 from ..generator.episodes.chat import ChatTokenizer
 from .text_stream import TextStream

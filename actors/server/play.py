@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import structlog
 
-from ...envs.remote import Environments, Start
-from ...schemas.config import JobConfig, RolloutConfig
-from ...schemas.errors import BusyError, ConfigError, DeadlineError
+from ...envs.serving.remote import Environments, Start
+from ...schemas.config.job import JobConfig, RolloutConfig
 from ...schemas.infer import PlayPart, PlayRequest
 from ...schemas.task import Blame
+from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError
 from ..generator.engine.engine import Engine
 from ..generator.episodes.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.episodes.chat import ChatTokenizer
@@ -21,7 +21,7 @@ _LIMITS = ("max_turns", "max_prompt_tokens", "max_turn_tokens", "max_response_to
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
-class Player:
+class EpisodePlayer:
     """Plays the episodes that callers of one server ask for."""
 
     def __init__(

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 from nats.aio.msg import Msg
 
-from ...broker.parts import PartsService, Tell
-from ...schemas.config import JobConfig
-from ...schemas.errors import MessageError, ModelError, NotFoundError
+from ...broker.client.parts import PartsService, Tell
+from ...schemas.config.job import JobConfig
 from ...schemas.infer import (
     CancelInference,
     ChatRequest,
@@ -26,6 +25,7 @@ from ...schemas.infer import (
     PlayRequest,
 )
 from ...schemas.job import JobRecord
+from ...schemas.wire.errors import MessageError, ModelError, NotFoundError
 from ..generator.engine.engine import Engine
 from ..generator.engine.following import WeightFollower
 from ..generator.engine.heartbeat import tell_engine
@@ -37,7 +37,7 @@ from ..models.lora import base_of, config_of, is_adapter
 from ..models.policies import MAIN
 from ..runtime import JobContext, settle_memory
 from .answers import Answers
-from .play import Player
+from .play import EpisodePlayer
 
 P = TypeVar("P")
 _STATS_S = 1.0
@@ -64,7 +64,7 @@ async def run_server(context: JobContext) -> None:
         )
         for adapter, each in engines.items()
     }
-    server = Server(context, engine, answers, Player(context, config, engine, chat))
+    server = Server(context, engine, answers, EpisodePlayer(context, config, engine, chat))
     try:
         await server.run()
     finally:
@@ -129,7 +129,11 @@ class Server:
     """One server of an inference job."""
 
     def __init__(
-        self, context: JobContext, engine: Engine, answers: Mapping[str, Answers], player: Player
+        self,
+        context: JobContext,
+        engine: Engine,
+        answers: Mapping[str, Answers],
+        player: EpisodePlayer,
     ) -> None:
         """Serve with `engine` and `player`; `answers` are by adapter, "" for what is first."""
         self._context = context

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import structlog
 
-from ...schemas.errors import StorageError
+from ...schemas.wire.errors import StorageError
 
 T = TypeVar("T")
 P = ParamSpec("P")

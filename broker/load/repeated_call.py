@@ -8,9 +8,9 @@ import asyncio
 import time
 from typing import TypeVar
 
-from ...schemas.message import Message
-from ..connection import Broker
-from ..rpc import call
+from ...schemas.wire.message import Message
+from ..client.connection import Broker
+from ..client.rpc import call
 
 R = TypeVar("R", bound=Message)
 

@@ -14,7 +14,7 @@ from typing import cast
 import nats.errors
 import structlog
 
-from ..connection import Broker
+from ..client.connection import Broker
 from ..outages.first_connection import connected
 from .fair_queue import FairQueue
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 from nats.js.errors import APIError
 
-from ...schemas.errors import BrokerError
-from ...schemas.trace import TRACEPARENT
-from ..connection import Broker
-from ..faults import STORE_FAILED, WRONG_SEQUENCE
+from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.trace import TRACEPARENT
+from ..client.connection import Broker
+from ..client.faults import STORE_FAILED, WRONG_SEQUENCE
 from .availability import Unanswered
 
 _FULL_PAUSE_S = 0.2

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import structlog
 
-from ...schemas.errors import BrokerError
-from .. import faults
-from ..connection import Broker, connect
-from ..login import Login
+from ...schemas.wire.errors import BrokerError
+from ..client import faults
+from ..client.connection import Broker, connect
+from ..client.login import Login
 
 T = TypeVar("T")
 

@@ -3,10 +3,10 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from .. import faults
+from ..client import faults
 
 if TYPE_CHECKING:
-    from ..connection import Broker
+    from ..client.connection import Broker
 
 FLUSH_DEADLINE_S = 60.0
 _ANSWER_S = 5

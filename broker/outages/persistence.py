@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, TypeVar
 from nats.js.errors import APIError
 from nats.js.errors import NotFoundError as StreamNotFound
 
-from ...schemas.errors import BrokerError
-from ...schemas.subjects import stream_of
-from .. import faults
-from ..faults import ConnectionLost, NoResponders
-from ..replies import checked
+from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.subjects import stream_of
+from ..client import faults
+from ..client.faults import ConnectionLost, NoResponders
+from ..client.replies import checked
 from .availability import Unanswered
 
 if TYPE_CHECKING:
-    from ..connection import Broker
-    from ..door import Door
+    from ..client.connection import Broker
+    from ..client.store_subjects import StoreSubjects
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ async def persist(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
 
 
-async def look_for_stream(broker: "Broker", door: "Door", subject: str) -> None:
+async def look_for_stream(broker: "Broker", door: "StoreSubjects", subject: str) -> None:
     """Raise NoResponders if the stream is gone that was to store a message on `subject`.
 
     The server says so by itself unless somebody listens there, as all do who mirror a bucket or

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from ...schemas.errors import TinkermqError
+from ...schemas.wire.errors import TinkermqError
 
 DONE, FAILED, WRONG_USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -44,7 +44,7 @@ def guarded(command: Callable[[], int], *, debug: bool) -> int:
 
 def _dispatch(tokens: list[str]) -> int:
     if tokens and tokens[0] == "decode" and not {"-h", "--help"} & set(tokens):
-        from .decode import run
+        from .models.decode import run
 
         return run(tokens[1:])
     from .app import run_app

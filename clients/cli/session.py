@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from ...broker.connection import connect
+from ...broker.client.connection import connect
 from ..home import find_url
 from ..pool import Pool
-from ..quiet import quiet_logs
-from ..single_error import single_errors
+from ..sync.quiet import quiet_logs
+from ..sync.single_error import single_errors
 
 T = TypeVar("T")
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.errors import DataError, ModelError
-from ...schemas.lora import ADAPTER_CONFIG
-from ..paths import is_local_pool
+from ...schemas.config.lora import ADAPTER_CONFIG
+from ...schemas.wire.errors import DataError, ModelError
+from .paths import is_local_pool
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _DATA_KEYS = (("env", "train_data"), ("env", "val_data"), ("sft", "data"))

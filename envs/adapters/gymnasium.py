@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from ...schemas.codec import read_json
-from ...schemas.errors import GameError
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import GameError
 from ..action_text import tagged_or_last_line
 from ..extra import extra, import_quietly
 from ..game import AbstractGame, StepResult
-from ..global_random import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 _COLOURED = re.compile(r"\x1b\[([0-9;]+)m(.*?)\x1b\[0m", re.DOTALL)

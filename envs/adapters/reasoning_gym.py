@@ -8,11 +8,11 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from ..action_text import tagged
 from ..extra import extra
 from ..game import AbstractGame, StepResult
-from ..global_random import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 FULL_SCORE = 1.0
 _UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, SyntaxError)

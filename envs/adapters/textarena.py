@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from ..extra import extra
 from ..game import AbstractGame, StepResult
-from ..global_random import GlobalRandom
+from ..running.global_random import GlobalRandom
 
 Opponent = Callable[[str, random.Random], str]
 """Answers what it is shown with a move; draws from the generator given."""

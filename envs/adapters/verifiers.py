@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from ..extra import extra
 from ..game import AbstractGame, StepResult
-from ..global_random import GlobalRandom
+from ..running.global_random import GlobalRandom
 from .verifiers_agent import check_task
 from .verifiers_episode import VerifiersEpisode
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable
 from typing import Any, cast
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 
 Reply = Callable[[list[Any]], "asyncio.Future[str]"]
 """Shows messages to the policy; the future is its answer."""

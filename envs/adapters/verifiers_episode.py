@@ -5,7 +5,7 @@ import atexit
 import functools
 from typing import Any
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from .verifiers_agent import PolicyAgent
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from ..action_text import tagged_or_last_line
 from ..extra import extra
 from ..game import AbstractGame, StepResult

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 
 TASK_TYPES = (
     "pick_and_place_simple",

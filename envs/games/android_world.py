@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, StepResult
-from ..global_random import GlobalRandom
-from .android_device import ANDROID_WORLD, Devices, Emulators, Lease, lease
-from .android_screen import SYSTEM_PROMPT, describe_screen, parse_answer, what_is_wrong
+from ..running.global_random import GlobalRandom
+from .android.device import ANDROID_WORLD, DeviceLease, Devices, Emulators, lease
+from .android.screen import SYSTEM_PROMPT, describe_screen, parse_answer, what_is_wrong
 
 DONE_SCORE = 0.5
 """A task is done when its own score is above this, as android_world counts it."""
@@ -161,7 +161,7 @@ class _Running:
     """A task that is set up on a leased device, until it is torn down."""
 
     def __init__(self, devices: Devices, num_devices: int, task_class: Any, seed: int) -> None:
-        self._lease: Lease | None = lease(devices, num_devices)
+        self._lease: DeviceLease | None = lease(devices, num_devices)
         try:
             self.env = devices.connect(self._lease.number)
             if hasattr(task_class, "set_device_time"):

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..game import AbstractGame, StepResult
-from .board import SYMBOLS, Board, O, X
-from .board_players import Player, make_player
+from .boards.board import SYMBOLS, Board, O, X
+from .boards.players import Player, make_player
 
 WIN, LOSS, DRAW = 10.0, -10.0, 0.0
 VALID, INVALID = 0.0, -1.0

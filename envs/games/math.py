@@ -14,7 +14,7 @@ from typing import Any
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION
 from ..math.grader import shared_grader
-from ..math.rewards import ANSWER, Judged, Rewards
+from ..math.rewards import ANSWER, Judged, MathRewards
 from ..record import answer_text
 from ..write_data import verl_row, write_rows
 
@@ -32,7 +32,7 @@ class MathGame(AbstractGame):
         self, rewards: Mapping[str, float] | None = None, system_prompt: str = SYSTEM_PROMPT
     ) -> None:
         """Take the weights of the rules (default: 1 for a right answer) and the system prompt."""
-        self._rewards = Rewards(rewards or {ANSWER: 1.0}, shared_grader())
+        self._rewards = MathRewards(rewards or {ANSWER: 1.0}, shared_grader())
         self._system_prompt = system_prompt
         self._truth = ""
 

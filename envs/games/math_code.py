@@ -17,12 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from ...schemas.codec import read_json
-from ...schemas.errors import ConfigError
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import ConfigError
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..math.answers import INSTRUCTION, answer_of, said_in_the_end
 from ..math.grader import shared_grader
-from ..math.rewards import ANSWER, Rewards
+from ..math.rewards import ANSWER, MathRewards
 from ..record import answer_text
 from ..sandbox.settings import Outcome, SandboxSettings, Session
 from ..sandbox.shared import shared_sandbox
@@ -69,7 +69,7 @@ class MathCodeGame(AbstractGame):
         self._format = tool_format
         self._settings = SandboxSettings.parse(dict(sandbox or {}))
         self._sandbox = shared_sandbox(self._settings)
-        self._rewards = Rewards(rewards or {ANSWER: 1.0}, shared_grader())
+        self._rewards = MathRewards(rewards or {ANSWER: 1.0}, shared_grader())
         self._max_output_chars = max_output_chars
         self._system_prompt = system_prompt
         self._session: Session | None = None

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..conversations import converse
 from ..game import AbstractGame, ChatMessage, StepResult
-from .board import EMPTY, SYMBOLS, Board, O, X
-from .board_players import make_player
+from .boards.board import EMPTY, SYMBOLS, Board, O, X
+from .boards.players import make_player
 
 SELF = "self"
 ILLEGAL = -1.0

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
-from ...schemas.errors import GameError
+from ...schemas.wire.errors import GameError
 from .answers import MAX_ANSWER_CHARS, plain_number
 
 Verdict = Literal["right", "wrong", "late", "failed"]

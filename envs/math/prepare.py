@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.errors import DataError
+from ...schemas.wire.errors import DataError
 from ..record import IMAGE_TAG, is_no_answer
 from ..write_data import write_rows
 from .answers import INSTRUCTION, boxed_answers
@@ -33,7 +33,7 @@ _GEO3K_INSTRUCTION = (
 
 
 @dataclass(frozen=True)
-class Source:
+class PublishedSet:
     """A published set: how its rows are read."""
 
     data_source: str
@@ -62,17 +62,17 @@ def _math_answer(row: Mapping[str, Any]) -> str | None:
 
 
 SOURCES = {
-    "gsm8k": Source(
+    "gsm8k": PublishedSet(
         "openai/gsm8k", ("question", "answer"), lambda row: str(row["question"]), _gsm8k_answer
     ),
-    "math": Source(
+    "math": PublishedSet(
         "DigitalLearningGmbH/MATH-lighteval",
         ("problem", "solution"),
         lambda row: str(row["problem"]),
         _math_answer,
         kept=("level", "type"),
     ),
-    "geo3k": Source(
+    "geo3k": PublishedSet(
         "hiyouga/geometry3k",
         ("images", "problem", "answer"),
         lambda row: str(row["problem"]),
@@ -137,7 +137,7 @@ def _natural(path: Path) -> list[tuple[int, str]]:
 
 
 def _rows(
-    source: Source, split: str, files: list[Path], instruction: str
+    source: PublishedSet, split: str, files: list[Path], instruction: str
 ) -> Iterator[dict[str, Any]]:
     index = 0
     for file in files:
@@ -154,7 +154,7 @@ def _rows(
 
 
 def _row(
-    source: Source,
+    source: PublishedSet,
     row: Mapping[str, Any],
     split: str,
     index: int,

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...schemas.errors import ConfigError
+from ...schemas.wire.errors import ConfigError
 from .answers import answer_of, boxed_answers, final_text
 from .grader import Grader, Verdict
 
@@ -45,7 +45,7 @@ ANSWER = "answer"
 """The rule that compares the answer with the right one."""
 
 
-class Rewards:
+class MathRewards:
     """Judges texts by weighted rules."""
 
     def __init__(self, weights: Mapping[str, float], grader: Grader) -> None:

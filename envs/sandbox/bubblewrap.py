@@ -12,7 +12,7 @@ import weakref
 from dataclasses import replace
 from typing import Self
 
-from ...schemas.errors import SandboxError
+from ...schemas.wire.errors import SandboxError
 from .enclosed import Enclosed
 from .mounts import PACKAGES, package_mounts, system_mounts
 from .program import bubblewrap_program, remedy, unprivileged_user

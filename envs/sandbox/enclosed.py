@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from ...schemas.errors import SandboxError
+from ...schemas.wire.errors import SandboxError
 from .mounts import PYTHON
 from .program import unprivileged_user
 from .settings import Outcome, SandboxSettings, Status

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-from ...schemas.errors import ConfigError
+from ...schemas.wire.errors import ConfigError
 
 PYTHON = "/python/bin/python3"
 PACKAGES = "/packages"

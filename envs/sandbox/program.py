@@ -5,7 +5,7 @@ import secrets
 import shutil
 from pathlib import Path
 
-from ...schemas.errors import SandboxError
+from ...schemas.wire.errors import SandboxError
 
 _FIRST_USER, _NUM_USERS = 1 << 30, 1 << 28
 _LEAST_USER = 1000

@@ -12,7 +12,7 @@ import platform
 import struct
 from typing import NamedTuple
 
-from ...schemas.errors import SandboxError
+from ...schemas.wire.errors import SandboxError
 
 _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16

@@ -1,6 +1,6 @@
 """What a sandbox must prove before a program of a model runs in it."""
 
-from ...schemas.errors import SandboxError
+from ...schemas.wire.errors import SandboxError
 from .settings import Outcome
 
 PROBE = """

@@ -12,7 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any, cast
 
-from ...schemas.errors import SandboxError, TinkermqError, error_from_reply
+from ...schemas.wire.errors import SandboxError, TinkermqError, error_from_reply
 from .settings import Outcome, SandboxSettings, too_long
 
 SOCKET = Path("/sandbox.socket")

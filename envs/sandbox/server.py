@@ -14,7 +14,7 @@ import threading
 from dataclasses import asdict
 from typing import Any
 
-from ...schemas.errors import SandboxError, TinkermqError
+from ...schemas.wire.errors import SandboxError, TinkermqError
 from .served import receive_frame, send_frame
 from .settings import Sandbox, SandboxSettings
 from .shared import shared_sandbox

@@ -5,8 +5,8 @@ from typing import Literal, Protocol
 
 from pydantic import Field, ValidationError
 
-from ...schemas.errors import ConfigError
-from ...schemas.section import Section, when
+from ...schemas.config.section import Section, when
+from ...schemas.wire.errors import ConfigError
 
 MAX_CODE_BYTES = 60_000
 """A longer program is refused: it is no answer of a model."""

@@ -1,10 +1,10 @@
 """What a tokenizer and its chat template say about a game's conversations."""
 
 import pytest
-from tinkermq.actors.check_chat import Conversation, check_chat
+from tinkermq.actors.check_chat import Exchange, check_chat
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.tiny_model import CHAT_TEMPLATE, make_tokenizer
-from tinkermq.schemas.config import RolloutConfig
+from tinkermq.schemas.config.job import RolloutConfig
 
 APPENDS, PROMPTS, ANSWERS = (
     "the chat template only appends",
@@ -18,7 +18,7 @@ FORGETS = CHAT_TEMPLATE.replace(
 )
 SAID = {"role": "user", "content": "408"}
 # One token for the role and one for the end of the turn: 6 for `12*34`, 2 + 5 for an observation.
-PLAY = Conversation([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [SAID, SAID])
+PLAY = Exchange([{"role": "user", "content": "12*34"}], ["=12*34", "408"], [SAID, SAID])
 
 
 def ask(template: str = CHAT_TEMPLATE, *, gold: bool = True, **limits: int) -> dict[str, str]:

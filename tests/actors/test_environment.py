@@ -8,10 +8,10 @@ import time
 from asyncio.subprocess import PIPE, Process
 
 from tinkermq.actors.runtime import EXIT_DRAINED, EXIT_FAILED
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import read_events
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import call
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.env import (
     CloseRequest,
     DescribeReply,
@@ -21,10 +21,10 @@ from tinkermq.schemas.env import (
     StepReply,
     StepRequest,
 )
-from tinkermq.schemas.errors import NotFoundError
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 
 from tests.waiting import PATIENCE_S
 

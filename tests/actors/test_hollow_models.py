@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config.lora import LoraConfig
 from transformers import Qwen2Config
 
 from tests.images import make_vision_model

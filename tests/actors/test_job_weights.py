@@ -6,8 +6,8 @@ import torch
 from tinkermq.actors.generator.engine.transformers.double_buffer import ShadowWeights
 from tinkermq.actors.job_weights import as_sources, device_of_new_weights
 from tinkermq.actors.models.devices import first_device
-from tinkermq.broker.weights import TensorBytes
-from tinkermq.schemas.config import JobConfig
+from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.schemas.config.job import JobConfig
 
 
 def test_an_actor_computes_on_the_first_gpu_that_its_node_gives_it() -> None:

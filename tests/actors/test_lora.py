@@ -31,10 +31,10 @@ from tinkermq.actors.models.model_folder import (
     load_tokenizer,
 )
 from tinkermq.actors.models.policies import MAIN
-from tinkermq.broker.weights import TensorBytes
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ModelError
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.broker.weights.store import TensorBytes
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.groups import random_group

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED
-from tinkermq.broker.connection import Broker
-from tinkermq.schemas.errors import ConfigError, root_cause
+from tinkermq.broker.client.connection import Broker
+from tinkermq.schemas.wire.errors import ConfigError, root_cause
 
 from tests.waiting import PATIENCE_S
 
 PROGRAM = """
 import asyncio, sys, time
 from tinkermq.actors.runtime import run_service_actor
-from tinkermq.schemas.errors import BrokerError, ConfigError
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError
 
 async def main(context):
 {body}
@@ -124,7 +124,8 @@ async def test_without_the_debug_mode_a_blocked_event_loop_is_silent(
 
 
 def test_an_unreachable_broker_is_told_with_its_url(tmp_path: Path) -> None:
-    code = "from tinkermq.broker.connection import connect; import asyncio; asyncio.run(connect("
+    code = "from tinkermq.broker.client.connection import connect; import asyncio; "
+    code += "asyncio.run(connect("
     code += "'nats://127.0.0.1:9', name='x', deadline_s=0.5))"
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert process.returncode != 0

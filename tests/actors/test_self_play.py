@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from tinkermq.actors.self_play import learning_roles, pool
-from tinkermq.schemas.self_play import SelfPlayConfig
+from tinkermq.schemas.config.self_play import SelfPlayConfig
 
 
 @pytest.mark.parametrize(

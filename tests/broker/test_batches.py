@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import delete_job_streams
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import delete_job_streams
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.errors import FencedError, MessageError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 
 def _record(step: int, learner: str = "learner") -> BatchRecord:

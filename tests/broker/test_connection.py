@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, ConnectionLost, NoResponders, connect
-from tinkermq.broker.faults import shown_url
-from tinkermq.broker.keys import new_api_key
+from tinkermq.broker.client.connection import Broker, ConnectionLost, NoResponders, connect
+from tinkermq.broker.client.faults import shown_url
+from tinkermq.broker.client.keys import new_api_key
+from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.stored import get_all
-from tinkermq.schemas.errors import BrokerError, DeadlineError, MessageError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.strategies import make_group
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S

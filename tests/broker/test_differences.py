@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.differences import apply, encode
-from tinkermq.schemas.errors import MessageError
+from tinkermq.broker.weights.differences import apply, encode
+from tinkermq.schemas.wire.errors import MessageError
 
 
 def changed(old: np.ndarray, new: np.ndarray, block_words: int = 1 << 22) -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import (
     ALL_KINDS,
     FeedKind,
@@ -18,13 +18,13 @@ from tinkermq.broker.feed import (
     read_events,
     read_metrics,
 )
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import NotFoundError
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.metric import Event, LogLines, Metric
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Blame, DeadLetter
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.strategies import make_task
 from tests.waiting import PATIENCE_S

@@ -6,23 +6,23 @@ from contextlib import aclosing
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import follow, publish_log, publish_metric, read_dead, read_events
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import EVALUATION_BYTES
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.streams import EVALUATION_BYTES
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord, Dropped
-from tinkermq.schemas.errors import MessageError
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.message import Message
 from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
 from tinkermq.schemas.node import NodeStatus
-from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Blame, DeadLetter
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.weights import Manifest, TensorEntry, WeightsAnnouncement
+from tinkermq.schemas.wire.errors import MessageError
+from tinkermq.schemas.wire.message import Message
+from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 from tests.strategies import hostile_payloads, make_group, make_task, nested
 from tests.waiting import PATIENCE_S

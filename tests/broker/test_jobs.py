@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import ConflictError, NotFoundError, StateError
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import ConflictError, NotFoundError, StateError
+from tinkermq.schemas.wire.subjects import JobScope
 
 _numbers = itertools.count(1)
 

@@ -1,7 +1,7 @@
 """API keys, job keys and invitation codes."""
 
 import pytest
-from tinkermq.broker.keys import (
+from tinkermq.broker.client.keys import (
     JobIdentity,
     check_job_key,
     id_of_invitation,
@@ -12,7 +12,7 @@ from tinkermq.broker.keys import (
     read_job_key,
     user_of_key,
 )
-from tinkermq.schemas.errors import AuthError
+from tinkermq.schemas.wire.errors import AuthError
 
 IDENTITY = JobIdentity("ada", "01j", "generator", "generator-0", 3)
 

@@ -4,15 +4,15 @@ import asyncio
 import time
 
 import pytest
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.door import Door
-from tinkermq.broker.kv import WRITE_ID, Bucket
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.stored import stored_message
-from tinkermq.broker.streams import stream_subjects
-from tinkermq.schemas.errors import ConflictError, MessageError, NotFoundError
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.store_subjects import StoreSubjects
+from tinkermq.broker.jetstream.kv import WRITE_ID, Bucket
+from tinkermq.broker.jetstream.stored import stored_message
+from tinkermq.broker.jetstream.streams import stream_subjects
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.job import RequestRecord
-from tinkermq.schemas.subjects import BUCKET_LEASES, BUCKET_REQUESTS
+from tinkermq.schemas.wire.errors import ConflictError, MessageError, NotFoundError
+from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_REQUESTS
 
 from tests.waiting import PATIENCE_S
 
@@ -40,7 +40,7 @@ async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
 ) -> None:
     await bucket.create("led", _value("x"))
     stream, key = f"KV_{BUCKET_REQUESTS}", f"$KV.{BUCKET_REQUESTS}.led"
-    door = Door("", is_guest=False)
+    door = StoreSubjects("", is_guest=False)
     replica, leader = (door.last_get(stream, key, of_leader=one) for one in (False, True))
     assert replica[0] != leader[0]
     found = [stored_message(await broker.request(*asked)) for asked in (replica, leader)]

@@ -1,10 +1,10 @@
 """A job that does not train is not asked for a checkpoint."""
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.learner_calls import write_checkpoint
-from tinkermq.schemas.errors import StateError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import StateError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
 

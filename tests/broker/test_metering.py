@@ -1,6 +1,6 @@
 """What a job costs."""
 
-from tinkermq.broker.metering import held_slots, metered, slot_seconds
+from tinkermq.broker.observe.metering import held_slots, metered, slot_seconds
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 
 

@@ -5,20 +5,21 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.faults import missing
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.faults import missing
 from tinkermq.broker.feed import publish_dead, publish_event, publish_metric
-from tinkermq.broker.mirror import Mirror
+from tinkermq.broker.jetstream.mirror import Mirror
+from tinkermq.broker.jetstream.streams import create_shared, delete_stream, stream_info
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_shared, delete_stream, stream_info
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.errors import NotFoundError, StateError
 from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.subjects import (
+from tinkermq.schemas.task import Blame, DeadLetter, Task
+from tinkermq.schemas.wire.errors import NotFoundError, StateError
+from tinkermq.schemas.wire.subjects import (
     BUCKET_JOBS,
     BUCKET_REQUESTS,
     BUCKET_USERS,
@@ -26,7 +27,6 @@ from tinkermq.schemas.subjects import (
     JobScope,
     stream_of,
 )
-from tinkermq.schemas.task import Blame, DeadLetter, Task
 
 from tests.groups import make_group, make_trajectory
 

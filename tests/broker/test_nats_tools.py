@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest_asyncio
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_metric
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_shared
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, Metric
-from tinkermq.schemas.subjects import TASK_CONSUMER, JobScope
+from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
 
 from tests.actors.scheduler.conftest import Stack
 from tests.clients.command import tinkermq

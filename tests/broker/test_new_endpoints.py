@@ -5,13 +5,13 @@ import os
 import signal
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.rpc import RequestContext, Service, call
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import RequestContext, Service, call
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.env import CloseRequest
-from tinkermq.schemas.errors import NotFoundError
-from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import rpc
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.waiting import PATIENCE_S
 

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared
 from tinkermq.broker.outages.first_connection import first_connection, give_up_at
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, create_shared
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError, DeadlineError
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import RequestRecord
-from tinkermq.schemas.subjects import BUCKET_REQUESTS, JobScope
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
+from tinkermq.schemas.wire.subjects import BUCKET_REQUESTS, JobScope
 
 from tests.waiting import until
 

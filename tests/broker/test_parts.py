@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
-from tinkermq.broker.connection import Broker, ConnectionLost
-from tinkermq.broker.parts import PartsService, Tell, ask_parts, last_part
-from tinkermq.broker.rpc import Service
-from tinkermq.schemas.errors import BusyError, DeadlineError, MessageError, NotFoundError
+from tinkermq.broker.client.connection import Broker, ConnectionLost
+from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_part
+from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BusyError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import AFTER_PATIENCE_S
 

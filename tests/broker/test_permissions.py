@@ -1,8 +1,8 @@
 """The table of permissions, as pure functions."""
 
 import pytest
-from tinkermq.broker.keys import JobIdentity
-from tinkermq.broker.permissions import (
+from tinkermq.broker.client.keys import JobIdentity
+from tinkermq.broker.users.permissions import (
     Guest,
     Permissions,
     admin_permissions,
@@ -14,7 +14,7 @@ from tinkermq.broker.permissions import (
     service_permissions,
     user_permissions,
 )
-from tinkermq.schemas.subjects import SERVICES, stream_of
+from tinkermq.schemas.wire.subjects import SERVICES, stream_of
 
 ROLES = ("learner", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"

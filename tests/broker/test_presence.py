@@ -3,12 +3,12 @@
 import asyncio
 import time
 
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.streams import bucket_config, ensure_stream
 from tinkermq.broker.presence import PresenceBeat, list_presences
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import bucket_config, ensure_stream
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import BUCKET_ACTORS
+from tinkermq.schemas.wire.subjects import BUCKET_ACTORS
 
 from tests.waiting import PATIENCE_S
 

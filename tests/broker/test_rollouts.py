@@ -7,15 +7,15 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.reader import StreamReader
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.reader import StreamReader
+from tinkermq.broker.jetstream.stored import StoredMessage
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import LogEntry, RolloutLog, read_entry
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.stored import StoredMessage
-from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError, MessageError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError, MessageError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.strategies import hostile_payloads, make_group, make_tombstone
 from tests.waiting import PATIENCE_S

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nats.aio.msg import Msg
-from tinkermq.broker.connection import Broker, ConnectionLost, connect
-from tinkermq.broker.rpc import RequestContext, Service, call
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.client.connection import Broker, ConnectionLost, connect
+from tinkermq.broker.client.rpc import RequestContext, Service, call
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas import control, env, job
-from tinkermq.schemas.errors import (
+from tinkermq.schemas.wire.errors import (
     BrokerError,
     DeadlineError,
     FencedError,
@@ -21,9 +21,9 @@ from tinkermq.schemas.errors import (
     NotFoundError,
     TinkermqError,
 )
-from tinkermq.schemas.message import Empty, Message
-from tinkermq.schemas.reply import ErrorReply
-from tinkermq.schemas.subjects import rpc
+from tinkermq.schemas.wire.message import Empty, Message
+from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.strategies import hostile_payloads
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 from nats.js.errors import NotFoundError as StreamNotFound
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.broker.segments import Fenced, SegmentWriter, purge_segments, unbroken
-from tinkermq.broker.stored import get_all
-from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.schemas.config import LimitsConfig
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.segment import Segment
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 
 @pytest.fixture

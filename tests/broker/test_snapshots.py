@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, stream_info
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.snapshots import MANIFEST, restore_all, save_all
-from tinkermq.broker.stored import get_all
-from tinkermq.broker.streams import create_job_streams, create_shared, stream_info
-from tinkermq.broker.users import UserStore
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError, StateError, StorageError
-from tinkermq.schemas.subjects import TASK_CONSUMER, JobScope
+from tinkermq.broker.users.records import UserStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
+from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
 
 from tests.secured import secured
 

@@ -4,10 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import (
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.streams import (
     create_job_streams,
     create_shared,
     delete_job_streams,
@@ -15,10 +13,12 @@ from tinkermq.broker.streams import (
     stream_info,
     stream_subjects,
 )
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError
-from tinkermq.schemas.subjects import BUCKET_JOBS, JobScope
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 
 from tests.strategies import make_group, make_task
 

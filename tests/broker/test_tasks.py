@@ -4,13 +4,13 @@ import asyncio
 import time
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.tasks import Lease, TaskQueue
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError, DeadlineError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.strategies import make_task
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S

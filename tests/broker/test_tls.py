@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.connection import connect
-from tinkermq.broker.login import CA_VARIABLE
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.login import CA_VARIABLE
+from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.certificates import Certificate, self_signed
 from tests.secured import environment, secured

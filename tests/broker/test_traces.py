@@ -1,13 +1,13 @@
 """A trace context travels with tasks, groups and requests, in the W3C's header."""
 
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import RequestContext, Service, call
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.rpc import RequestContext, Service, call
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.control import ControlReply, ControlRequest
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
-from tinkermq.schemas.trace import TRACEPARENT, is_traceparent, new_trace, span_of, trace_of
+from tinkermq.schemas.wire.subjects import JobScope
+from tinkermq.schemas.wire.trace import TRACEPARENT, is_traceparent, new_trace, span_of, trace_of
 
 from tests.groups import make_group, make_trajectory
 

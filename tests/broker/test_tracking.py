@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.tracking import ConsoleTracker, follow_into, make_trackers
-from tinkermq.schemas.errors import ConfigError, StorageError
+from tinkermq.broker.observe.tracking import ConsoleTracker, follow_into, make_trackers
 from tinkermq.schemas.metric import Metric
+from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 
 def make(backend: str, folder: Path):
@@ -81,7 +81,7 @@ def test_wandb_offline_keeps_the_run_in_the_folder(
 
 TRACKED = """
 import sys
-from tinkermq.broker.tracking import make_trackers
+from tinkermq.broker.observe.tracking import make_trackers
 make_trackers(["wandb"], folder=sys.argv[1], project="p", name="r")
 """
 

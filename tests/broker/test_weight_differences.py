@@ -4,12 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.objects import ObjectStore
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.errors import BrokerError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.objects import ObjectStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.weights import Manifest
+from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import PATIENCE_S
 

@@ -8,21 +8,21 @@ from typing import Literal
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.objects import ObjectStore, chunks_of
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, delete_job_streams, stream_info
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import (
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.objects import ObjectStore, chunks_of
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.weights import Manifest
+from tinkermq.schemas.wire.errors import (
     BrokerError,
     ConfigError,
     MessageError,
     NotFoundError,
     StorageError,
 )
-from tinkermq.schemas.subjects import JobScope
-from tinkermq.schemas.weights import Manifest
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 

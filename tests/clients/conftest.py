@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients.cli import main
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.command import Outcome
 

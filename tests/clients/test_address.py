@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tinkermq.clients.address import parse_broker_url, parse_server_url
 from tinkermq.clients.home import Home, StackState, find_openai
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def test_a_server_url_names_broker_user_and_job() -> None:

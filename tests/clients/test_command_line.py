@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from tinkermq.clients.cli.app import build_app
-from tinkermq.clients.cli.dry_run import check_model, needed_slots
-from tinkermq.schemas.errors import ConfigError, ModelError
-from tinkermq.schemas.load_config import all_keys, parse_config
+from tinkermq.clients.cli.runs.dry_run import check_model, needed_slots
+from tinkermq.schemas.config.load_config import all_keys, parse_config
+from tinkermq.schemas.wire.errors import ConfigError, ModelError
 
 from tests.clients.command import command, tinkermq
 from tests.clients.conftest import Cli

@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-from tinkermq.clients.cli.decode import render
-from tinkermq.schemas.codec import pack
-from tinkermq.schemas.errors import MessageError
+from tinkermq.clients.cli.models.decode import render
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import MessageError
 
 from tests.clients.command import tinkermq
 

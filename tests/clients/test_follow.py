@@ -5,16 +5,16 @@ import time
 from contextlib import aclosing
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.presence import presences
 from tinkermq.clients.follow import Update, follow_run
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import NotFoundError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, Metric, Presence
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import PATIENCE_S
 

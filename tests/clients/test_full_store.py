@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.clients.home import Home, StackState
 
 from tests.clients.conftest import Cli

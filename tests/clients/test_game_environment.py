@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.rpc import call
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import call
 from tinkermq.clients import GameEnvironment, MathGameEnvironment, create_game_environment
 from tinkermq.clients.address import JobAddress
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.addition import AdditionGame, make_data
-from tinkermq.envs.remote import Environments, Start
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
-from tinkermq.schemas.errors import ConfigError, DataError, GameError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import ConfigError, DataError, GameError
+from tinkermq.schemas.wire.subjects import JobScope
 
 
 class EchoGame(AbstractGame):

@@ -5,20 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
-from tinkermq.clients.cli.infer import resolve_served
-from tinkermq.clients.inference_tasks import chosen_tasks, hosted_env
-from tinkermq.clients.opentinker_keys import merged
+from tinkermq.clients.cli.models.infer import resolve_served
+from tinkermq.clients.compat.opentinker_keys import merged
+from tinkermq.clients.inference.inference_tasks import chosen_tasks, hosted_env
+from tinkermq.clients.inference.served_job import open_served
+from tinkermq.clients.inference.serving import ModelSource, find_source, with_options
 from tinkermq.clients.pool import Pool
-from tinkermq.clients.served_job import open_served
-from tinkermq.clients.serving import Source, find_source, with_options
 from tinkermq.envs.games.bandit import BanditGame
-from tinkermq.schemas.errors import ConfigError, NotFoundError
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import ConfigError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
 
@@ -117,7 +117,7 @@ async def test_an_inference_job_trains_nothing_that_could_be_served(
 
 
 def test_options_are_laid_over_the_runs_configuration() -> None:
-    source = Source({"model": {"path": "m"}, "env": {"game": "bandit"}})
+    source = ModelSource({"model": {"path": "m"}, "env": {"game": "bandit"}})
     config = with_options(source, tokenizer_path="m", num_servers=3, trust_remote_code=True)
     assert config["model"] == {"path": "m", "trust_remote_code": True}
     assert config["generator"] == {"count": 3}

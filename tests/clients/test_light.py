@@ -8,13 +8,13 @@ MODULES = (
     "tinkermq.clients",
     "tinkermq.clients.scheduler_client",
     "tinkermq.clients.service_client",
-    "tinkermq.clients.game_environment",
-    "tinkermq.clients.publish",
+    "tinkermq.clients.hosting.game_environment",
+    "tinkermq.clients.hosting.publish",
     "tinkermq.clients.cli",
-    "tinkermq.clients.cli.train",
-    "tinkermq.clients.cli.supervisor",
-    "tinkermq.envs.host",
-    "tinkermq.broker.tracking",
+    "tinkermq.clients.cli.runs.train",
+    "tinkermq.clients.cli.pool.supervisor",
+    "tinkermq.envs.serving.host",
+    "tinkermq.broker.observe.tracking",
 )
 
 

@@ -8,19 +8,19 @@ from asyncio.subprocess import PIPE
 
 import pytest
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_log, publish_metric, publish_trace, read_traces
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.kv import Bucket
 from tinkermq.broker.presence import presences
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import EvalRecord, LogLines, Metric, Presence
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Blame, Task
-from tinkermq.schemas.trace import GroupTrace, StepTrace, new_trace
+from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
+from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace
 
 from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record

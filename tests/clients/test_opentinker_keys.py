@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-from tinkermq.clients.opentinker_keys import TABLE, merged, translate
-from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import all_keys, parse_config
+from tinkermq.clients.compat.opentinker_keys import TABLE, merged, translate
+from tinkermq.schemas.config.load_config import all_keys, parse_config
+from tinkermq.schemas.wire.errors import ConfigError
 
 MATH = {
     "tokenizer_path": "Qwen/Qwen2.5-1.5B",

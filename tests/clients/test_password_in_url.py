@@ -1,11 +1,11 @@
 """A URL may hold user and password: what is printed never does."""
 
 import pytest
-from tinkermq.broker.connection import connect
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.scheduler_calls import SchedulerCalls
-from tinkermq.broker.server import NatsServer
 from tinkermq.clients.address import parse_broker_url, parse_server_url
-from tinkermq.schemas.errors import TinkermqError
+from tinkermq.schemas.wire.errors import TinkermqError
 
 from .conftest import Cli
 

@@ -4,11 +4,11 @@ import io
 import math
 
 import pytest
-from tinkermq.clients.cli.live import LineDisplay, render, step_line
+from tinkermq.clients.cli.runs.live import LineDisplay, render, step_line
 from tinkermq.clients.progress import RunProgress, sparkline
 from tinkermq.clients.text_plot import text_plot
 from tinkermq.schemas.metric import Event, Metric, Presence
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
 

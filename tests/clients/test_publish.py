@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.rpc import Service
 from tinkermq.clients import AsyncTrajectoryPublisher, TrajectoryPublisher, make_trajectory
 from tinkermq.clients.address import JobAddress
 from tinkermq.schemas.control import (
@@ -16,9 +16,9 @@ from tinkermq.schemas.control import (
     ReserveReply,
     ReserveRequest,
 )
-from tinkermq.schemas.errors import BrokerError, DeadlineError, MessageError, StateError
 from tinkermq.schemas.rollout import Trajectory
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, StateError
+from tinkermq.schemas.wire.subjects import JobScope
 
 
 class Reservations:

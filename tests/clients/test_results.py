@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.clients.results import EpisodeResult, ResultFile
-from tinkermq.schemas.errors import ConfigError, StorageError
+from tinkermq.clients.inference.results import EpisodeResult, ResultFile
+from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 SETTINGS = {"model": "my-run@4", "temperature": 1.0}
 

@@ -7,16 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncServiceClient, GameEnvironment, ServiceClient
 from tinkermq.clients.address import JobAddress
-from tinkermq.clients.arguments import as_tree
-from tinkermq.schemas.errors import ConfigError, JobFailedError
+from tinkermq.clients.compat.arguments import as_tree
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import ConfigError, JobFailedError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.test_game_environment import EchoGame
 from tests.waiting import PATIENCE_S

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import connect
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.clients.home import Home, StackState, find_url
-from tinkermq.schemas.errors import BrokerError, StateError
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.subjects import BUCKET_JOBS
+from tinkermq.schemas.wire.errors import BrokerError, StateError
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
 from tests.clients.conftest import Cli
 from tests.processes import alive

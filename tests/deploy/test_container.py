@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
-from tinkermq.broker.server import binary_path
-from tinkermq.schemas.subjects import SERVICES
+from tinkermq.broker.programs.server import binary_path
+from tinkermq.schemas.wire.subjects import SERVICES
 
 from tests.configs import REPOSITORY
 

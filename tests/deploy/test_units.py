@@ -18,16 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.credentials import PoolSecrets
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.keys import JobIdentity, job_key
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.keys import JobIdentity, job_key
-from tinkermq.broker.process import die_with
-from tinkermq.broker.rpc import call
+from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import ActorPlacement
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.configs import REPOSITORY
 from tests.waiting import PATIENCE_S

@@ -5,10 +5,10 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
-from tinkermq.broker.rpc import call
+from tinkermq.broker.client.rpc import call
 from tinkermq.envs import StepResult
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.env import (
     CloseRequest,
     DescribeReply,
@@ -18,10 +18,10 @@ from tinkermq.schemas.env import (
     StepReply,
     StepRequest,
 )
-from tinkermq.schemas.errors import (
+from tinkermq.schemas.wire.errors import (
     GameError,
 )
-from tinkermq.schemas.message import Empty
+from tinkermq.schemas.wire.message import Empty
 
 from tests.waiting import PATIENCE_S
 

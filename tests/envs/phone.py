@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.wire.errors import GameError
 
 WORDS = ("milk", "bread", "apples", "rice")
 

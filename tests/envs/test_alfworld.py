@@ -13,8 +13,8 @@ from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games import alfworld_games
 from tinkermq.envs.games.alfworld import ALFWorldGame, make_data
 from tinkermq.envs.prompt import open_game
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 pytestmark = pytest.mark.extras
 

@@ -7,11 +7,11 @@ import random
 import phone
 import pytest
 from tinkermq.envs.check import check_game
-from tinkermq.envs.games.android_screen import parse_answer
+from tinkermq.envs.games.android.screen import parse_answer
 from tinkermq.envs.games.android_world import AndroidWorldGame
 from tinkermq.envs.prompt import open_game
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 SAVE = {"devices": "phone:OnePhone", "tasks": ["SaveNote"]}
 

@@ -6,10 +6,10 @@ import signal
 
 import pytest
 from hosting import ISOLATIONS, error_of, hosting
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.thread_runner import MAX_GIVEN_UP
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import (
+from tinkermq.envs.running.thread_runner import MAX_GIVEN_UP
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import (
     DataError,
     GameError,
 )

@@ -3,8 +3,8 @@
 import random
 
 import pytest
-from tinkermq.envs.games.board import Board, O, X
-from tinkermq.envs.games.board_players import make_player, one_ply
+from tinkermq.envs.games.boards.board import Board, O, X
+from tinkermq.envs.games.boards.players import make_player, one_ply
 
 
 def board_of(text, win_length=5):

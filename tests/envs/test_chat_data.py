@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from tinkermq.envs.chat_data import ChatData
+from tinkermq.envs.data.chat_data import ChatData
 from tinkermq.envs.write_data import write_rows
-from tinkermq.schemas.errors import DataError
+from tinkermq.schemas.wire.errors import DataError
 
 CHAT = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
 TOOL = {"type": "function", "function": {"name": "add"}}

@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.envs.check import check_game
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.config.job import EnvConfig
 
 
 def failures(**config):

@@ -7,14 +7,14 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tinkermq.envs.data.unpack import BATCH_ROWS, unpack_parquet
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games.addition import AdditionGame
 from tinkermq.envs.games.calculator import CalculatorGame
 from tinkermq.envs.games.math import MathGame
 from tinkermq.envs.record import parse_record
-from tinkermq.envs.unpack import BATCH_ROWS, unpack_parquet
 from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.errors import DataError, StorageError
+from tinkermq.schemas.wire.errors import DataError, StorageError
 
 
 def rows(count, start=0):

@@ -5,7 +5,7 @@ import random
 import pytest
 from tinkermq.envs.extra import extra, import_quietly
 from tinkermq.envs.registry import list_games
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.wire.errors import GameError
 
 
 def test_a_package_that_is_missing_says_what_installs_it():

@@ -5,7 +5,7 @@ import pytest
 from broken_games import CountingGame
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.game import check_result, game_failure
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.wire.errors import GameError
 
 
 def test_the_interaction_name_is_the_class_name_without_game():

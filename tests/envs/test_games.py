@@ -6,7 +6,7 @@ import pytest
 from tinkermq.envs.check import check_game
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.games import addition, bandit, calculator, guess
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.config.job import EnvConfig
 
 MODULES = {"addition": addition, "calculator": calculator, "bandit": bandit, "guess": guess}
 

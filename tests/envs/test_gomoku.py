@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from tinkermq.envs.check import check_game
 from tinkermq.envs.conversations import converse, returns
-from tinkermq.envs.games.board import Board
+from tinkermq.envs.games.boards.board import Board
 from tinkermq.envs.games.gomoku import MAX_INVALID, GomokuGame, draw_position
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.load_config import load_config
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.config.load_config import load_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gomoku.yaml"
 

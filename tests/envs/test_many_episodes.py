@@ -8,10 +8,10 @@ from broken_games import Waits
 from hosting import hosting
 from test_remote import START
 from test_remote import hosting as serving
-from tinkermq.clients.single_error import single_errors
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.clients.sync.single_error import single_errors
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 from tests.waiting import PATIENCE_S
 

@@ -9,7 +9,7 @@ from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.guess import GuessGame
 from tinkermq.envs.prompt import open_game
 from tinkermq.envs.record import Record
-from tinkermq.schemas.errors import DataError, GameError
+from tinkermq.schemas.wire.errors import DataError, GameError
 
 
 class OpenTinkerStyle(AbstractGame):

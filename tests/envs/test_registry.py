@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from tinkermq.envs.registry import companion, list_games, load_game
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.wire.errors import GameError
 
 
 def error_of(game):

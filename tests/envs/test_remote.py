@@ -4,10 +4,10 @@ import asyncio
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 
 import pytest
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, HostGone, Start
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError, SandboxError
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, HostGone, Start
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError, SandboxError
 
 from tests.waiting import PATIENCE_S
 

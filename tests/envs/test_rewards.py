@@ -8,16 +8,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from hosting import error_of, hosting
 from pydantic import ValidationError
-from tinkermq.broker.parts import PartsService
-from tinkermq.broker.rpc import Service, call
-from tinkermq.envs.reward_function import load_function
-from tinkermq.envs.rewards import read_score
+from tinkermq.broker.client.parts import PartsService
+from tinkermq.broker.client.rpc import Service, call
+from tinkermq.envs.rewards.function import load_function
+from tinkermq.envs.rewards.rewards import read_score
 from tinkermq.envs.write_data import verl_row, write_rows
+from tinkermq.schemas.config.reward import RewardConfig
 from tinkermq.schemas.env import StepReply, StepRequest
-from tinkermq.schemas.errors import BusyError, ConfigError, RewardError
 from tinkermq.schemas.infer import ChatRequest, Delta, InferPart
-from tinkermq.schemas.reward import RewardConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BusyError, ConfigError, RewardError
+from tinkermq.schemas.wire.subjects import JobScope
 
 
 def _function(name, **more):

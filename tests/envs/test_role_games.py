@@ -8,7 +8,7 @@ from tinkermq.envs.conversations import converse, returns
 from tinkermq.envs.games import negotiation, tictactoe
 from tinkermq.envs.games.negotiation import NegotiationGame
 from tinkermq.envs.games.tictactoe import TicTacToeGame
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.schemas.config.job import EnvConfig
 
 
 def played(game_class, actions, **kwargs):

@@ -6,8 +6,8 @@ import random
 import pytest
 from hosting import ISOLATIONS
 from test_remote import PATIENCE_S, hosting
-from tinkermq.envs.remote import SeatAt, Start
-from tinkermq.schemas.errors import GameError
+from tinkermq.envs.serving.remote import SeatAt, Start
+from tinkermq.schemas.wire.errors import GameError
 
 START = Start("train", None, 7)
 

@@ -3,12 +3,12 @@
 import asyncio
 import threading
 
-from tinkermq.broker.time_use import TimeUse
+from tinkermq.broker.observe.time_use import TimeUse
 from tinkermq.envs import StepResult
-from tinkermq.envs.episodes import Opening
 from tinkermq.envs.games.bandit import BanditGame
-from tinkermq.envs.runner import TimedRunner, make_runner
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.envs.running.episodes import Opening
+from tinkermq.envs.running.runner import TimedRunner, make_runner
+from tinkermq.schemas.config.job import EnvConfig
 
 from tests.waiting import PATIENCE_S
 

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from tinkermq.broker.rpc import call
+from tinkermq.broker.client.rpc import call
 from tinkermq.clients import make_trajectory
 from tinkermq.schemas.control import ReserveReply, ReserveRequest
 from tinkermq.schemas.rollout import Group, Trajectory

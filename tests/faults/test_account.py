@@ -11,8 +11,8 @@ import msgpack
 import nats
 import numpy as np
 import pytest
-from tinkermq.broker.server import NatsServer
-from tinkermq.schemas.codec import pack
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.wire.codec import pack
 
 from tests.faults.soak.account import Account, Run, account
 

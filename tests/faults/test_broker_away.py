@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import connect
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.broker.client.connection import connect
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.schemas.config.load_config import parse_config
 
 from tests.configs import REPOSITORY, small_job
 from tests.processes import alive

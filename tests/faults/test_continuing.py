@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.stored import get_all
+from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.segment import Segment
 

@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import connect
-from tinkermq.broker.rpc import call
-from tinkermq.broker.streams import create_shared, delete_stream
-from tinkermq.schemas.errors import NotFoundError, StateError
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.rpc import call
+from tinkermq.broker.jetstream.streams import create_shared, delete_stream
 from tinkermq.schemas.job import JobReply, SubmitRequest
-from tinkermq.schemas.subjects import (
+from tinkermq.schemas.wire.errors import NotFoundError, StateError
+from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,

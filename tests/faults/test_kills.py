@@ -16,7 +16,7 @@ import pytest
 from tinkermq.actors.learner.start import task_order
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.config.load_config import parse_config
 
 from tests.configs import small_job
 from tests.jobs import Job

@@ -9,9 +9,9 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.jetstream.stored import get_seq
+from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import read_entry
-from tinkermq.broker.stored import get_seq
-from tinkermq.broker.streams import delete_stream, stream_info
 
 from tests.configs import small_job
 from tests.faults.injected import kill_after_checkpoint

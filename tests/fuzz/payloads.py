@@ -10,8 +10,8 @@ from typing import Any, cast
 
 import msgpack
 import numpy as np
-from tinkermq.schemas.codec import pack
-from tinkermq.schemas.message import Message
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.message import Message
 
 _WORDS = ("", "a", "run", "x" * 64, "ä€𝄞", "a b", "../..", "*", ">", "a.b", "null", "0", "\n", "\0")
 _SHAPED = (
@@ -253,7 +253,7 @@ class Hostile:
 
 def _packed(value: Any) -> bytes:
     """Pack what our own codec would not."""
-    from tinkermq.schemas.array_codec import pack_array
+    from tinkermq.schemas.wire.array_codec import pack_array
 
     try:
         return cast("bytes", msgpack.packb(value, default=pack_array, use_bin_type=True))

@@ -1,6 +1,6 @@
 """Whatever a user sends to any subject, each request is answered, and no actor dies or stalls.
 
-The subjects are those of `schemas/topics.py`, the messages are made from the schemas: a subject
+The subjects are those of `docs/topics.py`, the messages are made from the schemas: a subject
 that is new is tried, too. `TMQ_FUZZ_SEED` gives another order.
 """
 
@@ -15,24 +15,24 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from tinkermq.broker.connection import Broker, NoResponders
-from tinkermq.broker.permissions import Guest, may_store
+from tinkermq.broker.client.connection import Broker, NoResponders
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.rpc import call
 from tinkermq.broker.scheduler_calls import SchedulerCalls
+from tinkermq.broker.users.permissions import Guest, may_store
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.codec import pack
 from tinkermq.schemas.control import ControlRequest, PublishTasksRequest
 from tinkermq.schemas.env import ResetReply, ResetRequest
-from tinkermq.schemas.errors import MessageError
 from tinkermq.schemas.infer import InferPart
 from tinkermq.schemas.job import FINAL_STATES
-from tinkermq.schemas.message import Message
 from tinkermq.schemas.node import NodeSync
-from tinkermq.schemas.reply import ErrorReply
-from tinkermq.schemas.subjects import JobScope
-from tinkermq.schemas.topics import TOPICS, Topic
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import MessageError
+from tinkermq.schemas.wire.message import Message
+from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.subjects import JobScope
 
+from docs.topics import TOPICS, Topic
 from tests.configs import small_job
 from tests.fuzz.payloads import Hostile, Schemas
 from tests.jobs import Job

@@ -13,9 +13,11 @@ from urllib.parse import quote, urlencode
 import pytest
 import pytest_asyncio
 from starlette.routing import Route
-from tinkermq.actors.gateway import openai, pages, users
-from tinkermq.actors.gateway.openai_body import ChatBody, CompletionBody
-from tinkermq.actors.gateway.rest import OPERATIONS
+from tinkermq.actors.gateway import users
+from tinkermq.actors.gateway.openai import routes as openai
+from tinkermq.actors.gateway.openai.body import ChatBody, CompletionBody
+from tinkermq.actors.gateway.pages import routes as pages
+from tinkermq.actors.gateway.rest.routes import OPERATIONS
 
 from tests.fuzz.payloads import Hostile, Schemas
 from tests.gateway import Gateway, run_gateway

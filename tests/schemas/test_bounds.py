@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tinkermq.schemas.codec import pack
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ConfigError, MessageError
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.config.section import Section
 from tinkermq.schemas.job import ListRequest, SubmitRequest
-from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.message import Empty, Request
-from tinkermq.schemas.section import Section
-from tinkermq.schemas.topics import TOPICS
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import ConfigError, MessageError
+from tinkermq.schemas.wire.message import Empty, Request
+
+from docs.topics import TOPICS
 
 BOUNDS = {
     "string": ("maxLength",),

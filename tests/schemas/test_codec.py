@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
-from tinkermq.schemas.array_codec import ARRAY_DTYPES, ARRAY_EXT
-from tinkermq.schemas.codec import (
+from tinkermq.schemas.wire.array_codec import ARRAY_DTYPES, ARRAY_EXT
+from tinkermq.schemas.wire.codec import (
     MAX_CONTAINERS,
     MAX_JSON_COMMAS,
     MAX_MESSAGE_BYTES,
@@ -17,7 +17,7 @@ from tinkermq.schemas.codec import (
     read_json,
     unpack,
 )
-from tinkermq.schemas.errors import MessageError
+from tinkermq.schemas.wire.errors import MessageError
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary(),

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from tinkermq.envs.registry import GROUP
-from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import (
+from tinkermq.schemas.config.load_config import (
     all_keys,
     check_keys,
     load_config,
     parse_config,
     parse_yaml,
 )
+from tinkermq.schemas.wire.errors import ConfigError
 
 LEAST = ["model.path=m", "env.game=bandit"]
 
@@ -211,7 +211,7 @@ def test_an_override_that_is_not_yaml_is_named() -> None:
 
 def test_every_key_has_a_text() -> None:
     from pydantic import BaseModel
-    from tinkermq.schemas.config import JobConfig
+    from tinkermq.schemas.config.job import JobConfig
 
     def check(model: type[BaseModel]) -> None:
         for name, field in model.model_fields.items():

@@ -4,8 +4,10 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from tinkermq.schemas.codec import pack
-from tinkermq.schemas.errors import (
+from tinkermq.schemas.metric import LogLines
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.errors import (
     Boundary,
     BrokerError,
     ConfigError,
@@ -23,10 +25,8 @@ from tinkermq.schemas.errors import (
     error_from_reply,
     of_boundary,
 )
-from tinkermq.schemas.metric import LogLines
-from tinkermq.schemas.reply import ErrorReply
-from tinkermq.schemas.subjects import JobScope, number_of, rpc, user_of_rpc
-from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.reply import ErrorReply
+from tinkermq.schemas.wire.subjects import JobScope, number_of, rpc, user_of_rpc
 
 TASK = {"task": 3, "seed": 5, "group_size": 2}
 

@@ -12,7 +12,7 @@ import tinkermq.schemas
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, StringConstraints, TypeAdapter, ValidationError
-from tinkermq.broker.keys import (
+from tinkermq.broker.client.keys import (
     JobIdentity,
     id_of_invitation,
     invitation_code,
@@ -21,8 +21,8 @@ from tinkermq.broker.keys import (
     read_job_key,
     user_of_key,
 )
-from tinkermq.schemas.errors import TinkermqError
-from tinkermq.schemas.subjects import number_of, token, user_name
+from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.subjects import number_of, token, user_name
 
 from tests.configs import REPOSITORY
 
@@ -61,7 +61,7 @@ def _patterns(schema: Any) -> Iterator[str]:
 def _of_messages() -> set[str]:
     """Each pattern of a field of a message, or of the configuration."""
     found: set[str] = set()
-    for module in pkgutil.iter_modules(tinkermq.schemas.__path__, "tinkermq.schemas."):
+    for module in pkgutil.walk_packages(tinkermq.schemas.__path__, "tinkermq.schemas."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, BaseModel) and value is not BaseModel:
                 found.update(_patterns(value.model_json_schema()))

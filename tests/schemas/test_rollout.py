@@ -5,9 +5,9 @@ from typing import Any
 import msgpack
 import numpy as np
 import pytest
-from tinkermq.schemas.errors import MessageError
 from tinkermq.schemas.rollout import Group, Trajectory, check_group
 from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.wire.errors import MessageError
 
 
 def trajectory(**changes: Any) -> Trajectory:

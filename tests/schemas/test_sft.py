@@ -1,8 +1,8 @@
 """What the configuration of an SFT job implies, and what it refuses."""
 
 import pytest
-from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.wire.errors import ConfigError
 
 SFT = {"model": {"path": "m"}, "sft": {"data": ["chats.jsonl"]}}
 

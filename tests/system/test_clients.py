@@ -23,7 +23,7 @@ from tinkermq.clients import (
     GameEnvironment,
     make_trajectory,
 )
-from tinkermq.schemas.errors import (
+from tinkermq.schemas.wire.errors import (
     BrokerError,
     ConfigError,
     DataError,
@@ -32,8 +32,8 @@ from tinkermq.schemas.errors import (
     ModelError,
     PlacementError,
 )
-from tinkermq.schemas.subjects import JobScope
-from tinkermq.schemas.trace import is_traceparent
+from tinkermq.schemas.wire.subjects import JobScope
+from tinkermq.schemas.wire.trace import is_traceparent
 
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame

@@ -14,22 +14,22 @@ from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
 from tinkermq.actors.generator.episodes.players import start_engine
 from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.parts import ask_parts
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
-from tinkermq.clients.inference import Sampling
-from tinkermq.clients.openai_endpoint import Endpoint
-from tinkermq.clients.openai_play import play_with_endpoint
-from tinkermq.clients.results import EpisodeResult
+from tinkermq.clients.inference.inference import InferenceSampling
+from tinkermq.clients.inference.openai_endpoint import Endpoint
+from tinkermq.clients.inference.openai_play import play_with_endpoint
+from tinkermq.clients.inference.results import EpisodeResult
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, Start
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.infer import ChatRequest, Decoding, InferPart
-from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.http import openai_client
 from tests.configs import small_job
@@ -109,7 +109,7 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
             assert text.usage is not None
             assert text.usage.prompt_tokens == 4
             endpoint = await asyncio.to_thread(Endpoint.find, str(openai.base_url), None)
-            short = Sampling(max_turns=2, max_tokens_per_turn=4)
+            short = InferenceSampling(max_turns=2, max_tokens_per_turn=4)
             played = await play_with_endpoint(endpoint, GuessGame, sampling=short, max_samples=6)
             assert [(one.task, one.num_turns) for one in played.results] == [
                 (task, 2) for task in range(6)

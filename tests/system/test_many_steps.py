@@ -19,19 +19,19 @@ from tinkermq.actors.learner.evaluations import Evaluations
 from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import stream_info
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import stream_info
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.metric import EvalRecord
-from tinkermq.schemas.subjects import BUCKET_EVALS, JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 
 from tests.configs import REPOSITORY, small_job
 from tests.groups import random_group

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
-from tinkermq.schemas.errors import MessageError
+from tinkermq.schemas.wire.errors import MessageError
 
 from tests.configs import small_job
 from tests.faults.injected import append_untrainable, episode

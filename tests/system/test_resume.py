@@ -6,7 +6,7 @@ import pytest
 import torch
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.models.model_folder import load_causal_lm
-from tinkermq.broker.weights import WeightStore
+from tinkermq.broker.weights.store import WeightStore
 
 from tests.configs import small_job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical

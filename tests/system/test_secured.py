@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.weights import WeightStore
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients.address import JobAddress
-from tinkermq.clients.game_environment import GameEnvironment
 from tinkermq.clients.home import Home
+from tinkermq.clients.hosting.game_environment import GameEnvironment
 from tinkermq.clients.pool import Pool
 from tinkermq.envs.games.bandit import BanditGame
-from tinkermq.schemas.errors import BrokerError, NotFoundError
 from tinkermq.schemas.job import FINAL_STATES, JobRecord
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
 from tests.configs import REPOSITORY, UNHURRIED, small_job

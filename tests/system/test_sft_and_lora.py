@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.broker.feed import read_metrics
-from tinkermq.broker.weights import WeightStore
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.write_data import write_rows
 

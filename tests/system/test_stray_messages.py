@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.rpc import call
-from tinkermq.schemas.codec import pack
+from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.control import ControlReply, ControlRequest
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.configs import small_job
 from tests.stack import Stack

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from ....schemas.errors import BusyError
+from ....schemas.wire.errors import BusyError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Generation: the interface of an engine, and what all engines share."""

@@ -37,7 +37,7 @@ class Concurrency:
             self.limit = min(self._most, self.limit + max(1, int(_RISE * self.limit)))
 
 
-class Gate:
+class RequestLimit:
     """Lets as many requests in as the bound allows, first come, first served."""
 
     def __init__(self, concurrency: Concurrency) -> None:

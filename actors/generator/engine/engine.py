@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ....schemas.errors import EngineError
+from ....schemas.wire.errors import EngineError
 from ...models.weight_tensors import TensorSource
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 import structlog
 
-from ....broker.weights import TensorBytes, WeightStore
-from ....schemas.errors import DeadlineError, NotFoundError
+from ....broker.weights.store import TensorBytes, WeightStore
+from ....schemas.wire.errors import DeadlineError, NotFoundError
 from ...job_weights import as_sources
 from .engine import Engine, KvOnSwap
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeAlias, TypeVar
 
-from ....schemas.errors import ModelError
+from ....schemas.wire.errors import ModelError
 from ...models.vision import ImageReader
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ....schemas.errors import ConfigError, EngineError
+from ....schemas.wire.errors import ConfigError, EngineError
 from .engine import IntVector, Sampling
 
 

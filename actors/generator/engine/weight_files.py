@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import TensorSpec, serialize_file
 
-from ....schemas.errors import EngineError, ModelError
-from ....schemas.lora import ADAPTER_CONFIG, LoraConfig
+from ....schemas.config.lora import ADAPTER_CONFIG, LoraConfig
+from ....schemas.wire.errors import EngineError, ModelError
 from ...models.lora import add_adapter, policy_tensors
 from ...models.model_folder import auto_class, load_model_config
 from ...models.weight_tensors import TensorSource

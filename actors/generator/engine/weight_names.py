@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ....schemas.errors import EngineError
+from ....schemas.wire.errors import EngineError
 from ...models.weight_tensors import DTYPES, TensorSource
 
 _NAMES_SHOWN = 8

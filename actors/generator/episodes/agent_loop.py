@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NoReturn
 
+from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
-from ....broker.time_use import TimeUse
 from ....envs.game import StepResult
-from ....envs.remote import Environments, Start, Started
-from ....schemas.config import RolloutConfig
-from ....schemas.errors import (
+from ....envs.serving.remote import Environments, Start, Started
+from ....schemas.config.job import RolloutConfig
+from ....schemas.rollout import Trajectory
+from ....schemas.task import Blame
+from ....schemas.wire.errors import (
     Boundary,
     ConfigError,
     DataError,
@@ -27,8 +29,6 @@ from ....schemas.errors import (
     SandboxError,
     TinkermqError,
 )
-from ....schemas.rollout import Trajectory
-from ....schemas.task import Blame
 from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from .chat import ChatTokenizer
 from .continuing import GameAt, find_game, retell

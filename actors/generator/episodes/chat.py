@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import numpy as np
 from jinja2 import TemplateError
 
-from ....schemas.config import JobConfig, ModelConfig
-from ....schemas.errors import DataError, ModelError
+from ....schemas.config.job import JobConfig, ModelConfig
 from ....schemas.images import encoded_image, image_parts, images_of, replace_images
+from ....schemas.wire.errors import DataError, ModelError
 from ...models.model_folder import (
     check_tokenizer,
     load_model_config,

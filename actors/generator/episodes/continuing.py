@@ -9,8 +9,8 @@ game that answers them as it did before nothing is lost. With another one the ep
 from dataclasses import dataclass
 
 from ....envs.game import StepResult
-from ....envs.remote import Environments, HostGone, Start, Started
-from ....schemas.errors import NotFoundError, StateError, TinkermqError
+from ....envs.serving.remote import Environments, HostGone, Start, Started
+from ....schemas.wire.errors import NotFoundError, StateError, TinkermqError
 from .chat import ChatTokenizer
 from .recording import Recorded
 from .transcript import Transcript

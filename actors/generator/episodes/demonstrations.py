@@ -13,11 +13,11 @@ import numpy as np
 
 from ....broker.rollouts import RolloutLog
 from ....broker.tasks import Lease, TaskQueue
-from ....envs.chat_data import ChatData
-from ....schemas.config import JobConfig
-from ....schemas.errors import DataError, ModelError
+from ....envs.data.chat_data import ChatData
+from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, Task
+from ....schemas.wire.errors import DataError, ModelError
 from ...runtime import JobContext, settle_memory
 from .chat import ChatTokenizer, open_chat
 from .groups import GroupFailed, append_given_up

@@ -15,12 +15,12 @@ import structlog
 from ....broker.feed import publish_dead
 from ....broker.rollouts import RolloutLog
 from ....broker.segments import Fenced
-from ....envs.remote import Environments, Start
-from ....schemas.config import JobConfig
-from ....schemas.errors import TinkermqError
+from ....envs.serving.remote import Environments, Start
+from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, DeadLetter, Task
-from ....schemas.trace import trace_of
+from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.trace import trace_of
 from ...runtime import JobContext
 from ...self_play import learning_roles
 from .agent_loop import EpisodeFailed, EpisodePlan

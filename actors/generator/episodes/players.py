@@ -5,11 +5,11 @@ import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
-from ....broker.time_use import TimeUse
-from ....envs.remote import Environments
-from ....schemas.config import JobConfig
-from ....schemas.errors import ConfigError
-from ....schemas.lora import LoraConfig
+from ....broker.observe.time_use import TimeUse
+from ....envs.serving.remote import Environments
+from ....schemas.config.job import JobConfig
+from ....schemas.config.lora import LoraConfig
+from ....schemas.wire.errors import ConfigError
 from ...models.devices import own_device
 from ...models.lora import base_of, is_adapter
 from ...models.model_folder import load_causal_lm

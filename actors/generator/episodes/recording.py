@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import structlog
 
-from ....broker.connection import Broker
+from ....broker.client.connection import Broker
 from ....broker.segments import SegmentWriter, purge_segments
-from ....envs.remote import Environments
-from ....schemas.errors import DeadlineError
+from ....envs.serving.remote import Environments
 from ....schemas.segment import Segment
-from ....schemas.subjects import JobScope
 from ....schemas.task import Task
+from ....schemas.wire.errors import DeadlineError
+from ....schemas.wire.subjects import JobScope
 from ..engine.engine import Drawn
 from .transcript import Transcript
 

@@ -9,9 +9,9 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ....envs.remote import Environments, SeatAt
-from ....schemas.errors import TinkermqError
+from ....envs.serving.remote import Environments, SeatAt
 from ....schemas.rollout import Trajectory
+from ....schemas.wire.errors import TinkermqError
 from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, failure_of
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 from .registry import choose
 from .sequences import (
     by_sequence,

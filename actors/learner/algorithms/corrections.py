@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 from .losses import MAX_LOG_RATIO, log_ratio
 from .registry import choose
 from .sequences import mean_by_sequence, sum_by_sequence

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ....schemas.config import JobConfig
+from ....schemas.config.job import JobConfig
 from .advantages import AdvantageInputs, compute_advantages
 from .kl import rewards_with_kl
 from .samples import Samples, answered_states, episodes, returns_by_turn, turns

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 
 Choice = TypeVar("Choice")
 

@@ -6,7 +6,7 @@ Shapes: S sequences. Lengths are tokens after the first prompt, observations inc
 import torch
 from torch import Tensor
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 
 
 def overlong_penalty(

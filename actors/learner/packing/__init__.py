@@ -1,1 +1,1 @@
-"""TODO."""
+"""Sequences of different lengths as rows without waste."""

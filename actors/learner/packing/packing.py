@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 from ...models.vision import SeenImages
 from .packed_images import PackedImages, RowImages, pack_images
 

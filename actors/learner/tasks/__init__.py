@@ -1,1 +1,1 @@
-"""What becomes of the tasks that a learner has issued."""
+"""Which tasks are issued, admitted, trained and issued again. Nothing here imports torch."""

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....schemas.batch import DropReason
-from ....schemas.config import TrainingConfig
-from ....schemas.errors import ConfigError, DataError
+from ....schemas.config.job import TrainingConfig
 from ....schemas.rollout import Group
 from ....schemas.task import Task
+from ....schemas.wire.errors import ConfigError, DataError
 from .state import LearnerState
 
 

@@ -9,8 +9,8 @@ hosts the game has gone for good, it would hold its slots for ever.
 import time
 from collections.abc import Callable
 
-from ....schemas.errors import DataError, GameError, TinkermqError, of_boundary
 from ....schemas.task import Blame
+from ....schemas.wire.errors import DataError, GameError, TinkermqError, of_boundary
 
 LEAST_IN_A_ROW = 32
 RESERVATION_EXPIRED = "reservation_expired"

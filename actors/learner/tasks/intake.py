@@ -15,9 +15,9 @@ from itertools import pairwise
 import structlog
 
 from ....broker.rollouts import LogEntry, RolloutLog
-from ....schemas.errors import DataError, DeadlineError, MessageError, StorageError
 from ....schemas.rollout import Group, check_group
 from ....schemas.task import Blame, Task
+from ....schemas.wire.errors import DataError, DeadlineError, MessageError, StorageError
 from .batching import Candidate
 from .numbers import NumberSet
 from .state import LearnerState
@@ -26,7 +26,7 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckedEntry:
     """An entry of the log, checked."""
 
     seq: int
@@ -80,7 +80,7 @@ class Intake:
         self._greedy_baseline = greedy_baseline
         self._was_issued = was_issued
         self._check_images = check_images
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, CheckedEntry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
         self.last_seq = from_seq - 1
@@ -89,7 +89,7 @@ class Intake:
         """Newest version that a group may have been made with: the newest that was recorded."""
         self.bytes_held = 0
         """Bytes of the log since the last checkpoint."""
-        self.arrived: list[Entry] = []
+        self.arrived: list[CheckedEntry] = []
         """Entries that came since the learner last looked."""
 
     async def run(self) -> None:
@@ -138,7 +138,7 @@ class Intake:
         """Return what may be trained or dropped."""
         return [entry.candidate for entry in self._entries.values()]
 
-    def __getitem__(self, seq: int) -> Entry:
+    def __getitem__(self, seq: int) -> CheckedEntry:
         return self._entries[seq]
 
     def __contains__(self, seq: int) -> bool:
@@ -174,7 +174,7 @@ class Intake:
         self.arrived.append(entry)
         self.changed.set()
 
-    def _check(self, raw: LogEntry) -> Entry:
+    def _check(self, raw: LogEntry) -> CheckedEntry:
         error, group = raw.error, raw.group
         if group is not None:
             try:
@@ -184,7 +184,7 @@ class Intake:
         if error is not None:
             _log.warning("rollout_malformed", seq=raw.seq, task=raw.number, error=error.message)
         usable = error is None and group is not None and group.error is None
-        return Entry(
+        return CheckedEntry(
             refusal="" if error is None else error.message,
             seq=raw.seq,
             number=raw.number,
@@ -241,6 +241,6 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
     )
 
 
-def batch_digest(entries: Iterable[Entry]) -> str:
+def batch_digest(entries: Iterable[CheckedEntry]) -> str:
     """Return the digest that a batch record holds for its groups."""
     return hashlib.sha256(b"".join(entry.digest for entry in entries)).hexdigest()

@@ -7,12 +7,12 @@ import structlog
 
 from ....broker.rollouts import RolloutLog
 from ....broker.tasks import TaskQueue
-from ....schemas.config import JobConfig
+from ....schemas.config.job import JobConfig
 from ....schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
-from ....schemas.errors import StateError
 from ....schemas.rollout import Group
 from ....schemas.task import Blame, Task
-from ....schemas.trace import new_trace
+from ....schemas.wire.errors import StateError
+from ....schemas.wire.trace import new_trace
 from .admission import min_version
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
@@ -22,7 +22,7 @@ from .state import LearnerState
 _log = structlog.get_logger()
 
 
-class Issuer:
+class TaskIssuer:
     """Publishes the tasks of a job; numbers given to external agents pass the same gate."""
 
     def __init__(

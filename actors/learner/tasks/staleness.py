@@ -17,9 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ....broker.profile import mean_share, profile_of
-from ....schemas.config import TrainingConfig
-from ....schemas.trace import StepTrace
+from ....broker.observe.profile import mean_share, profile_of
+from ....schemas.config.job import TrainingConfig
+from ....schemas.wire.trace import StepTrace
 
 _MIN_WINDOW = 8
 _SLACK = 0.1

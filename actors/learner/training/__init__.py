@@ -1,1 +1,1 @@
-"""TODO."""
+"""The optimiser step: model, objective, ranks, schedules, checkpoints."""

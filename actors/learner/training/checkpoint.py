@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from ....schemas.errors import NotFoundError, StorageError, TinkermqError
+from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...models.checkpoint_folders import checkpoint_name
 from ...models.digests import check_digests, write_digests
 from ...models.lora import policy_tensors

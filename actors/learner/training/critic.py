@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ....schemas.config import JobConfig
-from ....schemas.learner import LearnerConfig
+from ....schemas.config.job import JobConfig
+from ....schemas.config.learner import LearnerConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.samples import renumber
 from ..algorithms.values import ValueTargets, explained_variance, value_loss

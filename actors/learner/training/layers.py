@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 
 _MAX_VARIANTS = 64
 """Of one layer's code: with and without gradients, masks, dropout; more is an error of torch's."""

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from transformers import PreTrainedModel
 
-from ....schemas.config import ModelConfig
-from ....schemas.errors import ModelError
-from ....schemas.learner import LearnerConfig
-from ....schemas.lora import LoraConfig
+from ....schemas.config.job import ModelConfig
+from ....schemas.config.learner import LearnerConfig
+from ....schemas.config.lora import LoraConfig
+from ....schemas.wire.errors import ModelError
 from ...models.lora import set_dropout
 from ...models.model_folder import load_causal_lm, load_policy
 from ...models.vision import embed

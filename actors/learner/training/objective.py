@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....schemas.config import JobConfig
+from ....schemas.config.job import JobConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.corrections import Correction, CorrectionInputs, correct
 from ..algorithms.kl import kl_per_token

@@ -29,9 +29,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ....broker.weights import TensorBytes
-from ....schemas.errors import ConfigError
-from ....schemas.learner import LearnerConfig
+from ....broker.weights.store import TensorBytes
+from ....schemas.config.learner import LearnerConfig
+from ....schemas.wire.errors import ConfigError
 from ...models.lora import policy_tensors
 from ...models.policies import prefix_of
 from .layers import repeated_layers

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ....broker.weights import TensorBytes
-from ....schemas.config import JobConfig
-from ....schemas.errors import ConfigError
+from ....broker.weights.store import TensorBytes
+from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group
+from ....schemas.wire.errors import ConfigError
 from ...models.policies import MAIN, policy_config, policy_folder, policy_names
 from ..algorithms.training_batch import assemble
 from .model import load_model

@@ -12,8 +12,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from ....schemas.config import JobConfig
-from ....schemas.errors import StorageError, TinkermqError
+from ....schemas.config.job import JobConfig
+from ....schemas.wire.errors import StorageError, TinkermqError
 from ...logging import configure_logging
 from ...runtime import EXIT_CRASHED, EXIT_DONE
 from .parallel import Parallel, whole_tensors

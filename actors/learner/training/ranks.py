@@ -21,10 +21,10 @@ from typing import Any, Literal
 
 import structlog
 
-from ....broker.process import die_with
-from ....schemas.config import JobConfig
-from ....schemas.errors import EngineError
+from ....broker.programs.process import die_with
+from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group
+from ....schemas.wire.errors import EngineError
 from .parallel import Parallel
 
 _END_S = 5.0

@@ -2,7 +2,7 @@
 
 import math
 
-from ....schemas.errors import ConfigError
+from ....schemas.wire.errors import ConfigError
 
 
 def _decay(kind: str, progress: float) -> float:

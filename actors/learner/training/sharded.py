@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
-from ....schemas.errors import StorageError
+from ....schemas.wire.errors import StorageError
 
 
 def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

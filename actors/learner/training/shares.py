@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ....schemas.learner import LearnerConfig
+from ....schemas.config.learner import LearnerConfig
 from ...models.vision import ImageReader, SeenImages, probe_image
 from ..algorithms.training_batch import TrainingBatch, select
 from ..packing.balance import share_sequences
@@ -23,7 +23,7 @@ from .objective import MicroBatch
 from .parallel import Parallel
 
 
-class Shares:
+class RankShares:
     """Divides sequences over the ranks, and packs those of this one."""
 
     def __init__(

@@ -13,7 +13,7 @@ Shape letters: N generated tokens, S sequences.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +21,10 @@ import structlog
 import torch
 from torch import Tensor, nn
 
-from ....schemas.config import JobConfig
-from ....schemas.errors import DataError
+from ....schemas.config.job import JobConfig
 from ....schemas.images import images_of
 from ....schemas.rollout import Group
+from ....schemas.wire.errors import DataError
 from ...models.lora import (
     has_adapter,
     initial_adapter,
@@ -43,10 +43,10 @@ from .model import Scorer, load_model, load_reference
 from .objective import MicroBatch, Objective, StepInputs
 from .parallel import Inside, Parallel, divided, whole, whole_tensors
 from .schedules import learning_rate
-from .shares import Shares
+from .shares import RankShares
+from .sums import OF_THE_UPDATES, StepSums
 
 _log = structlog.get_logger()
-_OF_THE_UPDATES = ("pg_loss", "kl_loss")
 
 
 @dataclass
@@ -57,55 +57,6 @@ class StepReport:
     """Metric name to value."""
     model_s: float
     """Seconds spent in the step."""
-
-
-@dataclass
-class _Sums:
-    """What adds up over the micro-batches and updates of a step."""
-
-    totals: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    tokens: int = 0
-    norms: list[float] = field(default_factory=list[float])
-    """Gradient norm of each update; not finite: the update was left out."""
-    old: list[tuple[Tensor, Tensor]] = field(default_factory=list[tuple[Tensor, Tensor]])
-    """Places of all generated tokens, and their log-probs before the update."""
-
-    def include(self, totals: dict[str, Tensor]) -> None:
-        for name, value in totals.items():
-            before = self.totals.get(name)
-            self.totals[name] = value if before is None else before + value
-
-    def add(self, values: dict[str, Tensor], index_N: Tensor, old_N: Tensor) -> None:
-        self.include(values)
-        self.tokens += len(index_N)
-        self.old.append((index_N, old_N))
-
-    def of_all(self, parallel: Parallel) -> "_Sums":
-        """Put together what all ranks have; norms are those of all shares already."""
-        if parallel.size == 1:
-            return self
-        totals = {name: value.cpu() for name, value in self.totals.items()}
-        old = [(index_N.cpu(), old_N.cpu()) for index_N, old_N in self.old]
-        together = _Sums(norms=self.norms)
-        for other in parallel.gather(replace(self, totals=totals, old=old)):
-            together.include(other.totals)
-            together.tokens += other.tokens
-            together.old += other.old
-        return together
-
-    def numbers(self) -> dict[str, float]:
-        """Name the sums as metrics; what no micro-batch measured is left out.
-
-        Losses are of the updates, all else is a mean over all generated tokens of the batch.
-        """
-        finite = [norm for norm in self.norms if math.isfinite(norm)]
-        found = {"actor/skipped_updates": float(len(self.norms) - len(finite))}
-        if finite:
-            found["actor/grad_norm"] = sum(finite) / len(finite)
-        for name, total in self.totals.items():
-            per_update = name in _OF_THE_UPDATES
-            found[f"actor/{name}"] = float(total) / (len(self.norms) if per_update else self.tokens)
-        return found
 
 
 class Trainer:
@@ -143,7 +94,7 @@ class Trainer:
         )
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside)
-        self._shares = Shares(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._shares = RankShares(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
         if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
@@ -242,7 +193,7 @@ class Trainer:
         inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
         if self.critic is not None and credit.targets is not None:
             self.critic.begin_step(self._rate(step, self.config.critic.lr), credit.targets)
-        sums = _Sums()
+        sums = StepSums()
         for part_S in self._minibatches(batch):
             kept_S = part_S & credit.kept_S
             denominators = self._denominators(sample_N[kept_S[batch.seq_N]])
@@ -339,7 +290,7 @@ class Trainer:
         part_S: Tensor,
         kept_S: Tensor,
         denominators: Denominators,
-        sums: _Sums,
+        sums: StepSums,
     ) -> None:
         """Make one optimiser update on some of the sequences, of which those kept are trained.
 
@@ -367,7 +318,7 @@ class Trainer:
 
     @torch.no_grad()
     def _measure(
-        self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: _Sums
+        self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
         for micro in self._shares.pack(inputs.batch, rest_S):
@@ -375,7 +326,7 @@ class Trainer:
             if micro.is_empty:
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
-            measured = {name: n for name, n in result.sums.items() if name not in _OF_THE_UPDATES}
+            measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
             sums.add(measured, micro.index_N, result.old_N)
 
     def _require_gradients(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from ....schemas.control import MAX_TRACED_STEPS
-from ....schemas.errors import StorageError
+from ....schemas.wire.errors import StorageError
 
 T = TypeVar("T")
 

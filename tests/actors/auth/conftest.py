@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights import TensorBytes, WeightStore
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.metric import Event, LogLines, Metric
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.secured import SecuredPool, environment, secured
 from tests.strategies import make_group, make_task

@@ -9,11 +9,11 @@ from typing import Any
 import structlog
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
-from tinkermq.broker.rpc import Service
+from tinkermq.broker.client.rpc import Service
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError, NotFoundError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 
 from tests.secured import SecuredPool
 from tests.waiting import PATIENCE_S, eventually

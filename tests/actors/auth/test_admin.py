@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
-from tinkermq.broker.login import AS_VARIABLE
-from tinkermq.broker.user_calls import ask_users
+from tinkermq.broker.client.login import AS_VARIABLE
+from tinkermq.broker.users.calls import ask_users
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError, ConfigError, NotFoundError
 from tinkermq.schemas.job import JobRecord, StopRequest
 from tinkermq.schemas.user import AuditList, AuditRequest
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 
 from tests.secured import SecuredPool, environment
 from tests.waiting import eventually

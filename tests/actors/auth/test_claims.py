@@ -8,11 +8,11 @@ import nkeys
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.auth.claims import Issuer, LoginRequest, read_request
-from tinkermq.actors.auth.door import read_request as read_door_request
-from tinkermq.actors.auth.door import read_subject
-from tinkermq.broker.permissions import Guest, user_permissions
-from tinkermq.schemas.errors import MessageError
+from tinkermq.actors.auth.claims import ClaimIssuer, LoginRequest, read_request
+from tinkermq.actors.auth.store_proxy import read_request as read_door_request
+from tinkermq.actors.auth.store_proxy import read_subject
+from tinkermq.broker.users.permissions import Guest, user_permissions
+from tinkermq.schemas.wire.errors import MessageError
 
 SEED = nkeys.encode_seed(bytes(32), nkeys.PREFIX_BYTE_ACCOUNT).decode()
 REQUEST = LoginRequest("NSERVER", "UKEY", "ada", "secret", "::1", "test")
@@ -49,7 +49,7 @@ def test_whatever_comes_is_a_request_or_an_error(payload: bytes) -> None:
 
 
 def test_an_answer_is_signed_and_names_server_and_connection() -> None:
-    issuer = Issuer(SEED)
+    issuer = ClaimIssuer(SEED)
     token = issuer.admit(REQUEST, "ada", user_permissions("ada"), 1e9).decode()
     answer = claims_of(token)
     assert (answer["aud"], answer["sub"]) == ("NSERVER", "UKEY")

@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.login import CREDENTIALS_VARIABLE
-from tinkermq.broker.process import die_with
-from tinkermq.broker.user_calls import ask_users
-from tinkermq.broker.users import UserStore
+from tinkermq.broker.programs.process import die_with
+from tinkermq.broker.users.calls import ask_users
+from tinkermq.broker.users.records import UserStore
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError, DeadlineError
-from tinkermq.schemas.message import Empty
 from tinkermq.schemas.node import SchedulerLease
-from tinkermq.schemas.subjects import BUCKET_JOBS, BUCKET_LEASES, rpc
 from tinkermq.schemas.user import AuditList, AuditRequest, SetQuota, UserReply
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_JOBS, BUCKET_LEASES, rpc
 
 from tests.actors.auth.flooding import opened, publication
 from tests.secured import SecuredPool, secured

@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 from nats.js.errors import APIError
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.login import AS_VARIABLE
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import read_events
+from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.presence import list_presences
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.rpc import call
-from tinkermq.broker.stored import get_all
-from tinkermq.broker.weights import WeightStore
-from tinkermq.schemas.errors import BrokerError, NotFoundError, TinkermqError
+from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.job import JobReply, StopRequest
-from tinkermq.schemas.subjects import AUDIT, JobScope, acting, rpc
+from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqError
+from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
 
 from tests.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
 from tests.strategies import make_group

@@ -4,15 +4,15 @@ Ada and Mallory are those of `conftest`.
 """
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
+from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.streams import stream_info
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.broker.weights import WeightStore
-from tinkermq.schemas.errors import BrokerError
-from tinkermq.schemas.subjects import JobScope, rpc
+from tinkermq.broker.weights.store import WeightStore
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.secured import REFUSED, SecuredPool, refused_listen, refused_publish
 

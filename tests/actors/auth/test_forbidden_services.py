@@ -6,18 +6,15 @@ Ada and Mallory are those of `conftest`.
 import json
 
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.feed import publish_event, read_events
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.login import AS_VARIABLE
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.user_calls import ask_users
-from tinkermq.schemas.errors import AuthError, BrokerError
-from tinkermq.schemas.message import Empty
+from tinkermq.broker.users.calls import ask_users
 from tinkermq.schemas.metric import EvalRecord, Event
 from tinkermq.schemas.secret import OpenRequest
-from tinkermq.schemas.subjects import AUDIT, BUCKET_EVALS, JobScope, rpc
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -31,6 +28,9 @@ from tinkermq.schemas.user import (
     UserList,
     UserReply,
 )
+from tinkermq.schemas.wire.errors import AuthError, BrokerError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import AUDIT, BUCKET_EVALS, JobScope, rpc
 
 from tests.secured import SecuredPool, environment, refused_publish
 from tests.strategies import make_group

@@ -4,17 +4,15 @@ import asyncio
 import time
 
 import pytest
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.keys import JobIdentity, job_key, new_api_key
+from tinkermq.broker.client.login import Login
+from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.keys import JobIdentity, job_key, new_api_key
-from tinkermq.broker.login import Login
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.stored import get_all
-from tinkermq.broker.user_calls import ask_users
-from tinkermq.broker.users import UserStore
-from tinkermq.schemas.errors import AuthError, BrokerError, ConflictError, MessageError, StateError
-from tinkermq.schemas.message import Empty
+from tinkermq.broker.users.calls import ask_users
+from tinkermq.broker.users.records import UserStore
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -29,6 +27,14 @@ from tinkermq.schemas.user import (
     UserList,
     UserReply,
 )
+from tinkermq.schemas.wire.errors import (
+    AuthError,
+    BrokerError,
+    ConflictError,
+    MessageError,
+    StateError,
+)
+from tinkermq.schemas.wire.message import Empty
 
 from tests.secured import SecuredPool
 from tests.strategies import make_group

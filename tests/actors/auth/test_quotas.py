@@ -5,19 +5,16 @@ import time
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.quotas.holdings import ADMINS_BYTES, USERS_BYTES
+from tinkermq.actors.scheduler.jobs.holdings import ADMINS_BYTES, USERS_BYTES
+from tinkermq.broker.client.login import AS_VARIABLE
+from tinkermq.broker.client.rpc import call
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import BUCKET_BYTES
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.login import AS_VARIABLE
-from tinkermq.broker.rpc import call
-from tinkermq.broker.streams import BUCKET_BYTES
-from tinkermq.broker.user_calls import ask_users
+from tinkermq.broker.users.calls import ask_users
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import BrokerError, BusyError, MessageError, QuotaError, TinkermqError
 from tinkermq.schemas.job import JobList, JobRecord, ListRequest
-from tinkermq.schemas.message import Empty
 from tinkermq.schemas.metric import EvalRecord
-from tinkermq.schemas.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -27,6 +24,15 @@ from tinkermq.schemas.user import (
     SetQuota,
     UserReply,
 )
+from tinkermq.schemas.wire.errors import (
+    BrokerError,
+    BusyError,
+    MessageError,
+    QuotaError,
+    TinkermqError,
+)
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
 from tests.secured import SecuredPool, environment
 from tests.waiting import eventually

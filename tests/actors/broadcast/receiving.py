@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from tinkermq.actors.broadcast.receiver import Receiver
-from tinkermq.broker.connection import connect
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.errors import NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.actors.broadcast.receiver import BroadcastReceiver
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import PATIENCE_S
 
@@ -49,7 +49,9 @@ def follow(url: str, scope: JobScope, pipe: Connection) -> None:
 
     async def run() -> None:
         async with await connect(url, name="follower") as broker:
-            store = WeightStore(broker, scope, receiver=Receiver(broker, scope, meet_s=MEET_S))
+            store = WeightStore(
+                broker, scope, receiver=BroadcastReceiver(broker, scope, meet_s=MEET_S)
+            )
             version = -1
             while True:
                 version, tensors = await newest(store, version)
@@ -63,7 +65,7 @@ def die(url: str, scope: JobScope, dies_at: DiesAt) -> None:
 
     async def run() -> None:
         async with await connect(url, name="victim") as broker:
-            receiver = Receiver(broker, scope)
+            receiver = BroadcastReceiver(broker, scope)
             manifest = await WeightStore(broker, scope).wait_newer(-1, PATIENCE_S)
             assert manifest is not None
             place = await receiver._place(manifest)

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.actors.broadcast.group import GroupFailed, reach_store
-from tinkermq.actors.broadcast.receiver import Receiver
+from tinkermq.actors.broadcast.group import ProcessGroupFailed, reach_store
+from tinkermq.actors.broadcast.receiver import BroadcastReceiver
 from tinkermq.actors.broadcast.sender import Sender
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.rpc import Service
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.weights import TensorBytes, WeightStore
-from tinkermq.schemas.errors import BrokerError, ConfigError, DeadlineError, NotFoundError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.weights import JoinRound, Manifest
+from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError, NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest, processes
 from tests.waiting import AFTER_PATIENCE_S, until
@@ -77,7 +77,7 @@ async def join(
         async def opened() -> WeightStore:
             broker = await connect(nats_server.url, name="receiver")
             await stack.enter_async_context(broker)
-            receiver = Receiver(broker, scope, meet_s=MEET_S)
+            receiver = BroadcastReceiver(broker, scope, meet_s=MEET_S)
             stack.callback(receiver.close)
             return WeightStore(broker, scope, receiver=receiver)
 
@@ -214,7 +214,7 @@ async def test_memory_holds_two_versions_and_files_the_older_ones_that_are_kept(
 async def test_a_learner_that_stays_away_is_named(broker: Broker, learner, scope: JobScope) -> None:
     manifest = await learner.publish(0)
     await learner.die()
-    store = WeightStore(broker, scope, receiver=Receiver(broker, scope, patience_s=0.1))
+    store = WeightStore(broker, scope, receiver=BroadcastReceiver(broker, scope, patience_s=0.1))
     with pytest.raises(DeadlineError, match=r"version 0 was waited for for 0.1 s: the learner"):
         await store.fetch(manifest)
     await learner.start()
@@ -223,7 +223,7 @@ async def test_a_learner_that_stays_away_is_named(broker: Broker, learner, scope
 
 
 def test_a_place_to_meet_that_cannot_be_reached_is_named() -> None:
-    with pytest.raises(GroupFailed, match=r"handed out at 127\.0\.0\.1:1, which") as raised:
+    with pytest.raises(ProcessGroupFailed, match=r"handed out at 127\.0\.0\.1:1, which") as raised:
         reach_store("127.0.0.1", 1)
     assert "the broker's address in that network" in raised.value.hint
 

@@ -9,8 +9,8 @@ import uvicorn
 from openai import AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.requests import Request
-from tinkermq.actors.gateway.openai import routes
-from tinkermq.broker.connection import Broker
+from tinkermq.actors.gateway.openai.routes import routes
+from tinkermq.broker.client.connection import Broker
 
 from tests.waiting import until
 

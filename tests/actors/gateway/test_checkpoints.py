@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.checkpoints import folder_of, list_checkpoints, pack
-from tinkermq.schemas.errors import NotFoundError
+from tinkermq.actors.gateway.data.checkpoints import folder_of, list_checkpoints, pack
+from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.actors.gateway.test_records import record
 

@@ -6,7 +6,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.gateway.curves import MAX_POINTS, NAMES, Curves, live_values
+from tinkermq.actors.gateway.data.curves import MAX_POINTS, NAMES, Curves, live_values
 from tinkermq.schemas.metric import Metric
 
 REWARD = "training_step_reward"

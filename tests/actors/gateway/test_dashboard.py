@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import yaml
 from playwright.async_api import Page, expect
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import publish_log
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import Service
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
-from tinkermq.schemas.subjects import BUCKET_NODES, JobScope
-from tinkermq.schemas.subjects import node as node_subject
+from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope
+from tinkermq.schemas.wire.subjects import node as node_subject
 
 from tests.actors.gateway.test_rest import HOSTILE, finished_job
 from tests.browser import PATIENCE_MS, Browser, watched_page

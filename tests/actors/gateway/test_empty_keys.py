@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 from nats.aio.client import Client
 from nats.errors import Error as NatsError
-from tinkermq.broker.connection import connect
-from tinkermq.broker.login import AS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
-from tinkermq.broker.process import die_with
-from tinkermq.broker.streams import create_shared
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.login import AS_VARIABLE, INVITATION_VARIABLE, KEY_VARIABLE
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.programs.process import die_with
 from tinkermq.clients import SchedulerClient
-from tinkermq.schemas.errors import AuthError
+from tinkermq.schemas.wire.errors import AuthError
 
 from tests.gateway import Gateway, run_gateway
 from tests.secured import SecuredPool, environment, secured
@@ -131,7 +131,7 @@ def _erasing(code: str) -> bytes:
 
 async def test_a_variable_that_is_erased_is_gone_from_the_process() -> None:
     code = (
-        "from tinkermq.broker.process import erase_variable as erase;"
+        "from tinkermq.broker.programs.process import erase_variable as erase;"
         "assert (erase('TMQ_A'), erase('TMQ_NOT_SET')) == ('sesame', '')"
     )
     held = await asyncio.to_thread(_erasing, code)

@@ -6,18 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.gateway.advantages import EXACT, group_advantages
-from tinkermq.actors.gateway.episodes import (
+from tinkermq.actors.gateway.data.advantages import EXACT, group_advantages
+from tinkermq.actors.gateway.data.episodes import (
     image_url,
     show_episode,
     show_message,
     show_part,
     show_tokens,
 )
-from tinkermq.actors.gateway.token_text import TokenTexts, token_texts
+from tinkermq.actors.gateway.data.token_text import TokenTexts, token_texts
 from tinkermq.actors.learner.algorithms import advantages as learner
 from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.schemas.errors import NotFoundError
+from tinkermq.schemas.wire.errors import NotFoundError
 
 from tests.groups import make_group, make_trajectory
 

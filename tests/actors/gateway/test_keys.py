@@ -14,14 +14,14 @@ from urllib.parse import urlencode
 import pytest
 import pytest_asyncio
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
-from tinkermq.actors.gateway.rest import OPERATIONS
+from tinkermq.actors.gateway.rest.routes import OPERATIONS
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
-from tinkermq.broker.keys import new_api_key
-from tinkermq.broker.login import CREDENTIALS_VARIABLE
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_shared
-from tinkermq.broker.user_calls import ask_users
+from tinkermq.broker.client.keys import new_api_key
+from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.users.calls import ask_users
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
 from tests.browser import Browser, watched_page

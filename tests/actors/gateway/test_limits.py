@@ -16,8 +16,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tinkermq.actors.gateway.limits import MAX_INFERENCE_BYTES, MAX_RUNNING, Connections, Share
 from tinkermq.actors.gateway.limits.shares import MAX_HELD_BYTES
-from tinkermq.broker.streams import create_shared
-from tinkermq.schemas.errors import BusyError
+from tinkermq.broker.jetstream.streams import create_shared
+from tinkermq.schemas.wire.errors import BusyError
 
 from tests.gateway import Gateway, run_gateway
 from tests.processes import peak_mb

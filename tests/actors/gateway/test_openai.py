@@ -11,12 +11,11 @@ import openai
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.parts import PartsService, Tell
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.parts import PartsService, Tell
 from tinkermq.broker.presence import presences
-from tinkermq.broker.rpc import Service
-from tinkermq.schemas.errors import BusyError, ConfigError
 from tinkermq.schemas.infer import (
     CancelInference,
     ChatRequest,
@@ -26,7 +25,8 @@ from tinkermq.schemas.infer import (
 )
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BusyError, ConfigError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.http import openai_client, serving
 

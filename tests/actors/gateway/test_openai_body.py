@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from tinkermq.actors.gateway.openai_body import BodyError, ChatBody, CompletionBody, parse_body
+from tinkermq.actors.gateway.openai.body import BodyError, ChatBody, CompletionBody, parse_body
 
 ASKED: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

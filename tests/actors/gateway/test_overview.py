@@ -1,8 +1,8 @@
 """A job's page offers what the job can do."""
 
 import pytest
-from tinkermq.actors.gateway.overview import possible
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.actors.gateway.data.overview import possible
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.conftest import new_record
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tinkermq.actors.gateway.records import Query, row, select
+from tinkermq.actors.gateway.data.records import Query, row, select
 from tinkermq.schemas.job import JobRecord
 
 

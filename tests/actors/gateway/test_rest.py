@@ -10,18 +10,18 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from tinkermq.actors.gateway.rest import OPERATIONS, Operation
+from tinkermq.actors.gateway.rest.routes import OPERATIONS, Operation
 from tinkermq.actors.gateway.server import Options, run
 from tinkermq.broker.feed import publish_event, publish_log, publish_metric
+from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import BrokerError
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Event, LogLines, Metric
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.test_episodes import PNG, two_turns
 from tests.configs import small_job

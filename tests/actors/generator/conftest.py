@@ -19,10 +19,10 @@ from tinkermq.actors.generator.engine.transformers.transformers_engine import (
 )
 from tinkermq.actors.generator.episodes.players import load_base
 from tinkermq.actors.models.model_folder import load_causal_lm, load_model_config, sees_images
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.streams import create_job_streams, delete_job_streams
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams
+from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.wire.subjects import JobScope
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.images import KINDS, make_vision_model

@@ -15,15 +15,15 @@ from tinkermq.actors.generator.episodes.groups import GroupRunner
 from tinkermq.actors.generator.episodes.players import Players
 from tinkermq.actors.generator.episodes.recording import TaskRecorder
 from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.stored import get_all
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments
-from tinkermq.schemas.config import JobConfig
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.stored import get_all
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.segment import Segment
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.waiting import eventually
 

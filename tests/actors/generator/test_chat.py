@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.schemas.errors import DataError, ModelError
+from tinkermq.schemas.wire.errors import DataError, ModelError
 
 CHATML = (
     "{%- for m in messages -%}"

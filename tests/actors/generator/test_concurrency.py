@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from tinkermq.actors.generator.engine.concurrency import Concurrency, Gate
+from tinkermq.actors.generator.engine.concurrency import Concurrency, RequestLimit
 
 
 def test_the_bound_rises_while_requests_wait_and_the_cache_has_room() -> None:
@@ -49,7 +49,7 @@ def test_what_fits_is_bounded_by_what_is_allowed() -> None:
 
 async def test_the_gate_lets_in_as_many_as_the_bound_in_their_order() -> None:
     bound = Concurrency(fits=2, most=8)
-    gate = Gate(bound)
+    gate = RequestLimit(bound)
     places = [gate.ask() for _ in range(5)]
     assert [place.done() for place in places] == [True, True, False, False, False]
     assert (gate.inside, gate.waiting) == (2, 3)

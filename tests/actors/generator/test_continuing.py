@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.segments import Fenced
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import Playing, playing
 from tests.models import until

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinkermq.actors.generator.engine.transformers.decoder import SlotDecoder, load_decoder
-from tinkermq.schemas.errors import ModelError
+from tinkermq.schemas.wire.errors import ModelError
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

@@ -10,9 +10,9 @@ from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.generator.episodes.demonstrations import demonstrate
 from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.envs.chat_data import ChatData
+from tinkermq.envs.data.chat_data import ChatData
 from tinkermq.envs.write_data import write_rows
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import check_group
 from tinkermq.schemas.task import Task
 

@@ -10,7 +10,7 @@ from tinkermq.actors.generator.engine.engine import Engine, KvOnSwap, Sampling
 from tinkermq.actors.generator.episodes.players import start_engine
 from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.actors.models.vision import ImageReader, load_image_reader
-from tinkermq.schemas.errors import DataError
+from tinkermq.schemas.wire.errors import DataError
 from transformers import PreTrainedModel
 
 from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind, InVllm

@@ -9,7 +9,7 @@ from tinkermq.actors.generator.engine.engine import Engine, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import (
     TransformersEngine,
 )
-from tinkermq.schemas.errors import ConfigError, EngineError, ModelError
+from tinkermq.schemas.wire.errors import ConfigError, EngineError, ModelError
 
 from tests.actors.generator.conftest import StartEngine
 from tests.images import png

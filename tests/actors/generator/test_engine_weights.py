@@ -10,7 +10,7 @@ from tinkermq.actors.generator.engine.engine import Engine, Generation, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import (
     TransformersEngine,
 )
-from tinkermq.schemas.errors import EngineError
+from tinkermq.schemas.wire.errors import EngineError
 from transformers import PreTrainedModel
 
 from tests.actors.generator.conftest import EngineKind

@@ -21,15 +21,15 @@ from tinkermq.actors.generator.episodes.chat import ChatTokenizer, make_chat
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer, _all
-from tinkermq.broker.connection import Broker, connect
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.streams import create_job_streams, create_shared, delete_job_streams
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.jetstream.streams import create_job_streams, create_shared, delete_job_streams
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.envs.games.geo3k import make_data
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, Start
-from tinkermq.schemas.config import JobConfig, LimitsConfig
-from tinkermq.schemas.errors import DataError, ModelError
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.schemas.config.job import JobConfig, LimitsConfig
+from tinkermq.schemas.wire.errors import DataError, ModelError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.conftest import EngineKind, StartEngine
 from tests.groups import make_group

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.report import group_numbers
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.rollout import Trajectory
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import playing
 

@@ -11,13 +11,13 @@ from tinkermq.actors.generator.engine.transformers.transformers_engine import (
 from tinkermq.actors.generator.episodes.agent_loop import AgentLoop, EpisodePlan, EpisodeSampling
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.envs import AbstractGame, StepResult
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, Start
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, Start
 from tinkermq.envs.write_data import verl_row, write_rows
-from tinkermq.schemas.config import EnvConfig, RolloutConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.config.job import EnvConfig, RolloutConfig
+from tinkermq.schemas.wire.subjects import JobScope
 
 TRUTH = "gold-42"
 

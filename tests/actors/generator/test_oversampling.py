@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.learner.report import group_numbers
-from tinkermq.broker.connection import Broker
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.broker.client.connection import Broker
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import playing
 from tests.models import until

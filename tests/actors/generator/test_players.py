@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 from tinkermq.actors.generator.episodes.players import load_base, start_engine
-from tinkermq.schemas.config import GeneratorConfig, JobConfig
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.config.job import GeneratorConfig, JobConfig
+from tinkermq.schemas.wire.errors import ConfigError
 
 CONFIG = {
     "model": {"path": "some/model"},

@@ -15,13 +15,13 @@ from tinkermq.actors.generator.episodes.groups import GroupFailed, GroupRunner
 from tinkermq.actors.generator.episodes.players import Players
 from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.models.tiny_model import save_tiny_model
-from tinkermq.broker.connection import Broker
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments
-from tinkermq.schemas.config import JobConfig
+from tinkermq.broker.client.connection import Broker
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.models import changed, plain_logprobs, until
 

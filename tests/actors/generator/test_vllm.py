@@ -14,9 +14,9 @@ from tinkermq.actors.generator.engine.engine import Engine, Sampling
 from tinkermq.actors.generator.episodes.players import Base, load_base, start_engine
 from tinkermq.actors.models.job_models import config_of_folder
 from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ConfigError, EngineError
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm

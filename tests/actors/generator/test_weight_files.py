@@ -12,8 +12,8 @@ from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.actors.models.model_folder import load_policy
 from tinkermq.actors.models.tiny_vision_model import save_tiny_vision_model
 from tinkermq.actors.models.weight_tensors import TensorSource
-from tinkermq.schemas.errors import EngineError, ModelError
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.config.lora import LoraConfig
+from tinkermq.schemas.wire.errors import EngineError, ModelError
 
 LORAS = [LoraConfig(), LoraConfig(rank=4), LoraConfig(rank=2, targets=["q_proj", "v_proj"])]
 

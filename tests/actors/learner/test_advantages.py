@@ -12,7 +12,7 @@ from tinkermq.actors.learner.algorithms.advantages import (
     compute_advantages,
 )
 from tinkermq.actors.learner.algorithms.shaping import length_reward, overlong_penalty
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.learner.algorithms.aggregation import AGGREGATIONS, Denominators, aggregate
 from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 LOSS = torch.tensor([1.0, 2.0, 3.0, 10.0])
 SEQ = torch.tensor([0, 0, 0, 1])

@@ -11,7 +11,7 @@ from tinkermq.actors.learner.tasks.state import LearnerState, Waste
 from tinkermq.actors.learner.training.checkpoint import load_state
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.schemas.errors import NotFoundError
+from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import disks

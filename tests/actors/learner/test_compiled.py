@@ -63,7 +63,7 @@ def test_micro_batches_of_other_sizes_are_not_compiled_anew(folder: Path) -> Non
 def test_without_a_compiler_the_error_says_what_to_install(folder: Path, tmp_path: Path) -> None:
     program = (
         "from tinkermq.actors.learner.training.model import load_model\n"
-        "from tinkermq.schemas.config import LearnerConfig, ModelConfig\n"
+        "from tinkermq.schemas.config.job import LearnerConfig, ModelConfig\n"
         f"load_model(ModelConfig(path={str(folder)!r}), LearnerConfig(compile=True))\n"
     )
     nothing = {"CXX": str(tmp_path / "no-compiler"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -12,7 +12,7 @@ from tinkermq.actors.learner.algorithms.corrections import (
     correct,
     mismatch_statistics,
 )
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def inputs(weights, seq=None, **extra):

@@ -16,7 +16,7 @@ from tinkermq.actors.learner.training.critic import ValueModel
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.model_folder import load_tokenizer
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 

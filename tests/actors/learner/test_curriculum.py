@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tinkermq.actors.learner.tasks.curriculum import Curriculum, CurriculumConfig
 from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 

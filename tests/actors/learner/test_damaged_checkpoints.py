@@ -10,7 +10,7 @@ from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_state
 from tinkermq.actors.models.digests import TABLE, check_digests
 from tinkermq.actors.models.model_folder import check_model_folder
-from tinkermq.schemas.errors import StorageError
+from tinkermq.schemas.wire.errors import StorageError
 
 FILES = (
     "adapter_model.safetensors",

@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.actors.learner.tasks.data_order import DataOrder, total_steps
-from tinkermq.schemas.config import TrainingConfig
-from tinkermq.schemas.errors import ConfigError, DataError
+from tinkermq.schemas.config.job import TrainingConfig
+from tinkermq.schemas.wire.errors import ConfigError, DataError
 
 
 def test_every_epoch_visits_each_row_once_in_an_order_of_its_own() -> None:

@@ -8,10 +8,10 @@ from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.intake import Intake
 from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
+from tinkermq.broker.jetstream.stored import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
-from tinkermq.broker.stored import StoredMessage
 from tinkermq.schemas.batch import Dropped, DropReason
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 SCOPE = JobScope("local", "drops")
 

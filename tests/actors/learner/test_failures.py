@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.actors.learner.tasks.failures import LEAST_IN_A_ROW, Failures
-from tinkermq.schemas.errors import DataError, EngineError, GameError
 from tinkermq.schemas.task import Blame
+from tinkermq.schemas.wire.errors import DataError, EngineError, GameError
 
 
 def blame(boundary: str = "environment", code: str = "game") -> Blame:

@@ -16,7 +16,7 @@ from tinkermq.actors.learner.packing.flat_rows import flatten
 from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.actors.learner.training.step import Trainer
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel

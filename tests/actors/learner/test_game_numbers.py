@@ -6,12 +6,12 @@ from contextlib import AsyncExitStack, nullcontext
 import numpy as np
 import pytest
 from tinkermq.actors.learner.report import group_numbers
-from tinkermq.broker.connection import Broker
-from tinkermq.envs.host import EnvironmentHost
-from tinkermq.envs.remote import Environments, Start
-from tinkermq.schemas.config import EnvConfig
+from tinkermq.broker.client.connection import Broker
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.envs.serving.remote import Environments, Start
+from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.groups import make_group, make_trajectory
 from tests.waiting import PATIENCE_S

@@ -12,9 +12,9 @@ from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.actors.models.vision import load_image_reader
-from tinkermq.schemas.config import JobConfig, LearnerConfig, ModelConfig
-from tinkermq.schemas.errors import DataError, MessageError
+from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
 from tinkermq.schemas.rollout import Group, check_group
+from tinkermq.schemas.wire.errors import DataError, MessageError
 
 from tests.groups import make_group, make_trajectory
 from tests.images import IMAGE_ID, KINDS, load, make_vision_model, picture, png, seeing_logprobs

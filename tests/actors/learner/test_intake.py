@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.tasks.batching import form_batch
-from tinkermq.actors.learner.tasks.intake import Entry, Intake, batch_digest
+from tinkermq.actors.learner.tasks.intake import CheckedEntry, Intake, batch_digest
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.stored import StoredMessage
 from tinkermq.broker.rollouts import RolloutLog, read_entry
-from tinkermq.broker.stored import StoredMessage
-from tinkermq.schemas.errors import StorageError
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Blame
+from tinkermq.schemas.wire.errors import StorageError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.groups import make_group, make_trajectory, random_group
 from tests.waiting import PATIENCE_S
@@ -40,7 +40,7 @@ def _intake(broker: Broker | None = None, scope: JobScope = SCOPE, **options: An
     return intake
 
 
-def _taken(group: Group | bytes, number: int = 0, **options: Any) -> Entry:
+def _taken(group: Group | bytes, number: int = 0, **options: Any) -> CheckedEntry:
     """Give the intake one message, as the log's reader does."""
     payload = group if isinstance(group, bytes) else group.to_bytes()
     intake = _intake(**options)

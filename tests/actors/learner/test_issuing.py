@@ -5,22 +5,22 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.learner.tasks.data_order import DataOrder
-from tinkermq.actors.learner.tasks.issuing import Issuer
+from tinkermq.actors.learner.tasks.issuing import TaskIssuer
 from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.control import PublishTasksRequest, ReserveRequest, TaskSpec
-from tinkermq.schemas.errors import StateError
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import StateError
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.groups import make_group, make_trajectory
 
 
-def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) -> Issuer:
+def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) -> TaskIssuer:
     config = JobConfig.model_validate(
         {
             "model": {"path": "none"},
@@ -29,7 +29,7 @@ def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) ->
             "training": {"batch_size": 3, "max_staleness": 1, "num_steps": 10} | training,
         }
     )
-    issuer = Issuer(
+    issuer = TaskIssuer(
         TaskQueue(broker, scope), RolloutLog(broker, scope), ledger, DataOrder(0, 50), config, 10
     )
     issuer.is_open = True

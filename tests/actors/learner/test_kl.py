@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tinkermq.actors.learner.algorithms.kl import entropy_from_logits, kl_per_token, rewards_with_kl
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 LOGPROBS = torch.tensor([-1.0, -1.0, -3.0])
 REFERENCE = torch.tensor([-1.0, -2.0, -1.0])

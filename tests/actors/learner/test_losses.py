@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from tinkermq.actors.learner.algorithms.losses import LOSSES, LossInputs, compute_loss
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def inputs(ratios, advantages, seq=None, behaviour_ratios=None, logprob=-1.0):

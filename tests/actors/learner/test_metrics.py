@@ -12,7 +12,7 @@ from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, ass
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.actors.models.lora import policy_tensors
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 
 from tests.groups import random_group

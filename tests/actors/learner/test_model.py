@@ -9,8 +9,8 @@ import torch
 from tinkermq.actors.learner.algorithms.training_batch import assemble
 from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
-from tinkermq.schemas.config import LearnerConfig, ModelConfig
-from tinkermq.schemas.errors import ModelError
+from tinkermq.schemas.config.job import LearnerConfig, ModelConfig
+from tinkermq.schemas.wire.errors import ModelError
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,

@@ -17,7 +17,7 @@ from tinkermq.actors.learner.packing.packing import (
     group_rows,
     pack,
 )
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = 32

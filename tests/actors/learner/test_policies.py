@@ -10,9 +10,9 @@ from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.learner.training.policies import Policies, load_models
 from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.actors.models.tiny_model import make_model, make_tokenizer, save_tiny_model
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.groups import random_group
 from tests.models import make_tiny_model

@@ -18,9 +18,9 @@ from tinkermq.actors.learner.training.ranks import Ranks
 from tinkermq.actors.learner.training.step import StepReport
 from tinkermq.actors.models.model_folder import load_causal_lm, load_tokenizer
 from tinkermq.actors.models.policies import MAIN, prefix_of
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ConfigError, EngineError
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from torch import Tensor
 
 from tests.groups import random_group

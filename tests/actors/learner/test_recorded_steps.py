@@ -13,15 +13,15 @@ from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.rpc import Service
 from tinkermq.broker.tasks import TaskQueue
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
-from tinkermq.schemas.subjects import JobScope
 from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.groups import make_group, make_trajectory
 from tests.waiting import PATIENCE_S

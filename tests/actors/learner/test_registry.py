@@ -2,7 +2,7 @@
 
 import pytest
 from tinkermq.actors.learner.algorithms.registry import choose
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 TABLE = {"ppo": 1, "gspo": 2}
 

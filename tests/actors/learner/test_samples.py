@@ -5,7 +5,7 @@ import torch
 from tinkermq.actors.learner.algorithms import samples
 from tinkermq.actors.learner.algorithms.credit import assign_credit
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 
 from tests.groups import make_group, make_trajectory
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.learner.training.schedules import learning_rate
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def rates(steps, **options):

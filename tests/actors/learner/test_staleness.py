@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.learner.tasks.staleness import Staleness, choose
-from tinkermq.schemas.config import JobConfig, TrainingConfig
-from tinkermq.schemas.errors import ConfigError
-from tinkermq.schemas.load_config import parse_config
-from tinkermq.schemas.trace import GroupTrace, StepTrace, new_trace
+from tinkermq.schemas.config.job import JobConfig, TrainingConfig
+from tinkermq.schemas.config.load_config import parse_config
+from tinkermq.schemas.wire.errors import ConfigError
+from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.actors.learner.training.model import load_model
 from tinkermq.actors.learner.training.step import StepReport, Trainer
-from tinkermq.schemas.config import JobConfig
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from torch import nn
 from transformers import PreTrainedModel

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from tinkermq.actors.learner.step_trace import MAX_GROUPS, StepTracer
 from tinkermq.actors.learner.tasks.batching import Candidate
-from tinkermq.actors.learner.tasks.intake import Entry
+from tinkermq.actors.learner.tasks.intake import CheckedEntry
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.rollout import Group
-from tinkermq.schemas.trace import StepTrace, new_trace
+from tinkermq.schemas.wire.trace import StepTrace, new_trace
 
 from tests.groups import make_group, make_trajectory
 
@@ -28,14 +28,14 @@ def group(number: int = 0, **changes: object) -> Group:
     return made.model_copy(update={**told, **changes})
 
 
-def entry(made: Group, arrived: float = 120.0, traceparent: str = TRACE) -> Entry:
+def entry(made: Group, arrived: float = 120.0, traceparent: str = TRACE) -> CheckedEntry:
     """An entry of the log as the learner holds it."""
     number = made.task.task
     place = Candidate(1, number)
-    return Entry(1, number, made, made.task, 0, b"", place, None, traceparent, arrived)
+    return CheckedEntry(1, number, made, made.task, 0, b"", place, None, traceparent, arrived)
 
 
-def traced(tracer: StepTracer, *entries: Entry) -> StepTrace:
+def traced(tracer: StepTracer, *entries: CheckedEntry) -> StepTrace:
     """The trace of a step of these entries, as it comes out of the broker."""
     made = tracer.trace(4, entries, 120.0, {"wait": 1.0, "train": 2.0}, 0.25)
     return StepTrace.from_bytes(made.to_bytes())

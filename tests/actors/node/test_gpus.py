@@ -9,9 +9,9 @@ import pytest
 from tinkermq.actors.node.children import Child, spawn
 from tinkermq.actors.node.gpus import Gpus, find_gpus
 from tinkermq.actors.node.process import ActorProcess
-from tinkermq.schemas.errors import ConfigError
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 class NvmlError(Exception):

@@ -10,15 +10,15 @@ import pytest
 from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.machine import check_slots, default_name, default_slots, lock_name
 from tinkermq.actors.node.node import Node
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import follow
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import Service, call
-from tinkermq.schemas.errors import ConfigError, FencedError, MessageError, StateError
-from tinkermq.schemas.message import Empty
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import NodeStatus, NodeSync, RemoveRun, WantedActor
-from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, node, token
+from tinkermq.schemas.wire.errors import ConfigError, FencedError, MessageError, StateError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 

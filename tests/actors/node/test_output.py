@@ -16,8 +16,8 @@ from tinkermq.actors.node.output import (
     LineSplitter,
     LogFile,
 )
-from tinkermq.schemas.errors import BrokerError
 from tinkermq.schemas.metric import LogLines
+from tinkermq.schemas.wire.errors import BrokerError
 
 
 @given(st.lists(st.binary(max_size=30)))

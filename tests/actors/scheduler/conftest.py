@@ -20,13 +20,12 @@ from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
 from tinkermq.actors.scheduler.timing import Timing
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.rpc import Service, call
-from tinkermq.broker.server import NatsServer
+from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.control import ControlReply, ControlRequest
-from tinkermq.schemas.errors import NobodyAnswersError
 from tinkermq.schemas.job import (
     JobList,
     JobRecord,
@@ -35,10 +34,11 @@ from tinkermq.schemas.job import (
     ListRequest,
     SubmitRequest,
 )
-from tinkermq.schemas.message import Empty, Message
 from tinkermq.schemas.metric import Event, Presence
 from tinkermq.schemas.node import ActorStatus, NodeList, NodeStatus
-from tinkermq.schemas.subjects import rpc
+from tinkermq.schemas.wire.errors import NobodyAnswersError
+from tinkermq.schemas.wire.message import Empty, Message
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 

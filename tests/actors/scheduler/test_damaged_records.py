@@ -3,17 +3,18 @@
 import time
 from typing import Any
 
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.scheduler_calls import SchedulerCalls
-from tinkermq.broker.users import create_user_stores
-from tinkermq.schemas.codec import pack
+from tinkermq.broker.users.records import create_user_stores
 from tinkermq.schemas.job import ActorPlacement, JobRecord
-from tinkermq.schemas.message import Message
 from tinkermq.schemas.metric import EvalRecord, Presence
 from tinkermq.schemas.node import ActorStatus, NodeStatus
 from tinkermq.schemas.secret import SealedSecrets
-from tinkermq.schemas.subjects import (
+from tinkermq.schemas.user import UserRecord
+from tinkermq.schemas.wire.codec import pack
+from tinkermq.schemas.wire.message import Message
+from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,
@@ -22,7 +23,6 @@ from tinkermq.schemas.subjects import (
     BUCKET_SECRETS,
     BUCKET_USERS,
 )
-from tinkermq.schemas.user import UserRecord
 
 from .conftest import Stack
 

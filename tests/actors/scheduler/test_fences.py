@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.folders.links import refuse_links_to_others
-from tinkermq.actors.scheduler.fences import refuse_runs_of_others
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.actors.scheduler.submission.access import refuse_runs_of_others
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.wire.errors import ConfigError
 
 
 def test_an_adapter_may_not_stand_on_the_model_of_another_user(tmp_path: Path) -> None:

@@ -5,13 +5,13 @@ import contextlib
 import time
 
 import pytest
-from tinkermq.actors.scheduler.lease import KEY, Lease
+from tinkermq.actors.scheduler.lease import KEY, LeaderLease
 from tinkermq.actors.scheduler.timing import Timing
-from tinkermq.broker.connection import Broker
-from tinkermq.broker.kv import Bucket
-from tinkermq.schemas.errors import FencedError
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.job import JobRequest, RequestRecord
-from tinkermq.schemas.subjects import BUCKET_LEASES
+from tinkermq.schemas.wire.errors import FencedError
+from tinkermq.schemas.wire.subjects import BUCKET_LEASES
 
 from tests.waiting import PATIENCE_S
 
@@ -22,7 +22,7 @@ async def test_a_second_scheduler_waits_until_the_first_gives_its_lease_back(
     own_broker: Broker,
 ) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
+    first, second = LeaderLease(own_broker, FAST), LeaderLease(own_broker, FAST)
     assert await first.acquire(never)
     waiting = asyncio.create_task(second.acquire(never))
     await asyncio.sleep(0.4)
@@ -36,7 +36,7 @@ async def test_a_lease_that_stands_still_is_taken_and_its_holder_fenced(
     own_broker: Broker,
 ) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
+    first, second = LeaderLease(own_broker, FAST), LeaderLease(own_broker, FAST)
     assert await first.acquire(never)
     started = time.monotonic()
     assert await second.acquire(never)
@@ -53,13 +53,13 @@ async def test_what_is_no_lease_at_all_is_taken_like_one_that_stands_still(
 ) -> None:
     bucket = Bucket(own_broker, BUCKET_LEASES, RequestRecord)
     await bucket.put(KEY, RequestRecord(job="no lease"))
-    lease = Lease(own_broker, Timing(stale_s=0.1))
+    lease = LeaderLease(own_broker, Timing(stale_s=0.1))
     assert await asyncio.wait_for(lease.acquire(asyncio.Event()), PATIENCE_S)
 
 
 async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
     never = asyncio.Event()
-    first, second = Lease(own_broker, FAST), Lease(own_broker, FAST)
+    first, second = LeaderLease(own_broker, FAST), LeaderLease(own_broker, FAST)
     assert await first.acquire(never)
     holding = asyncio.create_task(first.hold())
     with pytest.raises(TimeoutError):
@@ -71,8 +71,8 @@ async def test_a_lease_that_is_renewed_is_not_taken(own_broker: Broker) -> None:
 
 async def test_a_waiting_scheduler_can_be_stopped(own_broker: Broker) -> None:
     stopping = asyncio.Event()
-    assert await Lease(own_broker, FAST).acquire(stopping)
-    waiting = asyncio.create_task(Lease(own_broker, FAST).acquire(stopping))
+    assert await LeaderLease(own_broker, FAST).acquire(stopping)
+    waiting = asyncio.create_task(LeaderLease(own_broker, FAST).acquire(stopping))
     stopping.set()
     assert await asyncio.wait_for(waiting, PATIENCE_S) is False
 

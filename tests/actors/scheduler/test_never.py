@@ -10,17 +10,17 @@ import pytest
 from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.feed import follow, publish_log, publish_metric
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import Service, call
-from tinkermq.schemas.errors import ConfigError, NotFoundError, PlacementError, StateError
-from tinkermq.schemas.ids import new_id
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.schemas.job import JobRecord, JobReply, JobRequest, ListRequest, StopRequest
 from tinkermq.schemas.metric import LogLines, Metric
 from tinkermq.schemas.node import NodeStatus, NodeSync
-from tinkermq.schemas.subjects import BUCKET_NODES, JobScope, rpc
-from tinkermq.schemas.subjects import node as node_subject
+from tinkermq.schemas.wire.errors import ConfigError, NotFoundError, PlacementError, StateError
+from tinkermq.schemas.wire.ids import new_id
+from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
+from tinkermq.schemas.wire.subjects import node as node_subject
 from ulid import ULID
 
 from tests.processes import alive

@@ -5,11 +5,16 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.scheduler.placement import Assignment, NodeSlots, place, refuse_impossible
-from tinkermq.actors.scheduler.queue import PlacementRequest, Shares
-from tinkermq.schemas.errors import PlacementError
+from tinkermq.actors.scheduler.placement.placement import (
+    Assignment,
+    NodeSlots,
+    place,
+    refuse_impossible,
+)
+from tinkermq.actors.scheduler.placement.queue import PlacementRequest, UserShares
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.user import Quota
+from tinkermq.schemas.wire.errors import PlacementError
 
 EVALUATOR = ActorPlacement(name="evaluator-0", role="evaluator", slots=0)
 HOST = ActorPlacement(name="environment-0", role="environment", slots=0)
@@ -180,19 +185,19 @@ def test_between_users_the_one_who_holds_less_for_their_weight_comes_first() -> 
     queue = [job(f"a{i}", 1, created=float(i)) for i in range(4)]
     queue += [job(f"b{i}", 1, user="bob", created=10.0 + i) for i in range(4)]
     assert started(queue, [node("n", 8)]) == ["a0", "b0", "a1", "b1"]
-    heavy = Shares(quotas={"bob": Quota(weight=3)})
+    heavy = UserShares(quotas={"bob": Quota(weight=3)})
     assert started(queue, [node("n", 8)], shares=heavy) == ["a0", "b0", "b1", "b2"]
 
 
 def test_a_quota_bounds_what_a_user_holds_and_lets_others_pass() -> None:
-    shares = Shares(held={"ann": 2}, quotas={"ann": Quota(max_slots=3)})
+    shares = UserShares(held={"ann": 2}, quotas={"ann": Quota(max_slots=3)})
     placed = place([job("a", 1), job("b", 1, user="bob", created=1.0)], [node("n", 8)], shares)
     assert {one.job for one in placed.assignments} == {"b"}
     assert placed.waits == {"a": "waits for 2 slots of its user's quota of 3"}
 
 
 def test_a_quota_counts_the_processes_that_hold_no_slot_too() -> None:
-    shares = Shares(actors={"ann": 2}, quotas={"ann": Quota(max_actors=5)})
+    shares = UserShares(actors={"ann": 2}, quotas={"ann": Quota(max_actors=5)})
     placed = place([job("a", 1), job("b", 1, user="bob", created=1.0)], [node("n", 8)], shares)
     assert {one.job for one in placed.assignments} == {"b"}
     assert placed.waits == {"a": "waits for 4 processes of its user's quota of 5"}

@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 from tinkermq.broker.batches import BatchLog
-from tinkermq.broker.connection import Broker
+from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import publish_metric, read_events
-from tinkermq.broker.kv import Bucket
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.streams import delete_stream, stream_info
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.errors import NotFoundError, StateError
 from tinkermq.schemas.job import JobRecord, JobRequest, RequestRecord
 from tinkermq.schemas.metric import EvalRecord, Metric, Presence
 from tinkermq.schemas.secret import SealedSecrets
 from tinkermq.schemas.segment import Segment
-from tinkermq.schemas.subjects import (
+from tinkermq.schemas.wire.errors import NotFoundError, StateError
+from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
     BUCKET_JOBS,

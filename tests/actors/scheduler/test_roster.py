@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tinkermq.actors.scheduler.roster import actors_for, scaled, slots_of, unplaced
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.actors.scheduler.jobs.actors import actors_for, scaled, slots_of, unplaced
+from tinkermq.schemas.config.load_config import parse_config
 
 
 def names(**sections: dict[str, Any]) -> list[str]:

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.presence import presences
-from tinkermq.broker.streams import stream_info
-from tinkermq.broker.users import UserStore, create_user_stores
-from tinkermq.schemas.config import LimitsConfig
-from tinkermq.schemas.errors import QuotaError
+from tinkermq.broker.users.records import UserStore, create_user_stores
+from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.job import JobRequest, PriorityRequest, ScaleRequest, StopRequest
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.user import UserRecord
+from tinkermq.schemas.wire.errors import QuotaError
 
 from tests.waiting import eventually
 

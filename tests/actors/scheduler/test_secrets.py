@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.notifier import Plateau
+from tinkermq.broker.client.rpc import call
 from tinkermq.broker.feed import publish_metric
-from tinkermq.broker.kv import Bucket
-from tinkermq.broker.rpc import call
-from tinkermq.broker.sealing import Seal, close_seal
+from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.users.sealing import Seal, close_seal
 from tinkermq.clients.pool import Pool
-from tinkermq.schemas.errors import AuthError
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.secret import (
@@ -26,7 +25,8 @@ from tinkermq.schemas.secret import (
     OpenRequest,
     SealedSecrets,
 )
-from tinkermq.schemas.subjects import BUCKET_SECRETS, JobScope, rpc
+from tinkermq.schemas.wire.errors import AuthError
+from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
 
 from tests.secrets_on_disk import files_with
 from tests.waiting import PATIENCE_S, eventually, until

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from tinkermq.actors.scheduler.states import Transition, next_state, told_placements
+from tinkermq.actors.scheduler.jobs.states import Transition, next_state, told_placements
 from tinkermq.schemas.job import FINAL_STATES, MAY_FOLLOW, ActorPlacement, JobRecord
 from tinkermq.schemas.node import ActorStatus
 

@@ -6,14 +6,8 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 import pytest
-from tinkermq.actors.scheduler.roster import slots_of
-from tinkermq.schemas.errors import (
-    ConfigError,
-    NotFoundError,
-    PlacementError,
-    StateError,
-    StorageError,
-)
+from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
     ConfigureRequest,
     JobRecord,
@@ -22,7 +16,13 @@ from tinkermq.schemas.job import (
     ScaleRequest,
     StopRequest,
 )
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.wire.errors import (
+    ConfigError,
+    NotFoundError,
+    PlacementError,
+    StateError,
+    StorageError,
+)
 
 from .conftest import Stack
 

@@ -14,10 +14,10 @@ from tinkermq.actors.models.job_models import config_of_checkpoint
 from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
 from tinkermq.actors.server.server import served_step, start_engines
-from tinkermq.schemas.config import JobConfig
-from tinkermq.schemas.errors import ModelError
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.config.lora import LoraConfig
 from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.lora import LoraConfig
+from tinkermq.schemas.wire.errors import ModelError
 
 from tests.models import make_tiny_model, plain_logprobs
 

@@ -5,14 +5,14 @@ import time
 
 import pytest
 from nats.aio.msg import Msg
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.load.repeated_call import repeated_call
-from tinkermq.broker.server import NatsServer
-from tinkermq.broker.user_calls import ask_users
-from tinkermq.schemas.errors import BrokerError
-from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import rpc
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.broker.users.calls import ask_users
 from tinkermq.schemas.user import UserReply
+from tinkermq.schemas.wire.errors import BrokerError
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
 

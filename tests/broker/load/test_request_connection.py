@@ -7,13 +7,13 @@ from typing import Any, cast
 
 import nats.errors
 import pytest
-from tinkermq.broker.connection import Broker, connect
+from tinkermq.broker.client.connection import Broker, connect
+from tinkermq.broker.client.rpc import Service, call
 from tinkermq.broker.load.fair_queue import FairQueue
 from tinkermq.broker.load.request_connection import drop_old_requests, request_connection
-from tinkermq.broker.rpc import Service, call
-from tinkermq.broker.server import NatsServer
-from tinkermq.schemas.message import Empty
-from tinkermq.schemas.subjects import rpc
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.schemas.wire.message import Empty
+from tinkermq.schemas.wire.subjects import rpc
 
 from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 

@@ -4,8 +4,8 @@ import pytest
 from tinkermq.envs.adapters.gymnasium import GymnasiumGame, name_colours
 from tinkermq.envs.check import check_game
 from tinkermq.envs.prompt import open_game
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 LAKE = {
     "env_id": "FrozenLake-v1",

@@ -8,8 +8,8 @@ from opponents import any_free
 from tinkermq.envs.adapters.textarena import TextArenaGame
 from tinkermq.envs.check import check_game
 from tinkermq.envs.prompt import open_game
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 
 def opened(seed=0, **arguments):

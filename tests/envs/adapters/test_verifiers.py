@@ -9,8 +9,8 @@ from tinkermq.envs.adapters.verifiers import VerifiersGame
 from tinkermq.envs.adapters.verifiers_episode import VerifiersEpisode
 from tinkermq.envs.check import check_game
 from tinkermq.envs.prompt import open_game
-from tinkermq.schemas.config import EnvConfig
-from tinkermq.schemas.errors import GameError
+from tinkermq.schemas.config.job import EnvConfig
+from tinkermq.schemas.wire.errors import GameError
 
 pytestmark = pytest.mark.extras
 

@@ -8,7 +8,7 @@ import pytest
 from tinkermq.clients.cli import main
 from tinkermq.envs.dataset import Dataset
 from tinkermq.envs.math.prepare import prepare
-from tinkermq.schemas.errors import DataError
+from tinkermq.schemas.wire.errors import DataError
 
 PNG = b"\x89PNG\r\n\x1a\n not really"
 

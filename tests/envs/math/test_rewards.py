@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.envs.math.grader import shared_grader
-from tinkermq.envs.math.rewards import Rewards
-from tinkermq.schemas.errors import ConfigError
+from tinkermq.envs.math.rewards import MathRewards
+from tinkermq.schemas.wire.errors import ConfigError
 
 THOUGHT = r"<think>2 and 2</think> \boxed{4}"
 
@@ -25,7 +25,7 @@ THOUGHT = r"<think>2 and 2</think> \boxed{4}"
     ],
 )
 def test_a_reward_is_the_weighted_sum_of_its_rules(weights, text, reward):
-    judged = Rewards(weights, shared_grader()).judge(text, "4")
+    judged = MathRewards(weights, shared_grader()).judge(text, "4")
     assert judged.reward == pytest.approx(reward)
     assert set(weights) <= set(judged.parts)
 
@@ -35,4 +35,4 @@ def test_a_reward_is_the_weighted_sum_of_its_rules(weights, text, reward):
 )
 def test_rules_that_do_not_exist_are_named(weights, words):
     with pytest.raises(ConfigError, match=words):
-        Rewards(weights, shared_grader())
+        MathRewards(weights, shared_grader())

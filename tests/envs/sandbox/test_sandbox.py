@@ -16,7 +16,7 @@ from tinkermq.envs.sandbox.self_test import check_answer
 from tinkermq.envs.sandbox.settings import MAX_CODE_BYTES, Outcome, SandboxSettings
 from tinkermq.envs.sandbox.shared import shared_sandbox
 from tinkermq.envs.sandbox.watch import descendants
-from tinkermq.schemas.errors import ConfigError, SandboxError
+from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS
 from tests.waiting import PATIENCE_S

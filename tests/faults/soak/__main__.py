@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tinkermq.schemas.load_config import parse_config
+from tinkermq.schemas.config.load_config import parse_config
 
 from tests.faults.soak.account import Account, Run, account
 from tests.faults.soak.injector import WEIGHTS, Injector

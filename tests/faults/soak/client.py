@@ -5,7 +5,7 @@ import sys
 import threading
 
 from tinkermq.clients import GameEnvironment
-from tinkermq.schemas.errors import BrokerError, DeadlineError
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 
 from tests.games import SlowGuess
 

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
 import psutil
-from tinkermq.schemas.errors import StateError, TinkermqError
 from tinkermq.schemas.job import FINAL_STATES
+from tinkermq.schemas.wire.errors import StateError, TinkermqError
 
 from tests.faults.soak.lanes import Lane
 from tests.faults.soak.pool import BROKER, Pool, Target

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import msgpack
 import nats
 from tinkermq.clients.address import JobAddress
-from tinkermq.schemas.errors import BrokerError, DeadlineError
 from tinkermq.schemas.job import JobReply, SubmitRequest
+from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 
 from tests.faults.soak.pool import Pool
 from tests.faults.soak.recipes import Recipe

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from .....schemas.errors import ModelError
-from .....schemas.lora import LoraConfig
+from .....schemas.config.lora import LoraConfig
+from .....schemas.wire.errors import ModelError
 from ....models.model_folder import load_model_config, load_policy
 from ....models.vision import (
     ImageReader,
@@ -39,7 +39,7 @@ _PROBE = (1, 2, 3, 5, 1, 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FedTokens:
     """Tokens that a slot is to be fed: those from position `start` on."""
 
     slot: int
@@ -121,7 +121,7 @@ class SlotDecoder:
         for probe, (plain_NV, _) in zip(probes, plain, strict=True):
             self._check(path, probe, plain_NV)
 
-    def prefill(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    def prefill(self, spans: Sequence[FedTokens]) -> Iterator[tuple[list[int], torch.Tensor]]:
         """Feed every span; yield (indices into `spans`, logits of their last token [B, V]).
 
         Spans of similar length share a forward pass.
@@ -151,7 +151,7 @@ class SlotDecoder:
         rotary = torch.as_tensor(positions_B + shift_B, device=self.device)
         return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask)
 
-    def _prefill_batch(self, spans: Sequence[Span]) -> torch.Tensor:
+    def _prefill_batch(self, spans: Sequence[FedTokens]) -> torch.Tensor:
         lengths_B = np.array([len(span.tokens) for span in spans])
         starts_B = np.array([span.start for span in spans])
         longest = int(lengths_B.max())
@@ -179,7 +179,9 @@ class SlotDecoder:
         rotary = torch.as_tensor(rotary_3BN, device=self.device)
         return self._forward(self._with_images(ids, spans), rotary, mask)
 
-    def _with_images(self, ids_BN: torch.Tensor, spans: Sequence[Span]) -> dict[str, torch.Tensor]:
+    def _with_images(
+        self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
+    ) -> dict[str, torch.Tensor]:
         """Return what the model reads: embeddings with the images that these spans begin with."""
         width = ids_BN.shape[1]
         fed = [
@@ -237,8 +239,11 @@ class SlotDecoder:
         shift = 0 if images is None else images.shift
         with torch.inference_mode():
             rows = [
-                (first - 1, next(self.prefill([Span(0, 0, tokens[:first], images)]))[1]),
-                (last - 1, next(self.prefill([Span(0, first, tokens[first:last], images)]))[1]),
+                (first - 1, next(self.prefill([FedTokens(0, 0, tokens[:first], images)]))[1]),
+                (
+                    last - 1,
+                    next(self.prefill([FedTokens(0, first, tokens[first:last], images)]))[1],
+                ),
                 (last, self.decode(tokens[last:], np.array([last]), shift)),
             ]
         scale = float(plain_NV.abs().max()) + 1e-6
@@ -306,7 +311,7 @@ def _cache_shape(path: str, cache: DynamicCache) -> CacheShape:
     return CacheShape(len(layers), kv_heads, head_size, states[0].dtype, states[0].device)
 
 
-def _batches(spans: Sequence[Span]) -> Iterator[list[int]]:
+def _batches(spans: Sequence[FedTokens]) -> Iterator[list[int]]:
     """Group spans, resumed ones apart, so that padding at most doubles the work of a pass."""
     order = sorted(range(len(spans)), key=lambda i: (spans[i].start > 0, len(spans[i].tokens)))
     batch: list[int] = []

@@ -21,7 +21,7 @@ IndexVector = NDArray[np.int64]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class RowRequest:
     """One request inside the engine."""
 
     request_id: str
@@ -45,7 +45,7 @@ class RowTable:
 
     def __init__(self, max_rows: int, max_tokens: int) -> None:
         self.num = 0
-        self.requests: list[Request] = []
+        self.requests: list[RowRequest] = []
         # `empty` takes address space, not memory, until a row is used.
         self.tokens_RT = np.empty((max_rows, max_tokens), np.int32)
         self._logprobs_RT = np.empty((max_rows, max_tokens), np.float32)
@@ -62,7 +62,7 @@ class RowTable:
         self._top_k_R = np.zeros(max_rows, np.int64)
         self._seed_R = np.zeros(max_rows, np.uint64)
 
-    def add(self, requests: Sequence[Request], cache_version: int) -> IndexVector:
+    def add(self, requests: Sequence[RowRequest], cache_version: int) -> IndexVector:
         """Give each request a row; return the rows."""
         first = self.num
         for row, request in enumerate(requests, first):

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .....schemas.errors import EngineError
-from .....schemas.lora import LoraConfig
+from .....schemas.config.lora import LoraConfig
+from .....schemas.wire.errors import EngineError
 from ....models.lora import policy_tensors
 from ....models.vision import SeenImages, digest_of
 from ....models.weight_tensors import TensorSource
@@ -34,7 +34,7 @@ from ..image_reads import ImageReads, eyes_of
 from ..refusals import again, check_prompt, check_queue, check_sampling
 from .decoder import SlotDecoder, load_decoder
 from .double_buffer import ShadowWeights
-from .rows import Request
+from .rows import RowRequest
 from .worker import EngineWorker, Outcome
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -142,7 +142,7 @@ class TransformersEngine:
         if seen is not None:  # others have asked meanwhile
             self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
-        request = Request(
+        request = RowRequest(
             request_id, prompt, sampling, seed % (1 << 64), conversation, on_token is not None, seen
         )
         future: asyncio.Future[Generation] = self._loop.create_future()

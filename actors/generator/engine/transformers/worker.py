@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .....schemas.errors import EngineError
+from .....schemas.wire.errors import EngineError
 from ..engine import (
     Drawn,
     EngineStats,
@@ -27,10 +27,10 @@ from ..engine import (
 from ..meter import Meter
 from ..refusals import not_finite
 from ..sampling import sample
-from .decoder import SlotDecoder, Span
+from .decoder import FedTokens, SlotDecoder
 from .double_buffer import ShadowWeights
 from .prefix_cache import Parked, ParkingLot
-from .rows import IndexVector, Request, RowTable
+from .rows import IndexVector, RowRequest, RowTable
 
 Outcome = tuple[str, Generation | EngineError | Drawn]
 """A request's id and what became of it, or its next token."""
@@ -54,7 +54,7 @@ class EngineWorker:
         self._deliver = deliver
         self._ended = ended
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[RowRequest] = deque()
         self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
         self._lot = ParkingLot(parked_tokens)
         self._outcomes: list[Outcome] = []
@@ -85,7 +85,7 @@ class EngineWorker:
 
     # Commands -------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: RowRequest) -> None:
         """Queue a request."""
         self._num_streams += request.streams
         self._waiting.append(request)
@@ -157,23 +157,25 @@ class EngineWorker:
         self._rows.add([request for group, _ in groups for request in group], self.version)
         self._decoder.cache.reserve(self._rows.num, 1)
         row = self._rows.num - len(taken)
-        spans: list[Span] = []
+        spans: list[FedTokens] = []
         for group, parked in groups:
             start = 0
             if parked is not None:
                 start = len(parked.tokens)
                 self._decoder.cache.reserve(self._rows.num, start)
                 self._decoder.cache.put(row, parked.states)
-            spans.append(Span(row, start, group[0].prompt[start:], group[0].images))
+            spans.append(FedTokens(row, start, group[0].prompt[start:], group[0].images))
             self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
             row += len(group)
         self._prefill(spans, [len(group) for group, _ in groups])
         self._retire()
 
-    def _group(self, requests: Sequence[Request]) -> list[tuple[list[Request], Parked | None]]:
+    def _group(
+        self, requests: Sequence[RowRequest]
+    ) -> list[tuple[list[RowRequest], Parked | None]]:
         """Put requests of one prompt together; a parked conversation stays by itself."""
-        groups: list[tuple[list[Request], Parked | None]] = []
-        shared: dict[tuple[bytes, bytes | None], list[Request]] = {}
+        groups: list[tuple[list[RowRequest], Parked | None]] = []
+        shared: dict[tuple[bytes, bytes | None], list[RowRequest]] = {}
         for request in requests:
             parked = None
             if request.conversation is not None:
@@ -187,7 +189,7 @@ class EngineWorker:
             group.append(request)
         return groups
 
-    def _prefill(self, spans: Sequence[Span], sizes: Sequence[int]) -> None:
+    def _prefill(self, spans: Sequence[FedTokens], sizes: Sequence[int]) -> None:
         """Compute each prompt once, copy it to the rows behind that share it, draw for all."""
         for batch, logits_BV in self._decoder.prefill(spans):
             sizes_B = np.array([sizes[index] for index in batch])
@@ -247,7 +249,7 @@ class EngineWorker:
             self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
         self._remove(gone)
 
-    def _park(self, row: int, request: Request) -> None:
+    def _park(self, row: int, request: RowRequest) -> None:
         """Keep the row's cache for the next turn, if it stems from one version alone."""
         if request.conversation is None or self._rows.cache_version_R[row] != self.version:
             return
@@ -270,7 +272,7 @@ class EngineWorker:
         """Compute the cache of all running rows anew, with the weights of now."""
         cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
         spans = [
-            Span(row, 0, self._rows.tokens_RT[row, :length], self._rows.requests[row].images)
+            FedTokens(row, 0, self._rows.tokens_RT[row, :length], self._rows.requests[row].images)
             for row, length in enumerate(cached)
         ]
         for _ in self._decoder.prefill(spans):
@@ -292,5 +294,5 @@ class EngineWorker:
             self._deliver(outcomes)
 
 
-def _digest(request: Request) -> bytes | None:
+def _digest(request: RowRequest) -> bytes | None:
     return None if request.images is None else request.images.images.digest

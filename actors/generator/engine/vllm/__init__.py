@@ -1,1 +1,1 @@
-"""TODO."""
+"""The engine on vLLM."""

@@ -28,9 +28,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from .....schemas.config import GeneratorConfig
-from .....schemas.errors import EngineError, ModelError
-from ..concurrency import Concurrency, Gate
+from .....schemas.config.job import GeneratorConfig
+from .....schemas.wire.errors import EngineError, ModelError
+from ..concurrency import Concurrency, RequestLimit
 from ..engine import (
     Drawn,
     Generation,
@@ -41,7 +41,7 @@ from ..engine import (
     nothing,
 )
 from .images import ShownImages, prompt_with_images
-from .request import Request, generation_of, parameters_of
+from .request import VllmRequest, generation_of, parameters_of
 from .start import Recorder, engine_arguments, settle_environment
 
 _SHUTDOWN_S = 1.0
@@ -60,9 +60,9 @@ class VllmModel:
         self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
-        self._gate = Gate(Concurrency(fits, max_requests))
+        self._gate = RequestLimit(Concurrency(fits, max_requests))
         recorder.gate = self._gate
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, VllmRequest] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._num_adapters = 0
         self._poisoned = ""
@@ -154,7 +154,7 @@ class VllmModel:
     ) -> Generation:
         """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
-        request = self._requests[key] = Request(adapter, key, self._gate.ask())
+        request = self._requests[key] = VllmRequest(adapter, key, self._gate.ask())
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
         parameters = parameters_of(sampling, seed, kind)
@@ -188,7 +188,7 @@ class VllmModel:
 
     async def _run(
         self,
-        request: Request,
+        request: VllmRequest,
         tokens: list[int],
         parameters: SamplingParams,
         on_token: OnToken | None,

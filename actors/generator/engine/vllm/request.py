@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
-from .....schemas.errors import EngineError
+from .....schemas.wire.errors import EngineError
 from ..engine import FinishReason, Generation, Sampling
 
 _FINISH: Mapping[str | None, FinishReason] = {
@@ -22,7 +22,7 @@ _FINISH: Mapping[str | None, FinishReason] = {
 }
 
 
-class Request:
+class VllmRequest:
     """A request on its way."""
 
     def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]") -> None:
@@ -53,7 +53,7 @@ def parameters_of(sampling: Sampling, seed: int | None, kind: RequestOutputKind)
     )
 
 
-def generation_of(request: Request, parts: list[RequestOutput]) -> Generation:
+def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generation:
     """Put the outputs of a request together; the last one has the versions of all tokens.
 
     Raises EngineError for a request that vLLM gave up.

@@ -14,8 +14,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
-from .....schemas.config import GeneratorConfig
-from ..concurrency import Gate
+from .....schemas.config.job import GeneratorConfig
+from ..concurrency import RequestLimit
 from ..meter import Meter
 
 _CPU_CACHE_MB = 1024
@@ -96,7 +96,7 @@ class Recorder(StatLoggerBase):
 
     def __init__(self) -> None:
         self.meter = Meter()
-        self.gate: Gate | None = None
+        self.gate: RequestLimit | None = None
         self._then = time.perf_counter()
         self._worked = False
 

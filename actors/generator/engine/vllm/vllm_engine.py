@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .....schemas.config import JobConfig
-from .....schemas.errors import ConfigError, EngineError, ModelError
-from .....schemas.lora import LoraConfig
+from .....schemas.config.job import JobConfig
+from .....schemas.config.lora import LoraConfig
+from .....schemas.wire.errors import ConfigError, EngineError, ModelError
 from ....models.lora import base_of, is_adapter
 from ....models.model_folder import load_model_config, sees_images
 from ....models.vision import ImageReader, Images, digest_of, load_image_reader

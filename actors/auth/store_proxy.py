@@ -1,0 +1,213 @@
+"""The door: passes on what guests read and store, once it has seen that they may.
+
+A guest cannot ask JetStream itself, because whoever asks also names the subject of the answer.
+Here the subject of a request says who asks (the broker enforces it) and for what; the request is
+written anew and sent to JetStream with the guest's inbox as reply subject, so the answer, however
+large, goes from the server straight to the guest.
+"""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+import structlog
+from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError as StreamNotFound
+
+from ...broker.client.connection import Broker, ConnectionLost, Listening
+from ...broker.client.faults import NO_STREAM
+from ...broker.client.rpc import INBOXES
+from ...broker.jetstream.kv import WRITE_ID
+from ...broker.jetstream.streams import stream_info
+from ...broker.load.fair_queue import FairQueue
+from ...broker.users.audit import Audit
+from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
+from ...schemas.wire.subjects import PREFIX, acting, caller_of_rpc, rpc
+from ...schemas.wire.trace import TRACEPARENT
+from .storage_bounds import StorageBounds
+
+_QUEUE = "door"
+_KNOWN_S = 5.0
+_SETTLE_S = 1.0
+_MAX_KNOWN = 10_000
+_MAX_MESSAGES = 1000
+_MAX_BYTES = 32 * 2**20
+_FORBIDDEN = "403"
+_NOT_THERE = "503"
+_HEADERS = (
+    "Nats-Expected-Last-Subject-Sequence",
+    "Nats-TTL",
+    "KV-Operation",
+    WRITE_ID,
+    TRACEPARENT,
+)
+"""Headers that a guest's message keeps; others could do more than store it."""
+_MESSAGE_ID = "Nats-Msg-Id"
+"""Kept in the streams of the guest's own jobs: a stream keeps one message of each id."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class StoreProxy:
+    """Answers below `rpc.<user>.store` and `job.<user>.<job>.store.<role>`."""
+
+    def __init__(
+        self,
+        requests: Broker,
+        broker: Broker,
+        audit: Audit,
+        bounds: StorageBounds,
+        bound: Callable[[str], int | None],
+    ) -> None:
+        """Hear guests and pass on what they ask over `requests`; look things up with `broker`.
+
+        `bounds` knows what guests may add, `bound` how many requests of a user may run at once.
+        """
+        self._requests = requests
+        self._broker = broker
+        self._audit = audit
+        self._bounds = bounds
+        self._known: dict[str, float] = {}
+        self.share = FairQueue()
+        """Requests of guests, who take turns."""
+        self.share.bound = bound
+        self._listening: list[Listening] = []
+
+    async def open(self) -> None:
+        """Listen; several doors share the requests."""
+        subjects = (
+            rpc("*", "store", ">"),
+            acting("*", "*", "store", ">"),
+            f"{PREFIX}.job.*.*.store.>",
+        )
+        self._listening = [
+            await self._requests.listen(subject, self._take, queue=_QUEUE) for subject in subjects
+        ]
+
+    async def close(self) -> None:
+        """Take no more requests."""
+        for one in self._listening:
+            await one.stop()
+        await self.share.settle(_SETTLE_S)
+
+    def _take(self, message: Msg) -> None:
+        """Answer when it is the user's turn; beyond his bound it is dropped, and asked again."""
+        if message.reply.startswith(INBOXES):
+            user = message.subject.split(".")[3]
+            self.share.submit(user, lambda: self._answer(message), len(message.data))
+
+    async def _answer(self, message: Msg) -> None:
+        try:
+            guest, verb, rest = read_subject(message.subject)
+            if verb == "get":
+                await self._get(guest, rest, message)
+            elif verb == "info":
+                await self._info(guest, rest, message)
+            elif verb == "put":
+                await self._put(guest, rest, message)
+            else:
+                raise MessageError(f"the door cannot {verb}")
+        except (MessageError, NotFoundError, QuotaError) as error:
+            await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
+        except ConnectionLost:  # dropped with all that waited: the guest asks again
+            return
+        except TinkermqError as error:  # the guest's deadline ends it, and he asks again
+            _log.warning("door_failed", subject=message.subject, error=error.message)
+
+    async def _get(self, guest: Guest, rest: str, message: Msg) -> None:
+        stream, _, key = rest.partition(".")
+        request = b"" if key else read_request(message.data)
+        subject = key or str(json.loads(request).get("next_by_subj", ""))
+        if not may_read(guest, stream, subject):
+            raise MessageError(f"{guest.user} may not read {subject or 'all'} of {stream}")
+        if await self._exists(stream, message):
+            place = f"$JS.API.DIRECT.GET.{stream}"
+            if key:
+                place, request = self._broker.last_get(stream, key)
+            await self._requests.send(place, request, reply=message.reply)
+
+    async def _info(self, guest: Guest, stream: str, message: Msg) -> None:
+        if guest.job or not is_stream_of(guest.user, stream):
+            raise MessageError(f"{guest.user} may not look at {stream}")
+        request = _json(message.data) if message.data else {}
+        known = {key: request[key] for key in ("subjects_filter", "offset") if key in request}
+        payload = json.dumps(known).encode() if known else b""
+        await self._requests.send(f"$JS.API.STREAM.INFO.{stream}", payload, reply=message.reply)
+
+    async def _put(self, guest: Guest, subject: str, message: Msg) -> None:
+        stream = may_store(guest, subject)
+        if stream is None:
+            raise MessageError(f"{guest.user} may not store on {subject}")
+        await self._bounds.check(guest, subject, len(message.data))
+        if await self._exists(stream, message):
+            given = message.headers or {}
+            headers = {name: given[name] for name in _HEADERS if name in given}
+            if _MESSAGE_ID in given and is_stream_of(guest.user, stream):
+                headers[_MESSAGE_ID] = f"{guest.role or 'user'}.{given[_MESSAGE_ID]}"
+            await self._requests.send(
+                subject, message.data, reply=message.reply, headers=headers or None
+            )
+
+    async def _exists(self, stream: str, message: Msg) -> bool:
+        """Whether a stream is there; if not, says so: nobody else would tell the guest."""
+        now = asyncio.get_running_loop().time()
+        if now - self._known.get(stream, float("-inf")) < _KNOWN_S:
+            return True
+        try:
+            await stream_info(self._broker, stream)
+        except StreamNotFound:
+            headers = {"Status": _NOT_THERE, NO_STREAM: stream}
+            await self._requests.publish(message.reply, b"", headers)
+            return False
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[stream] = now
+        return True
+
+    async def _refuse(self, message: Msg, why: str) -> None:
+        """Answer in the form of the request that was made: a read, or a call of the API."""
+        body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
+        headers = {"Status": _FORBIDDEN, "Description": why}
+        await self._requests.publish(message.reply, body, headers)
+        await self._audit.refused(caller_of_rpc(message.subject), "store", why)
+
+
+def read_subject(subject: str) -> tuple[Guest, str, str]:
+    """Return who asks, what for, and of what; raises MessageError."""
+    parts = subject.split(".")
+    if parts[2] == "rpc":
+        guest, rest = Guest(parts[3]), parts[5:]
+    elif parts[2] == "as":
+        guest, rest = Guest(parts[4]), parts[6:]
+    else:
+        guest, rest = Guest(parts[3], parts[4], parts[6]), parts[7:]
+    if len(rest) < 2:
+        raise MessageError(f"{subject} does not say what is asked for")
+    return guest, rest[0], ".".join(rest[1:])
+
+
+def read_request(payload: bytes) -> bytes:
+    """Return a request for messages with nothing in it but what we know; raises MessageError."""
+    given = _json(payload)
+    seq = given.get("seq", 1)
+    request: dict[str, Any] = {"seq": seq if isinstance(seq, int) and seq > 0 else 1}
+    subject = given.get("next_by_subj")
+    if isinstance(subject, str):
+        request["next_by_subj"] = subject
+    for key, most in (("batch", _MAX_MESSAGES), ("max_bytes", _MAX_BYTES)):
+        value = given.get(key)
+        if isinstance(value, int) and value > 0:
+            request[key] = min(value, most)
+    return json.dumps(request).encode()
+
+
+def _json(payload: bytes) -> dict[str, Any]:
+    try:
+        value: Any = read_json(payload)
+    except MessageError as error:
+        raise MessageError("the request is no JSON") from error
+    if not isinstance(value, dict):
+        raise MessageError("the request is no JSON object")
+    return cast("dict[str, Any]", value)

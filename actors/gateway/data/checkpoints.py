@@ -1,0 +1,75 @@
+"""The checkpoints of a run, listed and packed for download.
+
+The run's folder must be on this machine, or on a disk that it shares with the pool. Only folders
+`checkpoints/step_*` of the run are served, and only plain files that really lie in them.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ....schemas.job import JobRecord
+from ....schemas.wire.errors import NotFoundError
+from ...models.checkpoint_folders import checkpoint_folders
+
+_CHUNK = 1 << 20
+
+
+def list_checkpoints(record: JobRecord) -> list[dict[str, Any]]:
+    """Return step, size and time of each checkpoint, newest first."""
+    found: list[dict[str, Any]] = []
+    for step, folder in checkpoint_folders(record.run_dir).items():
+        files = list(_files(folder))
+        if not files:
+            continue
+        found.append(
+            {
+                "step": step,
+                "bytes": sum(file.stat().st_size for file in files),
+                "files": [str(file.relative_to(folder)) for file in files],
+                "saved": max(file.stat().st_mtime for file in files),
+                "path": str(folder),
+            }
+        )
+    return sorted(found, key=lambda one: one["step"], reverse=True)
+
+
+def folder_of(record: JobRecord, step: int) -> Path:
+    """Return the folder of a checkpoint; raises NotFoundError."""
+    folder = checkpoint_folders(record.run_dir).get(step)
+    if folder is not None:
+        return folder
+    raise NotFoundError(
+        f"run {record.name} has no checkpoint of step {step} on this machine",
+        hint="checkpoints lie in the run's folder on the pool; older ones are removed "
+        "(training.keep_last, training.keep_every)",
+    )
+
+
+def pack(folder: Path, name: str) -> Iterator[bytes]:
+    """Yield an uncompressed tar archive of a checkpoint, a chunk at a time."""
+    for file in _files(folder):
+        size = file.stat().st_size
+        info = tarfile.TarInfo(f"{name}/{file.relative_to(folder)}")
+        info.size, info.mtime, info.mode = size, int(file.stat().st_mtime), 0o644
+        yield info.tobuf(tarfile.PAX_FORMAT)
+        with file.open("rb") as source:
+            left = size
+            while left:
+                chunk = source.read(min(_CHUNK, left)) or bytes(min(_CHUNK, left))
+                left -= len(chunk)  # a file that became shorter meanwhile is filled up
+                yield chunk
+        yield bytes(-size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the plain files of a checkpoint, links left out, by name."""
+    for place, names, files in os.walk(folder, followlinks=False):
+        names.sort()
+        for name in sorted(files):
+            file = Path(place) / name
+            if file.is_file() and not file.is_symlink():
+                yield file

@@ -1,0 +1,160 @@
+"""The table of jobs: filtered, searched, cut into pages, with the newest figures of each."""
+
+import asyncio
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from nats.js.errors import NotFoundError as StreamNotFound
+
+from ....broker.client.connection import Broker
+from ....broker.observe.recent import recent_values, run_row
+from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.wire.errors import TinkermqError
+
+PAGE = 50
+_ARCHIVED = "archived"
+FIGURES_AGE_S = 2.0
+MAX_FIGURES = 4096
+PATIENCE_S = 0.25
+"""A page does not wait longer than this for the figures of its jobs."""
+GROUPS: dict[str, frozenset[str]] = {
+    "active": frozenset({"STARTING", "RUNNING", "PAUSED", "LOST"}),
+    "queued": frozenset({"QUEUED"}),
+    "completed": frozenset({"COMPLETED"}),
+    "failed": frozenset({"FAILED"}),
+    "cancelled": frozenset({"CANCELLED"}),
+}
+"""What the page filters by, and the states each stands for."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What somebody wants to see of the jobs."""
+
+    state: str = ""
+    """A state, a group of `GROUPS`, or `archived`; empty for all that are not archived."""
+    search: str = ""
+    """Words that each must be part of name, id, kind, owner, game, model or reason."""
+    offset: int = 0
+    limit: int = PAGE
+
+
+@dataclass(frozen=True)
+class JobPage:
+    """A page of the table."""
+
+    records: list[JobRecord]
+    total: int
+    """Jobs that match."""
+    counts: dict[str, int]
+    """Jobs by group of states, whatever is filtered."""
+
+
+def select(records: Sequence[JobRecord], query: Query) -> JobPage:
+    """Return the jobs that match a query, a page of them."""
+    archived = [record for record in records if record.archived is not None]
+    records = [record for record in records if record.archived is None]
+    by_state = Counter(record.state for record in records)
+    counts = {name: sum(by_state[one] for one in states) for name, states in GROUPS.items()}
+    states = GROUPS.get(query.state, frozenset({query.state.upper()}))
+    words = query.search.lower().split()
+    found = [
+        record
+        for record in (archived if query.state == _ARCHIVED else records)
+        if (query.state in ("", _ARCHIVED) or record.state in states) and _matches(record, words)
+    ]
+    shown = found[query.offset : query.offset + query.limit]
+    return JobPage(shown, len(found), {"all": len(records), **counts})
+
+
+def _matches(record: JobRecord, words: Sequence[str]) -> bool:
+    if not words:
+        return True
+    parts = (record.name, record.job, record.kind, record.user, record.state, record.reason)
+    text = " ".join((*parts, game_of(record), model_of(record))).lower()
+    return all(word in text for word in words)
+
+
+def game_of(record: JobRecord) -> str:
+    """Return the game of a job."""
+    return str(_section(record, "env").get("game", ""))
+
+
+def model_of(record: JobRecord) -> str:
+    """Return the model of a job."""
+    return str(_section(record, "model").get("path", ""))
+
+
+def _section(record: JobRecord, name: str) -> dict[str, Any]:
+    section = record.config.get(name)
+    return cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+
+
+class Figures:
+    """The newest numbers of jobs; those of jobs that have ended are read once."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[str, tuple[float, dict[str, float]]] = OrderedDict()
+        self._reading: set[asyncio.Future[dict[str, float]]] = set()
+
+    async def rows(self, broker: Broker, records: Sequence[JobRecord]) -> list[dict[str, Any]]:
+        """Return what the table shows of each job; figures that take long come next time."""
+        if not records:
+            return []
+        reading = [asyncio.ensure_future(self.values(broker, record)) for record in records]
+        self._reading.update(reading)
+        for task in reading:
+            task.add_done_callback(self._reading.discard)
+        await asyncio.wait(reading, timeout=PATIENCE_S)
+        return [
+            row(record, task.result() if task.done() else {})
+            for record, task in zip(records, reading, strict=True)
+        ]
+
+    async def values(self, broker: Broker, record: JobRecord) -> dict[str, float]:
+        """Return the newest value of each metric of a job; none where its feed is gone."""
+        key = f"{record.user}.{record.job}.{record.attempt}.{record.finished}"
+        kept = self._kept.get(key)
+        if kept is not None and kept[0] > time.monotonic():
+            return kept[1]
+        if record.started is None and record.state == "QUEUED":
+            return {}
+        try:
+            values = await recent_values(broker, record.scope)
+        except (StreamNotFound, TinkermqError, TimeoutError):
+            values = {}
+        age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
+        self._kept[key] = (time.monotonic() + age_s, values)
+        while len(self._kept) > MAX_FIGURES:
+            self._kept.popitem(last=False)
+        return values
+
+
+def row(record: JobRecord, values: dict[str, float]) -> dict[str, Any]:
+    """Return what the table and the REST interface tell of a job, beside its configuration."""
+    training = _section(record, "training")
+    return {
+        **run_row(record, values),
+        "name": record.name,
+        "user": record.user,
+        "priority": record.priority,
+        "game": game_of(record),
+        "model": model_of(record),
+        "total_steps": _whole(values.get("training/total_steps", training.get("num_steps"))),
+        "tokens_per_s": values.get("perf/throughput") if record.state == "RUNNING" else None,
+        "slots_wanted": sum(one.slots for one in record.actors),
+        "fork_of": record.fork_of,
+        "archived": record.archived,
+        "removal": record.removal,
+        "stopping": record.stop != "no" and record.state not in FINAL_STATES,
+        "created": record.created,
+        "started": record.started,
+        "finished": record.finished,
+    }
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int | float) and value == value else None

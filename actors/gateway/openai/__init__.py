@@ -1,0 +1,1 @@
+"""OpenAI's endpoints for models that are served."""

@@ -1,0 +1,186 @@
+"""A server's answer in OpenAI's words: whole, or as the events of a stream."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from ....envs.tool_calls import ToolText
+from ....schemas.infer import Delta, InferPart
+from .body import ChatBody, CompletionBody
+
+DONE = "data: [DONE]\n\n"
+
+
+class Answer:
+    """Collects the parts of one answer, and words them for a chat or a completion."""
+
+    def __init__(self, body: ChatBody | CompletionBody, name: str, num_choices: int) -> None:
+        """Word the answer to `body`; `name` is its id."""
+        self._body = body
+        self._chat = isinstance(body, ChatBody)
+        self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{name}"
+        self._created = int(time.time())
+        tools = isinstance(body, ChatBody) and body.uses_tools
+        self._choices = [_Choice(number, tools) for number in range(num_choices)]
+        self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._model = ""
+        self._usage = _usage(0, 0)
+
+    def take(self, part: InferPart) -> None:
+        """Take the next part."""
+        self._model = part.model or self._model
+        if part.last:
+            self._usage = _usage(part.prompt_tokens, part.completion_tokens)
+        for delta in part.deltas:
+            self._choices[delta.choice].take(delta)
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer as one object."""
+        return {
+            **self._head("chat.completion" if self._chat else "text_completion"),
+            "choices": [
+                self._whole_chat(choice) if self._chat else self._whole_text(choice)
+                for choice in self._choices
+            ],
+            "usage": self._usage,
+        }
+
+    def start(self) -> Iterator[str]:
+        """Yield the events before the first text: for a chat, whose turn it is."""
+        if self._chat:
+            for choice in self._choices:
+                yield self._event(choice, {"role": "assistant", "content": ""}, None, None)
+
+    def events(self, part: InferPart) -> Iterator[str]:
+        """Take a part; yield what is new as events."""
+        self.take(part)
+        for choice in self._choices:
+            yield from self._news(choice)
+
+    def end(self) -> Iterator[str]:
+        """Yield the last events: the token counts, if they were asked for, and the end."""
+        if self._body.include_usage:
+            head = self._head("chat.completion.chunk" if self._chat else "text_completion")
+            yield event({**head, "choices": [], "usage": self._usage})
+        yield DONE
+
+    def _news(self, choice: "_Choice") -> Iterator[str]:
+        text, deltas = choice.news()
+        logprobs = self._logprobs(deltas, choice) if self._wants_logprobs and deltas else None
+        if text or logprobs is not None:
+            yield self._event(choice, {"content": text}, logprobs, None)
+        if choice.finish is not None and not choice.told_end:
+            choice.told_end = True
+            rest, calls = choice.tools.finish()
+            if rest:
+                yield self._event(choice, {"content": rest}, None, None)
+            for number, call in enumerate(calls):
+                yield self._event(choice, {"tool_calls": [{"index": number, **call}]}, None, None)
+            yield self._event(choice, {}, None, _reason(choice.finish, bool(calls)))
+
+    def _event(
+        self, choice: "_Choice", delta: dict[str, Any], logprobs: Any, finish: str | None
+    ) -> str:
+        usage = {"usage": None} if self._body.include_usage else {}
+        said: dict[str, Any] = (
+            {"delta": delta} if self._chat else {"text": delta.get("content", "")}
+        )
+        one = {"index": choice.number, **said, "logprobs": logprobs, "finish_reason": finish}
+        head = self._head("chat.completion.chunk" if self._chat else "text_completion")
+        return event({**head, "choices": [one], **usage})
+
+    def _whole_chat(self, choice: "_Choice") -> dict[str, Any]:
+        before, deltas = choice.news()
+        rest, calls = choice.tools.finish()
+        text = (before + rest).strip() if calls else before + rest
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        return {
+            "index": choice.number,
+            "message": message,
+            "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
+            "finish_reason": _reason(choice.finish, bool(calls)),
+        }
+
+    def _whole_text(self, choice: "_Choice") -> dict[str, Any]:
+        text, deltas = choice.news()
+        return {
+            "index": choice.number,
+            "text": text,
+            "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
+            "finish_reason": _reason(choice.finish, calls=False),
+        }
+
+    def _logprobs(self, deltas: list[Delta], choice: "_Choice") -> dict[str, Any]:
+        pairs = [
+            pair for delta in deltas for pair in zip(delta.tokens, delta.logprobs, strict=True)
+        ]
+        if self._chat:
+            return {"content": [_token(*pair) for pair in pairs], "refusal": None}
+        offsets: list[int] = []
+        for token, _ in pairs:
+            offsets.append(choice.offset)
+            choice.offset += len(token)
+        return {
+            "tokens": [token for token, _ in pairs],
+            "token_logprobs": [logprob for _, logprob in pairs],
+            "top_logprobs": None,
+            "text_offset": offsets,
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+class _Choice:
+    """One choice, and what of it has not been told."""
+
+    def __init__(self, number: int, tools: bool) -> None:
+        self.number = number
+        self.tools = ToolText(parse=tools)
+        self.finish: str | None = None
+        self.told_end = False
+        self.offset = 0
+        self._text = ""
+        self._deltas: list[Delta] = []
+
+    def take(self, delta: Delta) -> None:
+        self._text += self.tools.push(delta.text)
+        if delta.tokens:
+            self._deltas.append(delta)
+        self.finish = delta.finish or self.finish
+
+    def news(self) -> tuple[str, list[Delta]]:
+        text, deltas = self._text, self._deltas
+        self._text, self._deltas = "", []
+        return text, deltas
+
+
+def event(value: dict[str, Any]) -> str:
+    """Return one server-sent event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _reason(finish: str | None, calls: bool) -> str:
+    if calls:
+        return "tool_calls"
+    return "length" if finish == "length" else "stop"
+
+
+def _token(token: str, logprob: float) -> dict[str, Any]:
+    return {
+        "token": token,
+        "logprob": logprob,
+        "bytes": list(token.encode()),
+        "top_logprobs": [],
+    }
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }

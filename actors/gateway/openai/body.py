@@ -1,0 +1,286 @@
+"""The bodies of OpenAI's requests: what of them is understood, and what is refused.
+
+A parameter that would be without effect is refused instead of ignored, unless its value asks for
+nothing (`presence_penalty: 0`).
+"""
+
+import contextlib
+import reprlib
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal, Self, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ....schemas.images import encoded_image
+from ....schemas.infer import (
+    MAX_CHOICES,
+    MAX_STOPS,
+    MAX_TEMPERATURE,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+)
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import ConfigError, DataError, MessageError
+
+B = TypeVar("B", bound="_Body")
+
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "parallel_tool_calls": (True,),
+    "modalities": (["text"],),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "functions": ([],),
+}
+_WHY = {
+    "top_logprobs": "only the log-prob of the sampled token is recorded: leave it out, or give 0",
+    "tool_choice": "which tool is called is the model's choice: give auto or none",
+    "response_format": "generation is not constrained to a format: say it in the prompt",
+    "functions": "give tools instead",
+}
+
+_SHOWN = 100
+
+
+class BodyError(ConfigError):
+    """A request body that cannot be served; names the parameter."""
+
+    def __init__(self, message: str, *, param: str | None = None, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
+
+
+class StreamOptions(BaseModel):
+    """What a stream says besides the text."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_usage: bool = False
+
+
+class _Body(BaseModel):
+    """What both kinds of request have in common."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1, lt=2**31)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options has no effect without stream")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise ValueError(f"stop holds at most {MAX_STOPS} texts")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with its token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def decoding(self) -> Decoding:
+        """Return how tokens are drawn."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return Decoding(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=max(0, self.top_k),
+            stop=stop,
+            seed=None if self.seed is None else self.seed % (1 << 63),
+            num_choices=self.n,
+        )
+
+
+class ChatBody(_Body):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    tool_choice: Literal["auto", "none"] | None = None
+    logprobs: bool = False
+    top_logprobs: Literal[0] | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the model is shown tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    def request(self) -> ChatRequest:
+        """Return the request that a server takes."""
+        decoding = self.decoding()
+        if self.max_completion_tokens is not None:
+            decoding = decoding.model_copy(update={"max_tokens": self.max_completion_tokens})
+        return ChatRequest(
+            request=uuid.uuid4().hex,
+            messages=[_message(message, n) for n, message in enumerate(self.messages)],
+            tools=self.tools if self.uses_tools else [],
+            decoding=decoding,
+            stream=self.stream,
+            logprobs=self.logprobs,
+        )
+
+
+class CompletionBody(_Body):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Literal[0] | None = None
+
+    def request(self) -> CompletionRequest:
+        """Return the request that a server takes."""
+        return CompletionRequest(
+            request=uuid.uuid4().hex,
+            prompts=_prompts(self.prompt),
+            decoding=self.decoding(),
+            stream=self.stream,
+            logprobs=self.logprobs is not None,
+        )
+
+
+def parse_body(raw: bytes, model: type[B]) -> B:
+    """Read a request body; BodyError names the parameter that cannot be used."""
+    try:
+        value: Any = read_json(raw)
+    except MessageError as error:
+        raise BodyError(f"the body is not valid JSON: {error.message}") from error
+    if not isinstance(value, dict):
+        raise BodyError("the body is not a JSON object")
+    fields = {
+        key: given
+        for key, given in cast("dict[str, Any]", value).items()
+        if given is not None and not _asks_nothing(key, given)
+    }
+    for key in fields:
+        if key not in model.model_fields:
+            raise BodyError(
+                f"the parameter {key[:_SHOWN]!r} is not supported here",
+                param=key[:_SHOWN],
+                hint=_WHY.get(key, "leave it out"),
+            )
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise _malformed(error) from error
+
+
+def query_of(body: ChatBody | CompletionBody) -> ChatRequest | CompletionRequest:
+    """Return the request that a server takes; BodyError names what it would refuse."""
+    try:
+        return body.request()
+    except ValidationError as error:
+        raise _malformed(error) from error
+
+
+def _asks_nothing(key: str, value: Any) -> bool:
+    return any(value == nothing for nothing in _ASKS_NOTHING.get(key, ()))
+
+
+def _malformed(error: ValidationError) -> BodyError:
+    problem = error.errors()[0]
+    param = str(problem["loc"][0])[:_SHOWN] if problem["loc"] else None
+    text = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return BodyError(f"the parameter {param!r} is missing", param=param)
+    if param is None:
+        return BodyError(text)
+    return BodyError(
+        f"the parameter {param!r} cannot be used: {text}", param=param, hint=_WHY.get(param, "")
+    )
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [cast("list[int]", prompt)]
+    if not prompt:
+        raise BodyError("the parameter 'prompt' is empty", param="prompt")
+    return list(cast("list[str | list[int]]", prompt))
+
+
+def _message(message: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return a message as chat templates take it: text content, arguments as maps."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BodyError(f"message {number} has no role", param="messages")
+    result = {key: value for key, value in message.items() if value is not None}
+    result["role"] = "system" if role == "developer" else role
+    result["content"] = _content(message.get("content"), number)
+    calls = result.get("tool_calls")
+    if calls:
+        result["tool_calls"] = [_with_map(call, number) for call in _listed(calls)]
+    return result
+
+
+def _content(content: Any, number: int) -> str | list[dict[str, Any]]:
+    """Return a text, or parts where there are images."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    given = cast("list[Any]", content) if isinstance(content, list) else [content]
+    parts = [_part(part, number) for part in given]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, number: int) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+    if fields.get("type") == "text" and isinstance(fields.get("text"), str):
+        return {"type": "text", "text": fields["text"]}
+    if fields.get("type") != "image_url":
+        raise BodyError(
+            f"message {number} has content of type {reprlib.repr(fields.get('type'))}",
+            param="messages",
+            hint="give text, or images as image_url",
+        )
+    try:
+        return {"type": "image", "image": encoded_image(fields)}
+    except DataError as error:
+        raise BodyError(
+            f"message {number} has an image that cannot be used: {error.message}",
+            param="messages",
+            hint="send its bytes in a data URL: data:image/png;base64,…",
+        ) from error
+
+
+def _listed(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [value]
+
+
+def _with_map(call: Any, number: int) -> dict[str, Any]:
+    fields = cast("dict[str, Any]", call) if isinstance(call, dict) else {}
+    given = fields.get("function")
+    if not isinstance(given, dict):
+        raise BodyError(
+            f"message {number} has a tool call without a function",
+            param="messages",
+            hint='a call is {"type": "function", "function": {"name": …, "arguments": …}}',
+        )
+    function = dict(cast("dict[str, Any]", given))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # the model wrote it so: the template shows the text
+            function["arguments"] = read_json(arguments)
+    return {**fields, "function": function}

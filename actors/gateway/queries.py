@@ -1,0 +1,86 @@
+"""What a request asks for, as pages and the REST interface read it alike."""
+
+from typing import Any
+
+from starlette.requests import Request
+
+from ...schemas.job import JobRecord
+from ...schemas.wire.errors import MessageError
+from .data import rollouts
+from .data.episodes import show_episode, show_tokens
+from .data.records import PAGE, Query
+from .data.token_text import TokenTexts, token_texts
+from .scheduler import Scheduler
+from .sessions import Visitor
+from .web import (
+    flag_in,
+    number_in,
+    visitor_of,
+)
+
+MAX_LIMIT = 1000
+
+
+async def job_of(request: Request) -> tuple[Visitor, JobRecord]:
+    """Return who asks, and the job in the path; raises LogInError, NotFoundError."""
+    visitor = await visitor_of(request)
+    return visitor, await Scheduler(visitor).get(request.path_params["job"])
+
+
+def query_of(request: Request) -> Query:
+    """Return what a request wants to see of the jobs."""
+    limit = number_in(request, "limit", PAGE, least=1) or PAGE
+    return Query(
+        state=request.query_params.get("state", "")[:32],
+        search=request.query_params.get("search", "")[:200],
+        offset=number_in(request, "offset", 0) or 0,
+        limit=min(limit, MAX_LIMIT),
+    )
+
+
+def actor_in(request: Request) -> str:
+    """Return the actor named in the query; raises MessageError for what cannot be one."""
+    actor = request.query_params.get("actor", "")
+    if actor and not all(char.isalnum() or char in "-_" for char in actor):
+        raise MessageError(f"actor={actor!r} is no name of an actor")
+    return actor[:64]
+
+
+async def page_of_rollouts(
+    request: Request, visitor: Visitor, record: JobRecord
+) -> rollouts.GroupPage:
+    """Return the page of the rollout log that a request names."""
+    return await rollouts.read_page(
+        visitor.broker,
+        record.scope,
+        before=number_in(request, "before", least=1),
+        step=number_in(request, "step", least=1),
+        sort=request.query_params.get("sort", "log"),
+        errors=flag_in(request, "errors"),
+    )
+
+
+async def read_episode(visitor: Visitor, record: JobRecord, request: Request) -> dict[str, Any]:
+    """Return the episode that a path names, with its tokens."""
+    seq, number = int(request.path_params["seq"]), int(request.path_params["episode"])
+    group, step = await rollouts.read_group(visitor.broker, record.scope, seq)
+    algorithm: dict[str, Any] = record.config.get("algorithm") or {}
+    estimator = algorithm.get("advantage", "grpo")
+
+    def show() -> dict[str, Any]:  # thousands of tokens, and images
+        shown = show_episode(group, number, estimator=estimator, step=step)
+        return {"seq": seq, **shown, **show_tokens(group.trajectories[number], _texts_of(record))}
+
+    return await visitor.share.in_thread(show)
+
+
+def _texts_of(record: JobRecord) -> TokenTexts:
+    latest = f"{record.run_dir}/checkpoints/latest"
+    model: dict[str, Any] = record.config.get("model") or {}
+    return token_texts([str(model.get("path", "")), latest])
+
+
+def queue_of(records: list[JobRecord]) -> list[JobRecord]:
+    """Return the jobs that wait, by their place in the queue; those without one yet come last."""
+    waiting = [record for record in records if record.state == "QUEUED"]
+    return sorted(waiting, key=lambda one: (one.place == 0, one.place))

@@ -1,0 +1,1 @@
+"""The REST interface: its operations, their answers and their description."""

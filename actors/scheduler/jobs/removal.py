@@ -1,0 +1,175 @@
+"""Takes away what a job that has ended has left: all of it, or what need not stay at hand.
+
+What is to be done stands in the job's record, and the record is the last to change: whoever is
+killed on the way leaves the rest to the next scheduler, and every part may be done twice.
+"""
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+import structlog
+
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
+from ....broker.jetstream.kv import Bucket
+from ....broker.jetstream.streams import delete_job_streams
+from ....broker.jobs import JobStore, is_final
+from ....broker.snapshots import restore_streams, save_streams
+from ....schemas.job import JobRecord
+from ....schemas.metric import EvalRecord, Presence
+from ....schemas.node import NodeStatus, RemoveRun
+from ....schemas.secret import SealedSecrets
+from ....schemas.weights import Manifest
+from ....schemas.wire.errors import ConflictError, MessageError, NotFoundError, TinkermqError
+from ....schemas.wire.message import Empty
+from ....schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_SECRETS, JobScope
+from ....schemas.wire.subjects import node as node_subject
+from ...folders.removing import (
+    archive_of,
+    begin_archive,
+    drop_archive,
+    end_archive,
+    remove_run_folder,
+    remove_weights,
+)
+from ..placement.nodes import Nodes
+from .view import JobsView, key_of
+
+_PAUSE_S = 5.0
+_NODE_S = 60.0
+_AT_ONCE = 4
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Remover:
+    """Archives and deletes jobs, some at a time."""
+
+    def __init__(self, broker: Broker, jobs: JobStore, board: JobsView, pool: Nodes) -> None:
+        """Do nothing yet."""
+        self._broker = broker
+        self._jobs = jobs
+        self._board = board
+        self._pool = pool
+        self._busy: set[str] = set()
+        self._not_before: dict[str, float] = {}
+
+    def look(self, group: asyncio.TaskGroup) -> None:
+        """Begin what is to be done, in tasks of `group`."""
+        for record in self._board.removals():
+            key = key_of(record)
+            if len(self._busy) >= _AT_ONCE:
+                return
+            if key in self._busy or time.monotonic() < self._not_before.get(key, 0.0):
+                continue
+            self._busy.add(key)
+            group.create_task(self._do(key, record), name=f"{record.removal} of {key}")
+
+    async def _do(self, key: str, record: JobRecord) -> None:
+        self._not_before.pop(key, None)
+        try:
+            await self._carry_out(record)
+        except (ConflictError, NotFoundError, MessageError) as error:  # the next look decides
+            _log.info("removal_again", job=record.job, error=error.message)
+        except (TinkermqError, OSError, TimeoutError) as error:
+            _log.warning("removal_waits", job=record.job, what=record.removal, error=str(error))
+            self._not_before[key] = time.monotonic() + _PAUSE_S
+        finally:
+            self._busy.discard(key)
+
+    async def _carry_out(self, record: JobRecord) -> None:
+        """Do one job's removal to its end; what still runs or is told ends first."""
+        if not is_final(record) or self._runs_somewhere(record):
+            return
+        if record.untold and record.has_streams:
+            return
+        if record.removal == "delete":
+            await self._delete(record)
+        elif record.removal == "archive":
+            await self._archive(record)
+        else:
+            await self._unarchive(record)
+        _log.info("job_removed", job=record.job, what=record.removal)
+
+    def _runs_somewhere(self, record: JobRecord) -> bool:
+        mine = (record.user, record.job)
+        return any(
+            (one.user, one.job) == mine for node in self._pool.nodes() for one in node.actors
+        )
+
+    async def _delete(self, record: JobRecord) -> None:
+        await self._drop_weights(record)
+        await delete_job_streams(self._broker, record.scope)
+        await self._drop_keys(record.scope)
+        if record.run_dir:
+            for node in self._pool.nodes():  # one by one: they may share the disk
+                await self._ask(node, record)
+            if await self._is_still(record):
+                await asyncio.to_thread(remove_run_folder, record.run_dir, record.job)
+        await self._jobs.remove(record)
+
+    async def _ask(self, node: NodeStatus, record: JobRecord) -> None:
+        """Have a node remove its copy of a run folder; one that has left has none any more."""
+        await call(
+            self._broker,
+            node_subject(node.node, "remove"),
+            RemoveRun(user=record.user, job=record.job, run_dir=record.run_dir),
+            Empty,
+            timeout_s=_NODE_S,
+            waiting_for=f"node {node.node}",
+            idempotent=True,
+        )
+
+    async def _is_still(self, record: JobRecord) -> bool:
+        """Whether the job is to be deleted by now: a scheduler that slept must look again."""
+        now = await self._jobs.find_by_id(record.user, record.job)
+        return now is not None and now.removal == "delete"
+
+    async def _archive(self, record: JobRecord) -> None:
+        names = kept_streams(record.scope)
+        half = await asyncio.to_thread(begin_archive, record.run_dir)
+        if half is not None:
+            await save_streams(self._broker, names, half)
+            await asyncio.to_thread(end_archive, record.run_dir)
+        await self._drop_weights(record)
+        await delete_job_streams(self._broker, record.scope)
+        await self._drop_keys(record.scope, evaluations=False)
+        await self._jobs.update(
+            record, lambda now: now.model_copy(update={"removal": "no", "archived": time.time()})
+        )
+
+    async def _unarchive(self, record: JobRecord) -> None:
+        names = kept_streams(record.scope)
+        await restore_streams(self._broker, names, archive_of(record.run_dir))
+        await self._jobs.update(
+            record, lambda now: now.model_copy(update={"removal": "no", "archived": None})
+        )
+        await asyncio.to_thread(drop_archive, record.run_dir)
+
+    async def _drop_weights(self, record: JobRecord) -> None:
+        """Remove the published versions that are files; those in the broker go with the streams."""
+        weights: dict[str, Any] = record.config.get("weights") or {}
+        found: list[str] = []
+        with contextlib.suppress(NotFoundError):
+            store = Bucket(self._broker, record.scope.bucket_weights, Manifest)
+            for entry in await store.items():
+                found += [entry.value.location, *(d.location for d in entry.value.differences)]
+        folder = str(weights.get("folder") or "")
+        await asyncio.to_thread(remove_weights, record.run_dir, folder, found)
+
+    async def _drop_keys(self, scope: JobScope, *, evaluations: bool = True) -> None:
+        """Remove what the shared buckets hold of the job, but its record."""
+        await Bucket(self._broker, BUCKET_SECRETS, SealedSecrets).purge(scope.key)
+        heartbeats = Bucket(self._broker, BUCKET_ACTORS, Presence)
+        for key in await heartbeats.keys(scope.key):
+            await heartbeats.purge(key)
+        if evaluations:
+            results = Bucket(self._broker, BUCKET_EVALS, EvalRecord)
+            for key in await results.keys(scope.key):
+                await results.purge(key)
+
+
+def kept_streams(scope: JobScope) -> list[str]:
+    """Return the streams that an archive keeps: what was trained, and what was told."""
+    return [scope.stream_rollout, scope.stream_batch, scope.stream_dead, scope.stream_feed]

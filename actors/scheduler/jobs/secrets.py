@@ -1,0 +1,109 @@
+"""The secrets of jobs: kept sealed, opened for the process that needs them, removed at the end.
+
+The key follows from the scheduler's credentials, so every scheduler of a pool with users has the
+same. Without credentials it is made at start and lives in memory: after a restart of such a
+scheduler what was sealed before cannot be opened any more.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+
+import structlog
+
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import RequestContext
+from ....broker.jetstream.kv import Bucket
+from ....broker.jobs import is_final
+from ....broker.users.sealing import Seal, close_seal
+from ....schemas.job import JobRecord
+from ....schemas.secret import (
+    NOTIFY_URL,
+    JobSecrets,
+    OpenedSecrets,
+    OpenRequest,
+    SealedSecrets,
+    SealingKey,
+    SecretName,
+)
+from ....schemas.wire.errors import AuthError, MessageError
+from ....schemas.wire.subjects import BUCKET_SECRETS, JobScope
+from .actors import main_actor
+from .states import ACTIVE
+from .view import JobsView
+
+_PURPOSE = "secrets of jobs"
+_unsaved = secrets.token_bytes(32)
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class SecretStore:
+    """Keeps what users hand over with their jobs."""
+
+    def __init__(self, broker: Broker, board: JobsView) -> None:
+        """Open nothing yet."""
+        self._bucket = Bucket(broker, BUCKET_SECRETS, SealedSecrets)
+        self._board = board
+        self._seal = Seal(broker.derived_key(_PURPOSE) or _unsaved)
+
+    @property
+    def key(self) -> SealingKey:
+        """What clients seal to."""
+        return SealingKey(public=self._seal.public)
+
+    def names(self, user: str, sealed: bytes) -> list[SecretName]:
+        """Return what a user has sealed, by name; raises AuthError for what cannot be opened."""
+        return sorted(self._seal.open(sealed, user).values) if sealed else []
+
+    async def keep(self, scope: JobScope, sealed: bytes) -> list[SecretName]:
+        """Keep what a user has sealed beside what he handed over before; return all names.
+
+        Raises AuthError for what cannot be opened.
+        """
+        fresh = self._seal.open(sealed, scope.user)
+        values: dict[SecretName, str] = {**await self.values(scope), **fresh.values}
+        both = close_seal(self._seal.public, JobSecrets(user=scope.user, values=values))
+        await self._bucket.put(scope.key, SealedSecrets(sealed=both))
+        return sorted(values)
+
+    async def values(self, scope: JobScope) -> Mapping[SecretName, str]:
+        """Return the secrets of a job; none when a scheduler before this one had another key."""
+        entry = await self._bucket.find(scope.key)
+        if entry is None:
+            return {}
+        try:
+            return self._seal.open(entry.value.sealed, scope.user).values
+        except AuthError as error:
+            _log.warning("secrets_unreadable", job=scope.job, error=error.message)
+            return {}
+
+    async def forget(self, scope: JobScope) -> None:
+        """Remove what a job was given; harmless when there is nothing."""
+        if scope.key in await self._bucket.keys(scope.user):
+            await self._bucket.delete(scope.key)
+
+    async def left_behind(self) -> list[JobRecord | JobScope]:
+        """Return the jobs that have ended, or are gone, and whose secrets are still kept."""
+        found: list[JobRecord | JobScope] = []
+        for key in await self._bucket.keys():
+            user, _, job = key.partition(".")
+            with contextlib.suppress(MessageError):  # a key that is no job's
+                scope = JobScope(user, job)
+                record = self._board.find(user, job)
+                if record is None or is_final(record):
+                    found.append(record or scope)
+        return found
+
+    async def open_for(self, request: OpenRequest, _: RequestContext) -> OpenedSecrets:
+        """Give a node what the first process of a job needs, and no other process.
+
+        Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
+        """
+        record = self._board.get(request.user, request.job)
+        actor = main_actor(record.actors)
+        if record.state not in ACTIVE or record.attempt != request.attempt:
+            raise AuthError(f"job {record.job} does not run attempt {request.attempt}")
+        if actor.name != request.actor or actor.node is None:
+            return OpenedSecrets(values={})
+        values = await self.values(record.scope)
+        return OpenedSecrets(values={k: v for k, v in values.items() if k != NOTIFY_URL})

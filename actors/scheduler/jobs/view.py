@@ -1,0 +1,251 @@
+"""The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from ....broker.client.connection import Broker
+from ....broker.jetstream.kv import Entry
+from ....broker.jetstream.mirror import Mirror
+from ....broker.jobs import is_final
+from ....broker.users.records import USER
+from ....schemas.config.job import JobConfig
+from ....schemas.config.load_config import parse_config
+from ....schemas.job import ActorPlacement, JobRecord
+from ....schemas.user import NO_BOUNDS, Quota, UserRecord
+from ....schemas.wire.errors import NotFoundError
+from ....schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, DEFAULT_USER
+from ..placement.queue import UserShares
+from .actors import slots_of
+from .holdings import holdings
+from .states import ACTIVE
+
+PAGE_RECORDS, PAGE_BYTES = 200, 1 << 20
+"""Of one answer, which holds at least one record."""
+
+
+class JobsView:
+    """All job records as of the last `refresh`, or newer: what this scheduler writes is entered."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Know nothing yet; `open` and `refresh` change that."""
+        self._jobs = Mirror(broker, BUCKET_JOBS, JobRecord)
+        self._users = Mirror(broker, BUCKET_USERS, UserRecord, prefix=USER)
+        self.live: dict[str, JobRecord] = {}
+        """Jobs that have not ended, by key."""
+        self.waits: dict[str, tuple[int, str]] = {}
+        """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        self._untold: set[str] = set()
+        self._removals: set[str] = set()
+        self._names: dict[tuple[str, str], str] = {}
+        self._of_user: dict[str, dict[str, int]] = {}
+        self._sized: dict[str, int] = {}
+        self._has_users = broker.user != DEFAULT_USER
+        self._configs: dict[tuple[str, int], JobConfig] = {}
+
+    async def open(self, on_change: Callable[[], None]) -> None:
+        """Listen for changes and read everything."""
+        await self._jobs.open(on_change)
+        await self._users.open(on_change)
+        await self.refresh()
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._jobs.close()
+        await self._users.close()
+
+    async def refresh(self) -> None:
+        """Read what has changed."""
+        for key in await self._jobs.refresh():
+            entry = self._jobs.entries.get(key)
+            if entry is None:
+                self._untold.discard(key)
+                self._removals.discard(key)
+                self._forget(key)
+                self._forget_name(key)
+                self._of_user.get(key.partition(".")[0], {}).pop(key, None)
+                self._sized.pop(key, None)
+            else:
+                self.enter(entry)
+        await self._users.refresh()
+
+    def enter(self, entry: Entry[JobRecord]) -> None:
+        """Enter a record that was just read or written, unless a newer one is known."""
+        newest = self._jobs.put(entry)
+        key, record = newest.key, newest.value
+        if self._names.get((record.user, record.name)) != key:
+            self._forget_name(key)
+            self._names[record.user, record.name] = key
+        if self._sized.get(key) != newest.revision:
+            self._sized[key] = newest.revision
+            self._of_user.setdefault(record.user, {})[key] = size_of(record)
+        if record.untold and record.has_streams:
+            self._untold.add(key)
+        else:
+            self._untold.discard(key)
+        if record.removal == "no":
+            self._removals.discard(key)
+        else:
+            self._removals.add(key)
+        if is_final(record):
+            self._forget(key)
+        else:
+            self.live[key] = record
+
+    def _forget_name(self, key: str) -> None:
+        """Let others have the name that a job had."""
+        for at in [at for at, of in self._names.items() if of == key]:
+            del self._names[at]
+
+    def _forget(self, key: str) -> None:
+        self.live.pop(key, None)
+        self.waits.pop(key, None)
+        for at in [at for at in self._configs if at[0] == key]:
+            del self._configs[at]
+
+    def find(self, user: str, name: str) -> JobRecord | None:
+        """Return a job of `user` by its id or by the name of its run, or None."""
+        key = f"{user}.{name}"
+        entry = self._jobs.entries.get(key) or self._jobs.entries.get(
+            self._names.get((user, name), key)
+        )
+        return None if entry is None else entry.value
+
+    def get(self, user: str, name: str) -> JobRecord:
+        """Return a job of `user`; raises NotFoundError."""
+        record = self.find(user, name)
+        if record is None:
+            raise NotFoundError(
+                f"user {user!r} has no job or run {name!r}",
+                hint="list them with `tinkermq ps --all`",
+            )
+        return record
+
+    def steered(self, user: str, name: str) -> JobRecord:
+        """Return a job that `user` may steer: an own one, for an admin anybody's by its id.
+
+        Raises NotFoundError.
+        """
+        if self.is_admin(user):
+            found = next((one for one in self._every() if one.job == name), None)
+            if found is not None:
+                return found
+        return self.get(user, name)
+
+    def records(self, user: str | None = None) -> list[JobRecord]:
+        """Return the jobs of a user, or of all, newest first."""
+        found = self._every() if user is None else self._own(user)
+        return sorted(found, key=_place, reverse=True)
+
+    def _own(self, user: str) -> Iterator[JobRecord]:
+        entries = self._jobs.entries
+        return (entries[key].value for key in self._of_user.get(user, {}) if key in entries)
+
+    def page(self, records: Iterable[JobRecord], after: str) -> tuple[list[JobRecord], str]:
+        """Return those of the records, newest first, that one answer holds, and where to go on.
+
+        `after` is what the page before returned, empty at the beginning; so is what ends the list.
+        """
+        found: list[JobRecord] = []
+        num_bytes = 0
+        for record in records:
+            if after and _place(record) >= after:
+                continue
+            num_bytes += self._of_user.get(record.user, {}).get(key_of(record), 0)
+            if found and (len(found) >= PAGE_RECORDS or num_bytes > PAGE_BYTES):
+                return found, _place(found[-1])
+            found.append(record)
+        return found, ""
+
+    def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
+        """Return run folder and owner of each job of somebody else."""
+        return [(one.run_dir, one.user) for one in self._every() if one.user != user]
+
+    def _every(self) -> Iterator[JobRecord]:
+        return (entry.value for entry in self._jobs.entries.values())
+
+    def names(self, user: str) -> set[str]:
+        """Return the names of the runs of a user."""
+        return {name for owner, name in self._names if owner == user}
+
+    def untold(self) -> list[JobRecord]:
+        """Return the jobs, ended ones among them, with events that can be told."""
+        return [self._jobs.entries[key].value for key in self._untold]
+
+    def removals(self) -> list[JobRecord]:
+        """Return the jobs that shall be archived, brought back or deleted."""
+        return [self._jobs.entries[key].value for key in sorted(self._removals)]
+
+    def unread(self) -> list[JobRecord]:
+        """Return the live jobs whose configuration was not parsed yet."""
+        return [
+            record
+            for key, record in self.live.items()
+            if record.configured and (key, record.attempt) not in self._configs
+        ]
+
+    def config(self, record: JobRecord) -> JobConfig:
+        """Return the parsed configuration, which cannot change within an attempt.
+
+        Raises ConfigError.
+        """
+        at = (key_of(record), record.attempt)
+        if at not in self._configs:
+            self._configs[at] = parse_config(record.config)
+        return self._configs[at]
+
+    def quota(self, user: str) -> Quota:
+        """Return what a user may hold."""
+        entry = self._users.entries.get(f"{USER}.{user}")
+        unknown = Quota() if self._has_users else NO_BOUNDS
+        return unknown if entry is None else entry.value
+
+    def held(self, user: str) -> dict[str, int]:
+        """Return what a user holds, by the names of the bounds of a quota."""
+        return holdings(self._own(user), self._of_user.get(user, {}))
+
+    def record_bytes(self) -> int:
+        """Return the bytes of all records."""
+        return sum(sum(sizes.values()) for sizes in self._of_user.values())
+
+    def is_admin(self, user: str) -> bool:
+        """Whether a user may see and steer everybody's jobs."""
+        entry = self._users.entries.get(f"{USER}.{user}")
+        return entry is not None and entry.value.role == "admin"
+
+    def shares(self) -> UserShares:
+        """Return what each user holds and may hold."""
+        users = [entry.value for entry in self._users.entries.values()]
+        unknown = Quota() if self._has_users else NO_BOUNDS
+        shares = UserShares(quotas={one.user: one for one in users}, unknown=unknown)
+        for record in self.live.values():
+            if record.state in ACTIVE:
+                given = placed(record.actors)
+                shares.take(record.user, slots_of(given), len(given))
+        return shares
+
+    def told(self, record: JobRecord) -> JobRecord:
+        """Return a record as its owner is told it: a queued one with its place in the queue."""
+        place, why = self.waits.get(key_of(record), (0, ""))
+        if record.state != "QUEUED" or not place:
+            return record
+        reason = f"{why} ({place} of {len(self.waits)} in the queue)"
+        return record.model_copy(update={"reason": reason, "place": place})
+
+
+def _place(record: JobRecord) -> str:
+    """Return what sorts as the records do: by their time, then by their id."""
+    return f"{record.created:020.6f} {record.job}"
+
+
+def key_of(record: JobRecord) -> str:
+    """Return the key of a job in the shared buckets."""
+    return record.scope.key
+
+
+def size_of(record: JobRecord) -> int:
+    """Return the bytes of a record as it is stored."""
+    return len(record.to_bytes())
+
+
+def placed(actors: list[ActorPlacement]) -> list[ActorPlacement]:
+    """Return the actors that have a node."""
+    return [actor for actor in actors if actor.node is not None]

@@ -1,0 +1,255 @@
+"""Which node gets which actor, and which of its slots. Pure.
+
+A queued job starts whole or not at all, so two jobs never hold half of the pool each and wait for
+the other half. The first job that has to wait keeps slots for itself: those that are free and
+would serve it, and more as they become free. Jobs behind it are placed on what is left (backfill),
+so they never delay it, and it is never starved.
+
+A job is packed onto one node if one can hold it, learner and generators together, within one
+group of linked slots if one can. An actor of several slots gets them on one node, and within one
+group wherever the pool has a group of that size.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ....schemas.job import ActorPlacement
+from ....schemas.wire.errors import PlacementError
+from .queue import PlacementRequest, UserShares, in_order
+
+
+@dataclass(frozen=True)
+class NodeSlots:
+    """What a node has to give."""
+
+    name: str
+    total: int
+    free: frozenset[int]
+    """Numbers of the slots that nobody holds, from 0 to `total` - 1."""
+    groups: tuple[frozenset[int], ...] = ()
+    """Slots that are linked closely; empty: all alike."""
+
+    @property
+    def linked(self) -> tuple[frozenset[int], ...]:
+        """The groups, which cover all slots."""
+        return self.groups or (frozenset(range(self.total)),)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One actor given to one node."""
+
+    job: str
+    actor: str
+    node: str
+    devices: tuple[int, ...] = ()
+    """Numbers of the slots that it holds there."""
+
+
+@dataclass
+class Placed:
+    """What came of a look at the queue."""
+
+    assignments: list[Assignment] = field(default_factory=list[Assignment])
+    waits: dict[str, str] = field(default_factory=dict[str, str])
+    """Why each job that waits does so, in the order of the queue."""
+
+
+_Slots = dict[str, set[int]]
+
+
+def place(
+    queue: Iterable[PlacementRequest],
+    nodes: Sequence[NodeSlots],
+    shares: UserShares | None = None,
+    now: float = 0.0,
+    most: int = 1 << 30,
+) -> Placed:
+    """Give out the free slots to the queue, to at most `most` jobs; `shares` is kept up to date."""
+    shares = shares or UserShares()
+    pool = _Pool(nodes)
+    result = Placed()
+    free: _Slots = {node.name: set(node.free) for node in nodes}
+    num_free = sum(map(len, free.values()))
+    head: PlacementRequest | None = None
+    for request in in_order(queue, shares, now):
+        if most <= 0:
+            break
+        why = _refusal(request, nodes, shares, pool)
+        given: list[Assignment] = []
+        if not why and (request.need <= num_free or not request.whole):
+            given = pool.give(request, free)
+            num_free = sum(map(len, free.values())) if given else num_free
+            shares.take(request.user, sum(len(one.devices) for one in given), len(given))
+            result.assignments += given
+            most -= bool(given)
+        if len(given) == len(request.actors):
+            continue
+        if not why and head is None:
+            head = request
+            pool.keep(request, given, free)
+            num_free = sum(map(len, free.values()))
+            why = f"is next: slots are kept for it until it has {request.need}"
+        result.waits[request.job] = why or f"waits for {request.need} slots behind jobs before it"
+    return result
+
+
+def refuse_impossible(actors: Sequence[ActorPlacement], nodes: Sequence[NodeSlots]) -> None:
+    """Raise PlacementError if idle nodes could not hold the actors.
+
+    A pool without any node is one that has not come up yet: everything may wait for it.
+    """
+    if not nodes:
+        return
+    if place([PlacementRequest("", tuple(actors))], nodes).assignments:
+        return
+    need = sum(actor.slots for actor in actors)
+    total = sum(node.total for node in nodes)
+    largest = max(nodes, key=lambda node: node.total)
+    widest = max(actors, key=lambda actor: actor.slots)
+    text = (
+        f"the job needs {need} slots ({widest.name} alone {widest.slots} on one node), the pool "
+        f"has {total} on {len(nodes)} node(s), the largest being {largest.name!r} with "
+        f"{largest.total}"
+    )
+    others = need - sum(actor.slots for actor in actors if actor.role == "generator")
+    hint = f"set generator.count to {max(total - others, 0)} or less, or add nodes"
+    if widest.slots > largest.total:
+        hint = f"set {widest.role}.slots to {largest.total} or less, or add a larger node"
+    elif need <= total:
+        hint = "its parts fit no combination of nodes: ask for fewer slots per actor"
+    raise PlacementError(text, hint=f"{hint} (`tinkermq node --slots N`)")
+
+
+def _refusal(
+    request: PlacementRequest, nodes: Sequence[NodeSlots], shares: UserShares, pool: "_Pool"
+) -> str:
+    """Say why a request is passed over, for reasons other than slots in use; empty if it is not."""
+    if not nodes:
+        return "waits for a node: none has joined the pool (`tinkermq node`)"
+    if request.need > pool.total:
+        return f"waits for {request.need} slots: the pool has {pool.total} now"
+    bound = shares.quota(request.user).max_slots
+    if request.whole and request.need > shares.room(request.user):
+        return f"waits for {request.need} slots of its user's quota of {bound}"
+    if request.whole and len(request.actors) > shares.actor_room(request.user):
+        most = shares.quota(request.user).max_actors
+        return f"waits for {len(request.actors)} processes of its user's quota of {most}"
+    if not pool.could_hold(request):
+        return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
+    return ""
+
+
+class _Pool:
+    """The nodes while slots are given out."""
+
+    def __init__(self, nodes: Sequence[NodeSlots]) -> None:
+        self._nodes = {node.name: node for node in nodes}
+        self.total = sum(node.total for node in nodes)
+        self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
+        self._holds: dict[tuple[tuple[int, ...], str | None, bool], bool] = {}
+
+    def could_hold(self, request: PlacementRequest) -> bool:
+        """Whether the idle pool could hold a request."""
+        shape = (tuple(actor.slots for actor in request.actors), request.home, request.whole)
+        if shape not in self._holds:
+            idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
+            self._holds[shape] = not request.whole or bool(self.give(request, idle))
+        return self._holds[shape]
+
+    def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
+        """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
+        given, left = self._fit(request, free, lambda name: (len(free[name]), name))
+        if request.whole and len(given) < len(request.actors):
+            return []
+        free.update(left)
+        return given
+
+    def keep(self, request: PlacementRequest, given: Sequence[Assignment], free: _Slots) -> None:
+        """Take out of `free` what serves a request that waits, on the nodes that serve it first."""
+        names = {one.actor for one in given}
+        rest = tuple(actor for actor in request.actors if actor.name not in names)
+        waiting = PlacementRequest(request.job, rest, home=request.home, whole=request.whole)
+        idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
+        kept, _ = self._fit(waiting, idle, lambda name: (-len(free[name]), name), prefer=free)
+        for one in kept:
+            free[one.node] -= set(one.devices)
+
+    def _fit(
+        self,
+        request: PlacementRequest,
+        available: _Slots,
+        rank: Callable[[str], tuple[int, str]],
+        prefer: _Slots | None = None,
+    ) -> tuple[list[Assignment], _Slots]:
+        """Return what fits and what is left of the nodes that were touched."""
+        left: _Slots = {}
+        mine: _Slots = {}
+        home = request.home if request.home in available else None
+        home = home or self._home(request, available, rank)
+
+        def choose(actor: ActorPlacement, name: str) -> tuple[int, ...] | None:
+            slots = left.get(name, available[name])
+            liked = slots if prefer is None else prefer[name]
+            return self._choose(actor.slots, name, slots, liked, mine.get(name, set()), need)
+
+        def full(name: str) -> tuple[int, str]:
+            return len(left.get(name, available[name])), name
+
+        given: list[Assignment] = []
+        need = request.need
+        for actor in sorted(request.actors, key=lambda one: -one.slots):
+            node, devices = home, choose(actor, home) if home else None
+            if devices is None:
+                order = sorted(available.keys() - {home}, key=full)
+                found = ((name, choose(actor, name)) for name in order)
+                node, devices = next((one for one in found if one[1] is not None), (None, None))
+            if node is None or devices is None:
+                continue
+            left[node] = left.get(node, available[node]) - set(devices)
+            mine.setdefault(node, set()).update(devices)
+            need -= actor.slots
+            given.append(Assignment(request.job, actor.name, node, devices))
+        return given, left
+
+    def _home(
+        self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]
+    ) -> str | None:
+        """Return the best node that holds all of it, else the one with the most slots."""
+        if not available:
+            return None
+        holding = [name for name, slots in available.items() if len(slots) >= request.need]
+        if holding:
+            return min(holding, key=rank)
+        return min(available, key=lambda name: (-len(available[name]), name))
+
+    def _choose(
+        self, count: int, node: str, slots: set[int], liked: set[int], near: set[int], need: int
+    ) -> tuple[int, ...] | None:
+        """Choose slots of one node, linked ones where the pool has so many; None: they do not fit.
+
+        Of several groups: the one with the most `liked` slots, the one that `near` slots belong
+        to, the smallest that holds all that is still needed, the largest.
+        """
+        if count == 0:
+            return ()
+        fitting = [
+            (slots & group, group)
+            for group in self._nodes[node].linked
+            if len(slots & group) >= count
+        ]
+        if fitting:
+            chosen, _ = min(
+                fitting,
+                key=lambda one: (
+                    -min(len(one[0] & liked), count),
+                    not one[1] & near,
+                    len(one[0]) if len(one[0]) >= need else (1 << 20) - len(one[0]),
+                    min(one[0]),
+                ),
+            )
+        elif count > self._largest_group and len(slots) >= count:
+            chosen = slots
+        else:
+            return None
+        return tuple(sorted(sorted(chosen, key=lambda slot: (slot not in liked, slot))[:count]))

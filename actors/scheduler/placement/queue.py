@@ -1,0 +1,110 @@
+"""In which order waiting jobs are placed. Pure.
+
+Higher priority first; between equals the user who holds the least for their weight; between those
+the oldest. Every hour of waiting counts as one more point of priority, so nobody waits for ever
+because others keep coming.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ....schemas.job import ActorPlacement
+from ....schemas.user import NO_BOUNDS, Quota
+from ..jobs.actors import slots_of
+
+AGING_S = 3600.0
+
+
+@dataclass(frozen=True)
+class PlacementRequest:
+    """Actors of one job that have no node yet."""
+
+    job: str
+    """Key of the job."""
+    actors: tuple[ActorPlacement, ...]
+    """In the order in which they are placed."""
+    user: str = ""
+    """Owner of the job."""
+    priority: int = 0
+    """Of the job."""
+    created: float = 0.0
+    """When the job was submitted, in seconds since the epoch."""
+    home: str | None = None
+    """Node of the job's learner: its other actors are put there while there is room."""
+    whole: bool = True
+    """All at once or none; False for the missing actors of a job that runs, which come first."""
+
+    @cached_property
+    def need(self) -> int:
+        """Slots that the actors hold together."""
+        return slots_of(self.actors)
+
+
+@dataclass
+class UserShares:
+    """What each user holds, and may hold."""
+
+    held: dict[str, int] = field(default_factory=dict[str, int])
+    """Slots by user."""
+    quotas: Mapping[str, Quota] = field(default_factory=dict[str, Quota])
+    """Quotas by user."""
+    unknown: Quota = NO_BOUNDS
+    """That of everybody else."""
+    actors: dict[str, int] = field(default_factory=dict[str, int])
+    """Actors that have a node, by user."""
+
+    def quota(self, user: str) -> Quota:
+        """Return the quota of a user."""
+        return self.quotas.get(user, self.unknown)
+
+    def take(self, user: str, slots: int, actors: int) -> None:
+        """Count what a user was given."""
+        self.held[user] = self.held.get(user, 0) + slots
+        self.actors[user] = self.actors.get(user, 0) + actors
+
+    def room(self, user: str) -> float:
+        """Return the slots that a user may still be given."""
+        bound = self.quota(user).max_slots
+        return float("inf") if bound is None else bound - self.held.get(user, 0)
+
+    def actor_room(self, user: str) -> float:
+        """Return the actors that a user may still be given."""
+        bound = self.quota(user).max_actors
+        return float("inf") if bound is None else bound - self.actors.get(user, 0)
+
+    def usage(self, user: str) -> float:
+        """Return what a user holds for their weight."""
+        return self.held.get(user, 0) / self.quota(user).weight
+
+
+def in_order(
+    queue: Iterable[PlacementRequest], shares: UserShares, now: float
+) -> Iterator[PlacementRequest]:
+    """Yield the requests in the order of placing, which follows what `shares` says by then.
+
+    The caller counts in `shares` what it gives before it asks for the next one.
+    """
+    by_user: dict[str, list[tuple[int, float, int, PlacementRequest]]] = defaultdict(list)
+    for number, request in enumerate(queue):
+        if not request.whole:
+            yield request
+            continue
+        points = request.priority + int(max(now - request.created, 0) // AGING_S)
+        by_user[request.user].append((-points, request.created, number, request))
+    for waiting in by_user.values():
+        waiting.sort(reverse=True)
+
+    def key(user: str) -> tuple[int, float, float, str]:
+        points, created, _, _ = by_user[user][-1]
+        return (points, shares.usage(user), created, user)
+
+    heads = [key(user) for user in by_user]
+    heapq.heapify(heads)
+    while heads:
+        user = heapq.heappop(heads)[-1]
+        yield by_user[user].pop()[-1]
+        if by_user[user]:
+            heapq.heappush(heads, key(user))

@@ -1,1 +1,0 @@
-"""What each user holds of the pool, and whether there is room for more."""

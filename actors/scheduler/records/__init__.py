@@ -1,1 +1,0 @@
-"""Looking after the pool's records: those that are damaged, and those of jobs to be removed."""

@@ -1,0 +1,359 @@
+"""What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
+
+import asyncio
+from typing import cast
+
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import Handler, RequestContext, Service
+from ...broker.jobs import JobStore, is_final
+from ...broker.users.audit import Audit
+from ...schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ListRequest,
+    PriorityRequest,
+    Removal,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from ...schemas.node import DamagedRecords, NodeList, NodeStatus
+from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
+from ...schemas.user import Quota, QuotaReply
+from ...schemas.wire.errors import StateError
+from ...schemas.wire.message import Empty, Message
+from ...schemas.wire.subjects import DEFAULT_USER, acting, rpc
+from .jobs.actors import scaled, slots_of, unplaced
+from .jobs.damaged import DamageReport
+from .jobs.holdings import check_priority, check_room, reserved_bytes
+from .jobs.secrets import SecretStore
+from .jobs.view import JobsView
+from .messenger import tell_learner
+from .placement.nodes import Nodes
+from .reconciler import Reconciler
+from .submission.rules import refuse_removal, refuse_removed
+from .submission.submission import Submission
+
+_CHANGES = frozenset(
+    {"submit", "configure", "stop", "resume", "scale", "priority", "pause", "unpause", "secrets"}
+    | {"archive", "unarchive", "delete"}
+)
+
+MAX_ERROR_CHARS = 300
+"""Of why an actor ended, in the list of nodes; its job's events tell all of it."""
+
+
+class SchedulerRequests:
+    """Answers clients; every change goes through the job records, so it survives the scheduler."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: JobsView,
+        pool: Nodes,
+        reconciler: Reconciler,
+        vault: SecretStore,
+    ) -> None:
+        """Answer from `board` and `pool`, change `jobs`; `reconciler` carries out.
+
+        What must not be told stays in `vault`.
+        """
+        self._broker = broker
+        self._jobs = jobs
+        self._board = board
+        self._pool = pool
+        self._reconciler = reconciler
+        self._submission = Submission(broker, jobs, board, reconciler, vault)
+        self._vault = vault
+        self._audit = Audit(broker)
+        self._damage = DamageReport(broker)
+
+    async def open(self, service: Service) -> None:
+        """Answer on the subjects of every user."""
+        service.share.bound = lambda user: self._board.quota(user).max_requests
+        endpoints: list[tuple[str, type[Message], Handler]] = [
+            ("submit", SubmitRequest, self.submit),
+            ("configure", ConfigureRequest, self.configure),
+            ("get", JobRequest, self.get),
+            ("list", ListRequest, self.list_jobs),
+            ("stop", StopRequest, self.stop),
+            ("resume", JobRequest, self.resume),
+            ("scale", ScaleRequest, self.scale),
+            ("priority", PriorityRequest, self.priority),
+            ("pause", JobRequest, self.pause),
+            ("unpause", JobRequest, self.unpause),
+            ("nodes", Empty, self.nodes),
+            ("quota", Empty, self.quota),
+            ("archive", JobRequest, self.archive),
+            ("unarchive", JobRequest, self.unarchive),
+            ("delete", JobRequest, self.delete),
+            ("damaged", Empty, self.damaged),
+            ("key", Empty, self.key),
+            ("secrets", SecretsRequest, self.secrets),
+        ]
+        for method, model, handler in endpoints:
+            noted = self._noted(method, handler) if method in _CHANGES else handler
+            own, of_admins = rpc("*", "scheduler", method), acting("*", "*", "scheduler", method)
+            await service.endpoint(method, own, model, noted, fair=True)
+            await service.endpoint(f"{method}-as-admin", of_admins, model, noted, fair=True)
+        subject = rpc("node", "secrets", "open")
+        await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
+
+    def _noted(self, method: str, handler: Handler) -> Handler:
+        """Return a handler that writes into the audit stream what is done to jobs of others."""
+
+        async def note(request: Message, context: RequestContext) -> JobReply:
+            reply = cast("JobReply", await handler(request, context))
+            record = reply.record
+            if context.caller != record.user and self._broker.user != DEFAULT_USER:
+                target = f"{record.user}/{record.name}"
+                await self._audit.write(context.caller, f"jobs.{method}", target=target)
+            return reply
+
+        return note
+
+    async def submit(self, request: SubmitRequest, context: RequestContext) -> JobReply:
+        """Make a job."""
+        return JobReply(record=await self._submission.submit(context.user, request))
+
+    async def configure(self, request: ConfigureRequest, context: RequestContext) -> JobReply:
+        """Complete the configuration of a job."""
+        return JobReply(record=await self._submission.configure(context.user, request))
+
+    async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Return one job."""
+        return JobReply(record=self._board.told(self._board.steered(context.user, request.job)))
+
+    async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
+        """Return a page of the user's jobs, or an admin everybody's."""
+        everybody = request.widest and self._board.is_admin(context.user)
+        records = self._board.records(None if everybody else context.user)
+        wanted = (one for one in records if request.all or not is_final(one))
+        page, after = self._board.page(wanted, request.after)
+        return JobList(records=[self._board.told(one) for one in page], after=after)
+
+    async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
+        """Return the nodes that are there; of others' actors only admins see whose they are."""
+        nodes = [_short(node) for node in self._pool.nodes()]
+        if not self._board.is_admin(context.user):
+            nodes = [_shown(node, context.user) for node in nodes]
+        trouble = self._broker.availability.trouble
+        return NodeList(nodes=nodes, trouble=trouble.text if trouble else "")
+
+    async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
+        """Return what the user's jobs may hold, and do hold."""
+        quota = {
+            name: getattr(self._board.quota(context.user), name) for name in Quota.model_fields
+        }
+        return QuotaReply(**quota, held=self._board.held(context.user))
+
+    async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
+        """Return which records of the user cannot be read; of the whole pool for admins."""
+        alone = self._broker.user == DEFAULT_USER
+        everything = alone or self._board.is_admin(context.user)
+        return await self._damage.read("" if everything else context.user)
+
+    async def key(self, _: Empty) -> SealingKey:
+        """Return the key to which clients seal secrets."""
+        return self._vault.key
+
+    async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
+        """Keep secrets of a job until it has ended."""
+        record = self._board.get(context.user, request.job)
+        names = await self._vault.keep(record.scope, request.sealed)
+
+        def name(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"secrets": names})
+
+        return JobReply(record=await self._jobs.update(record, name))
+
+    async def stop(self, request: StopRequest, context: RequestContext) -> JobReply:
+        """Stop a job: the learner drains with a checkpoint, or everything ends now.
+
+        A job that has ended stays as it is; a later `now` overrides an earlier drain.
+        """
+        record = self._board.steered(context.user, request.job)
+        how = "now" if request.now or record.stop == "now" else "drain"
+
+        def ask(current: JobRecord) -> JobRecord:
+            if is_final(current):
+                return current
+            return current.model_copy(
+                update={
+                    "stop": how,
+                    "stop_complete": request.complete or current.stop_complete,
+                    "stopped_by": current.stopped_by or context.who,
+                }
+            )
+
+        return JobReply(record=await self._jobs.update(record, ask))
+
+    async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Queue a job that has ended again; one that is paused goes on; others are left alone."""
+        async with self._alone(request, context):
+            record = self._board.steered(context.user, request.job)
+            if record.state == "PAUSED":
+                return await self.unpause(request, context)
+            if not is_final(record):
+                return JobReply(record=record)
+            refuse_removed(record)
+            if not record.configured:
+                raise StateError(f"job {record.name} was never configured", hint="submit a new job")
+            self._reconciler.refuse_impossible(record.actors)
+            reserved = reserved_bytes(self._board.config(record))
+            self._submission.check_growth(
+                record, record.model_copy(update={"stored_bytes": reserved, "has_streams": True})
+            )
+            record = await self._jobs.transition(
+                record,
+                "QUEUED",
+                "resumed",
+                context.who,
+                attempt=record.attempt + 1,
+                stop="no",
+                stop_complete=False,
+                stopped_by="",
+                losses=0,
+                stored_bytes=reserved,
+                actors=unplaced(record.actors),
+            )
+        return JobReply(record=record)
+
+    def _alone(self, request: JobRequest | ScaleRequest, context: RequestContext) -> asyncio.Lock:
+        """Return what one request about the jobs of an owner at a time holds."""
+        return self._submission.lock(self._board.steered(context.user, request.job).user)
+
+    async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
+        """Change how many generators or environment hosts a job has; it need not be running."""
+        async with self._alone(request, context):
+            return JobReply(record=await self._scale(request, context))
+
+    async def _scale(self, request: ScaleRequest, context: RequestContext) -> JobRecord:
+        record = self._board.steered(context.user, request.job)
+        if is_final(record) or not record.configured:
+            raise StateError(
+                f"job {record.name} is {record.state} and has no actors to scale",
+                hint="scale a job that is queued or running",
+            )
+        if request.role == "server" and request.count < 1:
+            raise StateError(
+                f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
+            )
+        config = self._board.config(record)
+        slots = 0 if request.role == "environment" else config.generator_slots
+        wanted = scaled(record.actors, request.role, request.count, slots)
+        if len(wanted) > len(record.actors):
+            self._reconciler.refuse_impossible(wanted)
+            added, held = wanted[len(record.actors) :], self._board.held(record.user)
+            for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
+                check_room(
+                    record.user,
+                    self._board.quota(record.user),
+                    has,
+                    max_slots=slots_of(more),
+                    max_actors=len(more),
+                )
+            grown = record.model_copy(update={"actors": wanted})
+            self._submission.check_growth(record, grown)
+
+        def resize(current: JobRecord) -> JobRecord:
+            actors = scaled(current.actors, request.role, request.count, slots)
+            return current.model_copy(update={"actors": actors})
+
+        return await self._jobs.update(record, resize)
+
+    async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
+        """Change the priority of a job; it matters while the job, or a part of it, waits."""
+        record = self._board.steered(context.user, request.job)
+        if is_final(record):
+            raise StateError(
+                f"job {record.name} is {record.state}, its priority decides nothing any more",
+                hint="see what waits: `tinkermq ps`",
+            )
+        check_priority(context.user, request.priority, self._board.quota(context.user))
+
+        def change(current: JobRecord) -> JobRecord:
+            return current.model_copy(update={"priority": request.priority})
+
+        return JobReply(record=await self._jobs.update(record, change))
+
+    async def archive(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Put the streams of a job that has ended into its run folder."""
+        return await self._remove(request, context, "archive")
+
+    async def unarchive(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Bring the streams of an archived job back."""
+        return await self._remove(request, context, "unarchive")
+
+    async def delete(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Remove a job that has ended, with all that is stored of it."""
+        return await self._remove(request, context, "delete")
+
+    async def _remove(
+        self, request: JobRequest, context: RequestContext, removal: Removal
+    ) -> JobReply:
+        """Write into the record what shall be done; the reconciler does it."""
+        async with self._submission.lock(
+            context.user
+        ):  # not while the job, or one that lives on it, is being started
+            record = self._board.steered(context.user, request.job)
+            if record.removal == removal or (removal == "archive" and record.archived is not None):
+                return JobReply(record=record)
+            refuse_removal(record, removal, self._board.records())
+
+            def mark(current: JobRecord) -> JobRecord:
+                refuse_removal(current, removal, [])
+                return current.model_copy(update={"removal": removal})
+
+            record = await self._jobs.update(record, mark)
+        self._reconciler.hurry()
+        return JobReply(record=record)
+
+    async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let the learner stand still; its actors stay where they are."""
+        record = self._board.steered(context.user, request.job)
+        if record.state == "PAUSED":
+            return JobReply(record=record)
+        if record.state != "RUNNING":
+            raise StateError(
+                f"job {record.name} is {record.state}, only a RUNNING job can be paused",
+                hint="see its state: `tinkermq ps`",
+            )
+        await tell_learner(self._broker, record, "pause")
+        who = context.who
+        return JobReply(record=await self._jobs.transition(record, "PAUSED", "paused", who))
+
+    async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
+        """Let a paused job go on."""
+        record = self._board.steered(context.user, request.job)
+        if record.state == "RUNNING":
+            return JobReply(record=record)
+        if record.state != "PAUSED":
+            raise StateError(
+                f"job {record.name} is {record.state}, not PAUSED",
+                hint="an ended job goes on with `tinkermq resume`",
+            )
+        who = context.who
+        record = await self._jobs.transition(record, "RUNNING", "goes on after a pause", who)
+        await tell_learner(self._broker, record, "resume")
+        return JobReply(record=record)
+
+
+def _short(node: NodeStatus) -> NodeStatus:
+    """Return a node with the beginnings of its actors' errors: those of all travel together."""
+    actors = [
+        one.model_copy(update={"error": one.error[:MAX_ERROR_CHARS]}) if one.error else one
+        for one in node.actors
+    ]
+    return node.model_copy(update={"actors": actors})
+
+
+def _shown(node: NodeStatus, user: str) -> NodeStatus:
+    """Return a node without the names of other users, their jobs and their errors."""
+    nobody = {"user": "", "job": "", "name": "", "error": "", "pid": None}
+    actors = [one if one.user == user else one.model_copy(update=nobody) for one in node.actors]
+    return node.model_copy(update={"actors": actors})

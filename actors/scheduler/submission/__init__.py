@@ -1,0 +1,1 @@
+"""How a job comes into being: checked, named, given its streams and its folder."""

@@ -1,0 +1,45 @@
+"""What a job of a pool with users may not name: others' files, and code that nobody looked at.
+
+All actors of a node but the hosts of games, which are enclosed, run as one user of the operating
+system, who can read every run folder.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ....schemas.config.job import JobConfig
+from ....schemas.wire.errors import ConfigError
+from ...folders.links import foreign, hard_links, inodes_below, leads
+
+
+def refuse_code_of_others(config: JobConfig) -> None:
+    """Raise ConfigError for a job that would run the code which comes with a model."""
+    if config.model.trust_remote_code:
+        raise ConfigError(
+            "model.trust_remote_code=true: on a pool with users, code that comes with a model is "
+            "run for admins only",
+            hint="let an admin submit the job, or take a model that transformers has itself",
+        )
+
+
+def refuse_runs_of_others(
+    config: JobConfig, others: Iterable[tuple[str, str]], more: Mapping[str, str] | None = None
+) -> None:
+    """Raise ConfigError for a value that leads into the run folder of somebody else.
+
+    It may lead there by itself, by a link inside of the folder that it names, or by another name of
+    the same file. `others` are those folders, each with its owner; what the owner's runs lie in is
+    fenced, too. `more` are further folders that are read, by what names them.
+    """
+    folders = [(Path(folder), user) for folder, user in others if folder]
+    fenced = {folder for folder, _ in folders}
+    fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
+    for lead in leads(config, more):
+        if not fenced.isdisjoint((lead.path, *lead.path.parents)):
+            raise foreign(str(lead))
+    several = hard_links(config, more or {})
+    if several:
+        outermost = {one for one in fenced if fenced.isdisjoint(one.parents)}
+        for inode in (inode for folder in outermost for inode in inodes_below(folder)):
+            if inode in several:
+                raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")

@@ -1,0 +1,103 @@
+"""The folder of a run, made when the run is accepted."""
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from ....schemas.config.job import JobConfig
+from ....schemas.job import LAST_STEP, JobRecord
+from ....schemas.wire.errors import NotFoundError, StateError, StorageError
+from ...models.checkpoint_folders import checkpoint_folders
+
+_FORK = "fork"
+_ADAPTERS = "adapters"
+
+
+def make_run_dir(config: JobConfig, owner: str = "") -> Path:
+    """Make the folder of a run; one that holds something is another run's.
+
+    With an `owner` it lies in a folder of theirs: names are unique for each user only.
+
+    Raises StateError, or StorageError for a folder that cannot be made.
+    """
+    folder = Path(config.output_dir).expanduser().resolve() / owner / str(config.name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        occupied = any(path.name not in (_FORK, _ADAPTERS) for path in folder.iterdir())
+    except OSError as error:
+        raise StorageError(
+            f"cannot make the run folder {folder}: {error.strerror}",
+            hint="set output_dir to a folder that the pool can write to",
+        ) from error
+    if occupied:
+        raise StateError(
+            f"the run folder {folder} holds another run",
+            hint=f"go on with it (`tinkermq resume {config.name}`), or choose another name",
+        )
+    return folder
+
+
+def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
+    """Return step and folder of a run's checkpoint: of a step, or of the `last` one.
+
+    Raises NotFoundError.
+    """
+    there = checkpoint_folders(origin.run_dir)
+    number = max(there, default=0) if step == LAST_STEP else int(step)
+    if number not in there:
+        which = "yet" if step == LAST_STEP else f"of step {number}"
+        raise NotFoundError(
+            f"run {origin.name!r} has no checkpoint {which} ({origin.run_dir})",
+            hint=f"see which there are: ls {origin.run_dir}/checkpoints",
+        )
+    return number, there[number]
+
+
+def pin_checkpoint(
+    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, place: str = _FORK
+) -> Path:
+    """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
+
+    With `weights_only` the state of the other run's learner is left out. The other run may remove
+    its own meanwhile. Files are linked, or copied to another disk.
+
+    Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
+    """
+    pinned = run_dir / place
+    shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
+    try:
+        leave_out = shutil.ignore_patterns("learner") if weights_only else None
+        shutil.copytree(checkpoint, pinned, copy_function=_link, ignore=leave_out)
+    except (shutil.Error, OSError) as error:
+        shutil.rmtree(pinned, ignore_errors=True)
+        if not checkpoint.is_dir():
+            raise NotFoundError(
+                f"the checkpoint {checkpoint} has been removed meanwhile",
+                hint="fork from a newer one, or set training.keep_every in the run that makes them",
+            ) from error
+        raise StorageError(
+            f"cannot keep {checkpoint} in {pinned}: {error}", hint="see the folder's rights, and df"
+        ) from error
+    return pinned
+
+
+def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
+    """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
+    return {
+        name: str(
+            pin_checkpoint(Path(each), run_dir, weights_only=True, place=f"{_ADAPTERS}/{name}")
+        )
+        for name, each in adapters.items()
+    }
+
+
+def _link(source: str, target: str) -> str:
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+            raise
+        shutil.copy2(source, target)
+    return target

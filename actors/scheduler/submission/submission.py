@@ -1,0 +1,363 @@
+"""How a job comes into being: checked, named, given its streams and its run folder.
+
+Submitting is idempotent by the client's request id, and so is each step of it: a submission that
+was cut off half-way goes on where it was when it is sent again.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from ....broker.client.connection import Broker
+from ....broker.jobs import JobStore, is_final
+from ....envs.registry import check_registered
+from ....schemas.config.load_config import check_keys, parse_config
+from ....schemas.config.reward import RewardConfig
+from ....schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.wire.errors import ConfigError, MessageError, StateError
+from ....schemas.wire.ids import new_id
+from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
+from ...folders.links import named_by
+from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
+from ...models.lora import is_adapter
+from ..jobs.actors import KINDS, actors_for, slots_of
+from ..jobs.holdings import (
+    check_bucket,
+    check_priority,
+    check_record,
+    check_room,
+    reserved_bytes,
+    stored_bytes,
+)
+from ..jobs.secrets import SecretStore
+from ..jobs.view import JobsView, size_of
+from ..reconciler import Reconciler
+from .access import refuse_code_of_others, refuse_runs_of_others
+from .naming import run_name
+from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
+
+
+class Submission:
+    """Makes jobs; a name is taken from the moment it is given."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        jobs: JobStore,
+        board: JobsView,
+        reconciler: Reconciler,
+        vault: SecretStore,
+    ) -> None:
+        """Make jobs that `reconciler` takes up, with their secrets in `vault`."""
+        self._vault = vault
+        self._broker = broker
+        self._jobs = jobs
+        self._board = board
+        self._reconciler = reconciler
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._names: set[tuple[str, str]] = set()
+        self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
+
+    async def submit(self, user: str, request: SubmitRequest) -> JobRecord:
+        """Make a job, or return the one that this request id made before.
+
+        Raises ConfigError, PlacementError, StateError (the name is taken), StorageError.
+        """
+        if request.kind not in KINDS:
+            raise ConfigError(
+                f"this pool does not run jobs of kind {request.kind!r}",
+                hint=f"submit one of kind {' or '.join(KINDS)}",
+            )
+        check_priority(user, request.priority, self._board.quota(user))
+        if request.configured:
+            parse_config(request.config)
+        else:
+            check_keys(request.config)
+        check_game(request.config)
+        key = (user, request.request_id)
+        making = self._making.get(key)
+        if making is None:
+            making = self._making[key] = asyncio.ensure_future(self._make(user, request))
+            making.add_done_callback(lambda _: self._making.pop(key))
+        return await asyncio.shield(making)
+
+    async def _make(self, user: str, request: SubmitRequest) -> JobRecord:
+        async with self.lock(user):
+            job = await self._jobs.asked_before(user, request.request_id)
+            record = await self._jobs.find_by_id(user, job) if job else None
+            return record or await self._create(user, job or new_id(), request)
+
+    def lock(self, user: str) -> asyncio.Lock:
+        """Return what lets one request of a user at a time count what he holds and add to it."""
+        return self._locks.setdefault(user, asyncio.Lock())
+
+    async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
+        check_room(user, self._board.quota(user), self._board.held(user), max_jobs=1)
+        fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
+        followed = self._followed(user, request)
+        adapters = await self._adapters(user, request)
+        blank = JobRecord(
+            job=job,
+            name=await self._free_name(user, job, request.config),
+            user=user,
+            kind=request.kind,
+            state="QUEUED",
+            reason="waits for its configuration",
+            priority=request.priority,
+            config=request.config,
+            configured=False,
+            fork_of=fork_of,
+            weights_only=request.weights_only,
+            fork_dir=fork_dir,
+            follow=followed.job if followed else None,
+            serves=followed.name if followed else _served(request, fork_of),
+            adapters=adapters,
+            secrets=self._vault.names(user, request.sealed),
+            created=time.time(),
+        )
+        self._names.add((user, blank.name))
+        try:
+            self.check_growth(None, blank)
+            record = await self._complete(blank, None) if request.configured else blank
+            job = await self._jobs.job_of_request(user, request.request_id, job)
+            if job != record.job:  # another scheduler has made it meanwhile
+                return await self._jobs.get(user, job)
+            if request.sealed:
+                await self._vault.keep(JobScope(user, job), request.sealed)
+            return await self._jobs.create(record, f"user {user}")
+        finally:
+            self._names.discard((user, blank.name))
+
+    async def configure(self, user: str, request: ConfigureRequest) -> JobRecord:
+        """Lay keys over those of a job without a complete configuration; maybe start it.
+
+        Raises StateError if the job has started, and what `submit` raises.
+        """
+        async with self.lock(user):
+            record = self._board.get(user, request.job)
+            config = merged(record.config, request.config)
+            if record.configured:
+                return _already(record, config)
+            if record.state != "QUEUED":
+                raise StateError(
+                    f"job {record.name} is {record.state}", hint="submit it as a new job"
+                )
+            check_keys(config)
+            check_game(config)
+            name = record.name
+            if request.config.get("name") is not None:
+                name = await self._free_name(user, record.job, config)
+            changed = record.model_copy(update={"config": config, "name": name})
+            if request.start:
+                changed = await self._complete(changed, record)
+            self.check_growth(record, changed)
+            return await self._jobs.update(record, lambda _: changed)
+
+    async def _complete(self, record: JobRecord, before: JobRecord | None) -> JobRecord:
+        """Return a record that can be placed, with its run folder made; `before` is what is kept.
+
+        A checkpoint of which only the weights count becomes the model of the configuration; a job
+        that trains on conversations is one of kind `sft`.
+        """
+        config = parse_config({**record.config, "name": record.name})
+        if record.weights_only:
+            config = config.with_model(record.fork_dir)
+        roots = output_roots(has_users=self._has_users)
+        config = in_default_folder(config, roots)
+        if self._board.is_admin(record.user):
+            roots = []
+        else:
+            config = with_allowed_folders(config, roots)
+            if self._has_users:
+                refuse_code_of_others(config)
+                others = self._board.run_folders_of_others(record.user)
+                await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(record))
+        kind = "sft" if record.kind == "train" and config.sft.data else record.kind
+        actors = actors_for(config, kind)
+        self._reconciler.refuse_impossible(actors)
+        quota = self._board.quota(record.user)
+        check_room(record.user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
+        wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
+        self.check_growth(before, record.model_copy(update=wanted))
+        run_dir = await asyncio.to_thread(make_run_dir, config, self._folder_of(record.user))
+        fork_dir = record.fork_dir
+        if fork_dir:
+            pinned = await asyncio.to_thread(
+                pin_checkpoint, Path(fork_dir), run_dir, weights_only=record.weights_only
+            )
+            fork_dir = str(pinned)
+        if record.weights_only:
+            config, fork_dir = config.with_model(fork_dir), ""
+        fields = {
+            "config": config.model_dump(mode="json", exclude_unset=True),
+            "configured": True,
+            "kind": kind,
+            "reason": "waits for a node",
+            **wanted,
+            "run_dir": str(run_dir),
+            "output_roots": [str(root) for root in roots],
+            "fork_dir": fork_dir,
+            "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
+            "judge": self._judge(record.user, config.env.reward),
+        }
+        return record.model_copy(update=fields)
+
+    def check_growth(self, before: JobRecord | None, after: JobRecord) -> None:
+        """Raise QuotaError unless there is room for a record, or for what it grows by."""
+        user, new = after.user, size_of(after)
+        more = new - (size_of(before) if before is not None else 0)
+        if more > 0:
+            check_record(after, new)
+            is_admin = self._board.is_admin(user) or not self._has_users
+            check_bucket(self._board.record_bytes(), more, is_admin=is_admin)
+        check_room(
+            user,
+            self._board.quota(user),
+            self._board.held(user),
+            max_live_jobs=int(before is None or is_final(before)),
+            max_record_bytes=more,
+            max_stored_bytes=after.stored_bytes - stored_bytes(before),
+        )
+
+    @property
+    def _has_users(self) -> bool:
+        return self._broker.user != DEFAULT_USER
+
+    def _judge(self, user: str, reward: RewardConfig) -> str | None:
+        """Return the job that judges episodes through the broker; ConfigError if it cannot."""
+        if reward.judge is None or reward.url is not None:
+            return None
+        record = self._board.get(user, reward.judge)
+        if record.kind != "infer" or is_final(record):
+            raise ConfigError(
+                f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
+                f"{record.state}, it judges nothing",
+                hint="serve the judge first (`tinkermq serve …`) and name that job",
+            )
+        return record.job
+
+    def _folder_of(self, user: str) -> str:
+        """Return the folder for the runs of a user; a pool without users has one for all."""
+        return "" if user == DEFAULT_USER and not self._has_users else user
+
+    def _taken(self, user: str, job: str) -> set[str]:
+        """Return the names of a user's other runs."""
+        mine = self._board.find(user, job)
+        taken = self._board.names(user) - {mine.name if mine else None}
+        return taken | {name for owner, name in self._names if owner == user}
+
+    async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
+        """Return the configured name if no other run has it, else a new one."""
+        taken = self._taken(user, job)
+        name = config.get("name")
+        if name is None:
+            return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
+        check_name(name)
+        if name in taken:
+            await self._board.refresh()  # the run that had it may have been deleted just now
+        if name in self._taken(user, job):
+            raise StateError(
+                f"there is a run named {name!r} already",
+                hint=f"go on with it (`tinkermq resume {name}`), or choose another name",
+            )
+        return name
+
+    async def _fork(
+        self, user: str, source: str | None, weights_only: bool
+    ) -> tuple[str | None, str]:
+        """Return `run@step` with the run's name, and the folder of that checkpoint."""
+        if source is None:
+            if weights_only:
+                raise ConfigError(
+                    "weights_only is for a job that starts from a checkpoint",
+                    hint="name it: fork_of=my-run@40",
+                )
+            return None, ""
+        run, _, step = source.partition("@")
+        if step != LAST_STEP and not step.isdecimal():
+            raise ConfigError(
+                f"fork_of={source!r} does not name a checkpoint",
+                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
+            )
+        origin = self._board.get(user, run)
+        if origin.removal == "delete":
+            raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
+        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
+        return f"{origin.name}@{number}", str(folder)
+
+    async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
+        """Return the further adapters of an inference job: `run@step` and its checkpoint."""
+        if request.adapters and request.kind != "infer":
+            raise ConfigError(
+                "adapters are for inference jobs", hint="begin a training run with fork_of"
+            )
+        found = [await self._fork(user, source, False) for source in request.adapters]
+        for name, folder in found:
+            if not is_adapter(folder):
+                raise ConfigError(
+                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    hint=f"serve it by itself: `tinkermq serve {name}`",
+                )
+        return {name: folder for name, folder in found if name is not None}
+
+    def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
+        """Return the live run whose versions an inference job serves."""
+        if request.follow is None:
+            return None
+        if request.kind != "infer" or request.fork_of is not None:
+            raise ConfigError(
+                f"follow={request.follow!r} is for inference jobs without fork_of",
+                hint="name either a live run or one of its checkpoints",
+            )
+        record = self._board.get(user, request.follow)
+        if not record.trains or is_final(record):
+            raise StateError(
+                f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
+                "new versions",
+                hint=f"serve a checkpoint of a run: {record.name}@STEP",
+            )
+        return record
+
+
+def _served(request: SubmitRequest, fork_of: str | None) -> str:
+    return fork_of or "" if request.kind == "infer" else ""
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay one tree of maps over another; neither is changed."""
+    result = dict(below)
+    for key, value in above.items():
+        inner = result.get(key)
+        if isinstance(value, dict) and isinstance(inner, dict):
+            result[key] = merged(cast("dict[str, Any]", inner), cast("dict[str, Any]", value))
+        else:
+            result[key] = value
+    return result
+
+
+def check_game(config: Mapping[str, Any]) -> None:
+    """Raise GameError if the pool is to host a game of a name that nobody has registered."""
+    env = cast("Mapping[str, Any]", config.get("env") or {})
+    if (game := env.get("game")) and env.get("hosts") != 0:
+        check_registered(str(game))
+
+
+def check_name(name: Any) -> None:
+    """Raise ConfigError if a run cannot have this name."""
+    try:
+        token(str(name), what="run name")
+    except MessageError as error:
+        raise ConfigError(error.message, hint=error.hint) from error
+
+
+def _already(record: JobRecord, config: dict[str, Any]) -> JobRecord:
+    """Answer a `configure` that was sent again after it had started the job."""
+    same = {**config, "name": record.name} == {**record.config, "name": record.name}
+    if not same:
+        raise StateError(
+            f"job {record.name} has its configuration already and is {record.state}",
+            hint="submit a new job, or fork this one",
+        )
+    return record

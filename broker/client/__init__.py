@@ -1,0 +1,1 @@
+"""The connection to NATS: logging in, publishing, asking and answering."""

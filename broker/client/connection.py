@@ -1,0 +1,391 @@
+"""One connection to the broker, and the only way requests leave it.
+
+nats-py carries the bytes; this module adds what a long-lived actor needs. The first connect is
+bounded and says why it failed. Later losses of the connection heal by themselves within some ten
+milliseconds: requests in flight end at once with `ConnectionLost` instead of at their timeout, so
+that idempotent ones (`retry`) are sent again as soon as the server is back, for however long it is
+away if the connection is patient (`outages/availability.py`). Errors that NATS tells
+only to a callback (denied subjects, slow consumers) become log events, and a request to a denied
+subject raises. Payloads are measured before they are sent, because the server closes the
+connection of who sends too much.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+from nats.js.errors import APIError
+
+from ...schemas.wire.errors import BrokerError, DeadlineError
+from ...schemas.wire.subjects import DEFAULT_USER
+from ..outages.availability import Availability
+from ..outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
+from . import faults
+from .addresses import server_urls
+from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
+from .faults import ConnectionLost, NoResponders, shown_url
+from .listening import Callbacks, Listening, listen
+from .login import Login, find_login, tls_options
+from .replies import Replies, checked
+from .store_subjects import StoreSubjects
+
+__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
+
+T = TypeVar("T")
+
+REQUEST_TIMEOUT_S = 5.0
+RECONNECT_GRACE_S = 2.0
+PENDING_BYTES = 64 * 2**20
+_HEADER_ROOM = 1024
+
+_log = structlog.get_logger()
+
+
+class Broker:
+    """A connection; make one with `connect`."""
+
+    def __init__(self, url: str, name: str, login: Login) -> None:
+        """Prepare a connection that `connect` opens."""
+        self.url, self.name = url, name
+        self.user = login.user
+        self.inbox_prefix = login.inbox
+        self.derived_key = login.derived_key
+        self.rpc, self.control = login.rpc, login.control
+        self.login = login
+        self._door = StoreSubjects("", is_guest=False)
+        self.nc = CarefulClient()
+        self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
+        """nats-py's own JetStream calls, for what this package does not wrap."""
+        self.closed = asyncio.Event()
+        """Set once the connection is closed for good, on purpose or not."""
+        self._closing = False
+        self.availability = Availability()
+        self._replies = Replies("")
+        self._was_open = False
+        self._on_reconnect = Callbacks[Callable[[], None]]()
+        self._on_disconnect = Callbacks[Callable[[], None]]()
+        self._complaints = Complaints(
+            url, login.user, self.nc, lambda: self._replies, self.availability
+        )
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Largest payload that this server takes, with room for headers."""
+        return self.nc.max_payload - _HEADER_ROOM
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is up right now."""
+        return self.nc.is_connected
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the server is one of several: streams change their leaders, replicas lag."""
+        return bool(cast("Any", self.nc)._server_info.get("cluster"))
+
+    @property
+    def settled(self) -> bool:
+        """Whether those who listened before the last reconnect have had time to come back."""
+        return self.availability.up_for(RECONNECT_GRACE_S)
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether waits for the broker last as long as it takes."""
+        return self.availability.is_patient
+
+    def clock(self) -> float:
+        """Return the time by which deadlines count: it stands still while a patient one is away."""
+        return self.availability.clock()
+
+    def on_reconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` after each reconnect; returns a function that takes it off again."""
+        return self._on_reconnect.add(callback)
+
+    def on_disconnect(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` at each loss of the connection; returns a function that takes it off."""
+        return self._on_disconnect.add(callback)
+
+    def on_error(self, callback: Callable[[BrokerError], None]) -> Callable[[], None]:
+        """Call `callback` with each denied subject and slow consumer; returns its removal."""
+        return self._complaints.callbacks.add(callback)
+
+    async def close(self) -> None:
+        """Send what is pending and close."""
+        self._closing = True
+        if self.nc.is_connected:
+            with contextlib.suppress(nats.errors.Error, TimeoutError):
+                await self.nc.flush(timeout=2)
+        await self.nc.close()
+        await _end(cast("Any", self.nc)._reconnection_task)
+
+    async def __aenter__(self) -> "Broker":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    def check_open(self) -> None:
+        """Raise BrokerError if the connection is closed for good."""
+        if self.nc.is_closed:
+            raise faults.closed(self.url, self._complaints.last or self.nc.last_error)
+
+    async def wait_connected(self, deadline: float, *, waiting_for: str) -> None:
+        """Wait until the connection is up; `deadline` is one of `clock`.
+
+        Raises DeadlineError, which names `waiting_for`, and BrokerError once it is closed.
+        """
+        try:
+            await self.availability.wait(deadline, self.closed)
+        except TimeoutError:
+            raise self.late(waiting_for) from None
+        self.check_open()
+
+    def check_size(self, size: int, *, what: str) -> None:
+        """Raise MessageError if `size` bytes are too many for one message."""
+        if size > self.max_payload_bytes:
+            raise faults.too_large(what, size, self.max_payload_bytes)
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Publish without confirmation: while the connection is down the message may be lost."""
+        self.check_size(len(payload), what=f"a message on {subject}")
+        self.check_open()
+        with contextlib.suppress(nats.errors.OutboundBufferLimitError):
+            await self.nc.publish(subject, payload, headers=dict(headers) if headers else None)
+
+    async def listen(
+        self, subject: str, take: Callable[[Msg], None], *, queue: str = ""
+    ) -> Listening:
+        """Call `take` with each message on `subject`, also after reconnects."""
+        return await listen(self.nc, subject, take, queue=queue)
+
+    async def request(
+        self,
+        subject: str,
+        payload: bytes = b"",
+        *,
+        headers: Mapping[str, str] | None = None,
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Msg:
+        """Send one request and return its reply.
+
+        Raises ConnectionLost, NoResponders, TimeoutError, MessageError (too large), or
+        BrokerError for a denied subject.
+        """
+        self.check_size(len(payload), what=f"a request on {subject}")
+        reply, future = self._replies.expect(subject, timeout_s)
+        try:
+            await self.send(subject, payload, reply=reply, headers=headers)
+            return await future
+        finally:
+            self._replies.forget(reply)
+
+    async def send(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        reply: str,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Publish with a reply subject; raises ConnectionLost while the connection is down."""
+        self.check_open()
+        if not self.nc.is_connected:
+            raise ConnectionLost(f"not connected to {shown_url(self.url)}", hint="try again")
+        await self.nc.publish(
+            subject, payload, reply=reply, headers=dict(headers) if headers else None
+        )
+
+    async def api(self, verb: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Ask the JetStream API (`verb` is what follows `$JS.API.`) and return its answer.
+
+        Raises nats' APIError for a refusal, and what `request` raises.
+        """
+        payload = json.dumps(request).encode() if request is not None else b""
+        return checked(await self.request(self._door.api(verb), payload))
+
+    def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
+        """Subject and payload of the request for the last message on `subject`."""
+        return self._door.last_get(stream, subject, of_leader=self.is_clustered)
+
+    def direct_get(self, stream: str) -> str:
+        """Subject on which stored messages of a stream are asked for."""
+        return self._door.direct_get(stream)
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this connection reaches what is stored through the door only."""
+        return self._door.is_guest
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether this connection has the rights of a user or of a process of one job."""
+        return bool(self._door.subject)
+
+    async def retry(
+        self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
+    ) -> T:
+        """Do something idempotent again and again until the broker answers.
+
+        Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
+        connection is patient), and NoResponders when nobody listens, although whoever reconnects
+        or is elected has had the time to.
+        """
+        return await persist(self, attempt, deadline_s, waiting_for)
+
+    async def append(
+        self,
+        subject: str,
+        payload: bytes,
+        *,
+        headers: Mapping[str, str] | None = None,
+        deadline_s: float,
+        waiting_for: str,
+    ) -> int:
+        """Store what may be sent twice in its stream until it is confirmed; return its sequence.
+
+        Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
+        """
+        place = self._door.store(subject)
+
+        async def attempt() -> int:
+            try:
+                reply = await self.request(place, payload, headers=headers)
+            except TimeoutError:
+                await look_for_stream(self, self._door, subject)
+                raise
+            return int(checked(reply)["seq"])
+
+        try:
+            return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
+        except NoResponders as error:
+            raise faults.not_stored(subject) from error
+
+    def late(self, waiting_for: str) -> DeadlineError:
+        """Return the error of a wait that ran out; raises BrokerError once it is closed."""
+        self.check_open()
+        return faults.late(self.url, waiting_for)
+
+    async def open(self, deadline_s: float, credentials: Mapping[str, Any]) -> None:
+        """Connect for the first time; raises BrokerError when the server is away or refuses."""
+        refusal = self._complaints.expect_refusal()
+        opening = asyncio.create_task(self._open(credentials))
+        try:
+            done, _ = await asyncio.wait(
+                {opening, refusal}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if opening in done:
+                return await opening
+            raise (
+                refusal.result()
+                if done
+                else faults.unreachable(self.url, deadline_s, self._complaints.last)
+            )
+        finally:
+            self._complaints.expects = None
+            await _end(opening)
+
+    async def _open(self, credentials: Mapping[str, Any]) -> None:
+        try:
+            await self.nc.connect(
+                server_urls(self.url),
+                name=self.name,
+                error_cb=self._complaints.take,
+                disconnected_cb=self._disconnected,
+                reconnected_cb=self._reconnected,
+                closed_cb=self._closed,
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=cast("int", RECONNECT_WAIT_S),  # seconds, fractions are fine
+                connect_timeout=2,
+                ping_interval=10,
+                pending_size=PENDING_BYTES,
+                inbox_prefix=self.inbox_prefix,
+                **{**self.login.options, **tls_options(self.url), **credentials},
+            )
+        except asyncio.CancelledError:
+            await self.nc.close()
+            raise
+        if cast("Any", self.nc)._server_info.get("auth_required"):
+            self._door = StoreSubjects(self.login.door, is_guest=self.login.is_guest)
+        elif self.login.is_guest:
+            await self.nc.close()
+            raise faults.without_users(self.url, self.user)
+        inbox = self.nc.new_inbox()
+        self._replies = Replies(inbox)
+        await self.listen(f"{inbox}.*", self._replies.take)
+        self._was_open = True
+        self.availability.came()
+
+    async def _disconnected(self) -> None:
+        if self.availability.is_connected and not self._closing:
+            _log.warning("broker_disconnected", url=shown_url(self.url))
+        self.availability.went()
+        self._replies.fail(lambda subject: faults.broken(self.url, subject))
+        for callback in self._on_disconnect:
+            callback()
+
+    async def _reconnected(self) -> None:
+        _log.info("broker_reconnected", url=shown_url(self.url))
+        self._complaints.forget()
+        self.availability.came()
+        for callback in self._on_reconnect:
+            callback()
+
+    async def _closed(self) -> None:
+        self.closed.set()
+        self.availability.wake()  # those who wait find it closed
+        if not self._closing and self._was_open:
+            error = self.nc.last_error or self._complaints.last
+            self._complaints.report("broker_connection_closed", faults.closed(self.url, error))
+
+
+async def connect(
+    url: str,
+    *,
+    name: str,
+    user: str = DEFAULT_USER,
+    api_key: str | None = None,
+    credentials_file: Path | None = None,
+    login: Login | None = None,
+    deadline_s: float = 10.0,
+    **credentials: Any,
+) -> Broker:
+    """Connect to the broker and check that it has JetStream.
+
+    Who connects is told by `login`, by `credentials_file` (a service's), by `api_key`, or by what
+    the environment holds (`login.py`); else it is `user`, at a broker without authentication.
+    `credentials` are further options of nats-py's.
+
+    Raises BrokerError when nobody answers within `deadline_s`, the server refuses the user, or
+    has JetStream disabled; AuthError for a malformed key.
+    """
+    faults.check_url(url)
+    broker = Broker(url, name, login or find_login(user, api_key, credentials_file))
+    await broker.open(deadline_s, credentials)
+    if broker.is_guest:
+        return broker
+    try:
+        await broker.retry(
+            lambda: broker.api("INFO"), deadline_s=deadline_s, waiting_for="JetStream"
+        )
+    except (NoResponders, DeadlineError, APIError) as error:
+        await broker.close()
+        raise faults.without_jetstream(url) from error
+    except BaseException:
+        await broker.close()
+        raise
+    return broker
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    """Cancel a task until it ends: nats-py may lose a cancellation while it connects."""
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=RECONNECT_WAIT_S)

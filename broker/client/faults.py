@@ -1,0 +1,240 @@
+"""What can go wrong with a connection, in words that a user can act on."""
+
+import re
+from collections.abc import Mapping
+
+import nats.errors
+from nats.js.errors import APIError, NoStreamResponseError
+
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    DeniedError,
+    LogInRefusedError,
+    MessageError,
+    NotFoundError,
+)
+from ...schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, stream_of
+from .addresses import split_servers
+
+TRANSIENT = (
+    nats.errors.OutboundBufferLimitError,
+    nats.errors.NoRespondersError,
+    nats.errors.TimeoutError,
+    nats.errors.ConnectionReconnectingError,
+    NoStreamResponseError,
+)
+"""Errors of nats-py after which the same request may succeed."""
+_UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
+"""What a cluster answers while it has no leader, or too few servers for a new stream."""
+_PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
+"""What a cluster without a quorum answers, and a server whose storage is all in use."""
+WRONG_SEQUENCE = frozenset({10071, 10164})
+"""What the server answers when something else was written meanwhile."""
+STORE_FAILED = 10077
+"""What it answers when a stream is full."""
+_STOPPING_S, _ELECTION_S = 2.0, 20.0
+DOOR = "store"
+INVITED = "invited"
+"""Who logs in with an invitation."""
+NO_STREAM = "Tmq-No-Stream"
+"""Header by which the door says that a stream is not there."""
+_DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
+_FROM_A_CHECKPOINT = (
+    "restore it from a back-up, or go on in a new run from a checkpoint: `tinkermq fork RUN@STEP`"
+)
+_BRINGS_BACK = {
+    "rollout": _FROM_A_CHECKPOINT,
+    "batch": _FROM_A_CHECKPOINT,
+    "task": "`tinkermq resume RUN` makes it again, and its tasks are issued again",
+    "weights": "`tinkermq resume RUN` makes it again, and the learner publishes its weights again",
+}
+_OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
+
+
+def absence_s(*, is_guest: bool, is_clustered: bool) -> float:
+    """Return for how long nobody may listen until nobody will.
+
+    A server that is being stopped ends its streams some time before its connections, and a stream
+    of a cluster may be without a leader; the door, which guests ask, knows what is not there.
+    """
+    if is_guest:
+        return 0.0
+    return _ELECTION_S if is_clustered else _STOPPING_S
+
+
+class ConnectionLost(BrokerError):
+    """The connection broke while a request was in flight: it may or may not have arrived."""
+
+
+class NoResponders(BrokerError):
+    """Nobody listens on the subject of a request."""
+
+
+def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
+    """Return the error of a request that nobody took.
+
+    The door answers for streams that are not there, and says so; when it is itself away, it comes
+    back.
+    """
+    if f".{DOOR}." in subject and NO_STREAM not in headers:
+        return ConnectionLost(
+            f"nobody answers at {subject}: the auth service of the pool is away",
+            hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
+        )
+    return NoResponders(
+        f"nobody listens on {subject}",
+        hint="see whether the actor that answers there runs (`nats micro ls`)",
+    )
+
+
+def shown_url(url: str) -> str:
+    """Return the URL without user and password, for messages and logs."""
+    return re.sub(r"(^|//|,)[^@/,]*@", r"\1", url)
+
+
+def check_url(url: str) -> None:
+    """Raise BrokerError unless this is the URL of a NATS server, or of several."""
+    try:
+        split_servers(url)
+    except ValueError as error:
+        raise BrokerError(
+            f"{shown_url(url)!r} is not the URL of a NATS server",
+            hint="write nats://host:port, such as nats://127.0.0.1:4222; the servers of a cluster "
+            "with commas: tls://a:4222,b:4222,c:4222",
+        ) from error
+
+
+def is_unsettled(error: APIError) -> bool:
+    """Whether a cluster refuses only until it has elected a leader, or a server is back."""
+    return error.err_code in _UNSETTLED
+
+
+def is_passing(error: APIError) -> bool:
+    """Whether the broker stores nothing now, and will once servers or room are back."""
+    return error.err_code in _PASSING
+
+
+def denied_subject(error: Exception) -> tuple[str, str] | None:
+    """Return operation and subject (in lower case) if a right is missing, else None."""
+    found = _DENIED.search(str(error).lower())
+    return (_OPERATIONS.get(found[1], found[1]), found[2]) if found else None
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the server refuses the user."""
+    text = str(error).lower()
+    return isinstance(error, nats.errors.AuthorizationError) or "authorization violation" in text
+
+
+def denied(user: str, operation: str, subject: str) -> DeniedError:
+    """Return the error of a user without the right to a subject."""
+    return DeniedError(
+        f"user {user!r} may not {operation} {subject!r}",
+        hint="use the credentials of the subject's owner, or grant the right at the broker",
+        subject=subject,
+    )
+
+
+def too_large(what: str, size: int, most: int) -> MessageError:
+    """Return the error of a payload that the server does not take."""
+    return MessageError(
+        f"{what} has {size:,} bytes, the server takes at most {most:,} in one message",
+        hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
+        "raise max_payload in the configuration of nats-server",
+    )
+
+
+def not_stored(subject: str) -> NotFoundError:
+    """Return the error of a message that no stream takes."""
+    return missing(stream_of(subject))
+
+
+def missing(stream: str) -> NotFoundError:
+    """Return the error of a stream or bucket that is not there, with what brings it back."""
+    plain = stream.removeprefix("KV_").removeprefix("OBJ_")
+    if plain == BUCKET_JOBS:
+        what = "all job records were in it: restore a back-up (`tinkermq restore`)"
+    elif plain == BUCKET_USERS:
+        what = "all users and their keys were in it: restore a back-up (`tinkermq restore`)"
+    elif "-" not in plain.removeprefix("tmq-"):
+        what = "start the scheduler again, or `tinkermq up`: it makes what all jobs share"
+    else:
+        kind = plain.rpartition("-")[2]
+        what = "the run may have been removed (`tinkermq ps --all`); if not, "
+        what += _BRINGS_BACK.get(kind, "`tinkermq resume RUN` makes it again, empty")
+    return NotFoundError(f"there is no stream {stream}", hint=what)
+
+
+def late(url: str, waiting_for: str) -> DeadlineError:
+    """Return the error of a wait that ran out."""
+    return DeadlineError(
+        f"{waiting_for}: {shown_url(url)} did not answer in time",
+        hint="see whether nats-server runs and can be reached (`tinkermq doctor`)",
+    )
+
+
+def broken(url: str, subject: str) -> ConnectionLost:
+    """Return the error of a request whose connection was lost."""
+    return ConnectionLost(
+        f"the connection to {shown_url(url)} broke during a request on {subject}",
+        hint="try again",
+    )
+
+
+def dropped(subject: str) -> BrokerError:
+    """Return the error of messages that came faster than they were taken."""
+    return BrokerError(
+        f"messages on {subject} were dropped: they came faster than this process took them",
+        hint="the event loop of this process was blocked, or its handler is too slow",
+    )
+
+
+def without_users(url: str, user: str) -> BrokerError:
+    """Return the error of an API key that nobody asks for."""
+    return BrokerError(
+        f"the pool at {shown_url(url)} has no users: it knows no key of user {user!r}",
+        hint="unset TINKERMQ_API_KEY, or leave api_key out; is it the URL of another pool?",
+    )
+
+
+def refused(url: str, user: str, error: Exception) -> LogInRefusedError:
+    """Return the error of a user whom the server does not let in."""
+    if user == INVITED:
+        return LogInRefusedError(
+            f"the NATS server at {shown_url(url)} refuses this user: the invitation is unknown, "
+            "used up or expired",
+            hint="see whether it is whole, or ask an admin for another (`tinkermq user invite`)",
+        )
+    return LogInRefusedError(
+        f"the NATS server at {shown_url(url)} refuses this user: {error}",
+        hint="the API key may be mistyped, revoked or expired (an admin makes another: `tinkermq "
+        "user rotate`); so may the user and password in the URL",
+    )
+
+
+def unreachable(url: str, deadline_s: float, last_error: Exception | None) -> BrokerError:
+    """Return the error of a server that does not answer at the first connect."""
+    why = f" ({last_error})" if last_error else ""
+    return BrokerError(
+        f"no NATS server answers at {shown_url(url)} within {deadline_s:g} s{why}",
+        hint="start one with `tinkermq up`, or give the URL of one that runs (--nats-url, "
+        "TINKERMQ_NATS_URL)",
+    )
+
+
+def closed(url: str, last_error: Exception | None) -> BrokerError:
+    """Return the error of a connection that is closed for good."""
+    why = f": {last_error}" if last_error else ""
+    return BrokerError(
+        f"the connection to {shown_url(url)} is closed{why}",
+        hint="connect again; the credentials may have expired or been revoked",
+    )
+
+
+def without_jetstream(url: str) -> BrokerError:
+    """Return the error of a server that does not store messages."""
+    return BrokerError(
+        f"the NATS server at {shown_url(url)} has JetStream disabled",
+        hint="start it with `nats-server -js`, or let `tinkermq up` start one",
+    )

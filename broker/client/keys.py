@@ -1,0 +1,130 @@
+"""API keys, job keys and invitation codes: how they are made, read and checked.
+
+An API key is `tmq_<user>_<secret>` and is known to the pool by its hash only. A job key is
+`tmqj.<user>.<job>.<role>.<actor>.<attempt>.<signature>`: it is kept nowhere and checked by its
+signature, and it is worth something only as long as that attempt of the job has that actor.
+"""
+
+import hashlib
+import hmac
+import secrets
+import string
+from typing import NamedTuple
+
+from ...schemas.wire.errors import AuthError, MessageError
+from ...schemas.wire.subjects import JobScope, token
+
+SECRET_BYTES = 32
+_SECRET_CHARS = 43  # 62**43 > 256**32
+_NUMBER_CHARS = 8
+_LETTERS = string.digits + string.ascii_letters
+_KEY, _JOB_KEY, _INVITATION = "tmq", "tmqj", "tmqinv"
+
+
+class JobIdentity(NamedTuple):
+    """Whom a job key stands for."""
+
+    user: str
+    job: str
+    role: str
+    actor: str
+    attempt: int
+
+    @property
+    def scope(self) -> JobScope:
+        """The job's names."""
+        return JobScope(self.user, self.job)
+
+
+def new_api_key(user: str) -> str:
+    """Return a fresh key of a user."""
+    return f"{_KEY}_{user}_{_secret()}"
+
+
+def api_key(user: str, pool_secret: bytes, *request: str) -> str:
+    """Return the key of a user that a request makes: the same one if it comes again."""
+    return f"{_KEY}_{user}_{_derived(pool_secret, 'key', user, *request)}"
+
+
+def user_of_key(key: str) -> str:
+    """Return the user that an API key names.
+
+    Raises AuthError, which does not tell the key, when it is none.
+    """
+    head, _, secret = key.rpartition("_")
+    kind, _, user = head.partition("_")
+    if kind != _KEY or not user or len(secret) != _SECRET_CHARS:
+        raise AuthError(
+            "this is not an API key" if key else "the API key is empty",
+            hint="a key looks like tmq_<user>_<secret>; ask an admin for one (`tinkermq user add`)",
+        )
+    return token(user, what="user")
+
+
+def invitation_code(pool_secret: bytes, *request: str) -> tuple[str, str]:
+    """Return id and code of the invitation that a request makes: the same if it comes again."""
+    number = _derived(pool_secret, "invitation id", *request)[:_NUMBER_CHARS]
+    return number, f"{_INVITATION}_{number}_{_derived(pool_secret, 'invitation', *request)}"
+
+
+def id_of_invitation(code: str) -> str | None:
+    """Return the id of an invitation, or None if this is no code."""
+    kind, _, rest = code.partition("_")
+    number, _, secret = rest.partition("_")
+    is_code = kind == _INVITATION and len(secret) == _SECRET_CHARS and number.isalnum()
+    return number if is_code else None
+
+
+def key_hash(key: str) -> str:
+    """Return what is kept of a key: a secret of 256 random bits needs no salt and no slow hash."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def is_same(one: str, other: str) -> bool:
+    """Compare two hashes in a time that tells nothing."""
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def job_key(identity: JobIdentity, secret: bytes) -> str:
+    """Return the signed key of an actor of a job."""
+    text = ".".join([_JOB_KEY, *map(str, identity)])
+    return f"{text}.{_signature(text, secret)}"
+
+
+def read_job_key(key: str) -> JobIdentity | None:
+    """Return whom a job key says it stands for, unchecked; None if this is no job key."""
+    parts = key.split(".")
+    if len(parts) != 7 or parts[0] != _JOB_KEY or not parts[5].isdecimal():
+        return None
+    try:
+        for part in parts[1:5]:
+            token(part, what="part of a job key")
+    except MessageError:
+        return None
+    return JobIdentity(parts[1], parts[2], parts[3], parts[4], int(parts[5]))
+
+
+def check_job_key(key: str, secret: bytes) -> JobIdentity | None:
+    """Return whom a job key stands for, or None if it was not signed with `secret`."""
+    text, _, signature = key.rpartition(".")
+    if not is_same(signature, _signature(text, secret)):
+        return None
+    return read_job_key(key)
+
+
+def _secret() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(_SECRET_CHARS))
+
+
+def _derived(secret: bytes, *parts: str) -> str:
+    """Return what follows from a secret and some words, and tells neither of them."""
+    digest = hmac.digest(secret, "\0".join(("made", *parts)).encode(), hashlib.sha512)
+    number, letters = int.from_bytes(digest), ""
+    for _ in range(_SECRET_CHARS):
+        number, letter = divmod(number, len(_LETTERS))
+        letters += _LETTERS[letter]
+    return letters
+
+
+def _signature(text: str, secret: bytes) -> str:
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()

@@ -1,0 +1,166 @@
+"""As whom a process connects, and by which secret.
+
+In this order: the credentials file of a service (`$TINKERMQ_CREDENTIALS`), the API key or job key
+that was given or stands in `$TINKERMQ_API_KEY`, else nobody: a broker without authentication takes
+everybody as the user that he says he is. Secrets come from the environment or from files, never
+from a command line.
+"""
+
+import hmac
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...schemas.wire.errors import AuthError, BrokerError
+from ...schemas.wire.subjects import (
+    DEFAULT_USER,
+    SERVICES,
+    JobScope,
+    acting,
+    inbox,
+    rpc,
+    token,
+    user_door,
+)
+from ..programs.process import erase_variable
+from .keys import id_of_invitation, read_job_key, user_of_key
+
+KEY_VARIABLE = "TINKERMQ_API_KEY"
+CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
+CA_VARIABLE = "TINKERMQ_CA"
+_SEED = "nkeys_seed_str"
+AS_VARIABLE = "TINKERMQ_AS"
+"""An admin sets it to the user whose jobs he wants to look at or to stop."""
+INVITATION_VARIABLE = "TINKERMQ_INVITATION"
+OF_PERSONS = (KEY_VARIABLE, AS_VARIABLE, INVITATION_VARIABLE)
+"""What a person's environment may hold, and no process that somebody started with it needs."""
+_GUESTS = frozenset({"environment"})
+
+
+@dataclass(frozen=True)
+class Login:
+    """How one connection names and proves itself."""
+
+    user: str
+    """The user on whose behalf requests are sent, or the service."""
+    inbox: str
+    """Prefix of its inboxes."""
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
+    """What nats-py is given: the secret is among it."""
+    door: str = ""
+    """Subject below which it asks the door; empty for those who need none."""
+    is_guest: bool = False
+    """Everything stored is reached through the door, and not only the shared buckets."""
+    caller: str = ""
+    """The admin who acts for the user, if it is not the user himself."""
+
+    def rpc(self, service: str, method: str) -> str:
+        """Subject of a request to a service, on behalf of the user."""
+        if self.caller:
+            return acting(self.caller, self.user, service, method)
+        return rpc(self.user, service, method)
+
+    def control(self, scope: JobScope, actor: str) -> str:
+        """Subject of a control request to an actor of a job of the user."""
+        return scope.control_by(self.caller, actor) if self.caller else scope.control(actor)
+
+    def derived_key(self, purpose: str) -> bytes | None:
+        """Return 32 secret bytes for `purpose` that follow from a service's seed, or None."""
+        seed = self.options.get(_SEED)
+        if seed is None:
+            return None
+        return hmac.digest(str(seed).encode(), purpose.encode(), "sha256")
+
+
+def find_login(user: str, api_key: str | None, credentials_file: Path | None = None) -> Login:
+    """Return how to connect, from the arguments and the environment.
+
+    A key that was given counts, an empty one too, which is none. Raises AuthError for a malformed
+    key, BrokerError for a credentials file that cannot be read.
+    """
+    if api_key is not None:
+        return _of_key(api_key)
+    path = credentials_file or os.environ.get(CREDENTIALS_VARIABLE)
+    if path:
+        return _of_service(Path(path))
+    key = os.environ.get(KEY_VARIABLE)
+    return _of_key(key) if key else nobody(user)
+
+
+def nobody(user: str = DEFAULT_USER) -> Login:
+    """Return how to connect without any secret, whatever the environment holds."""
+    return Login(token(user, what="user"), inbox(user))
+
+
+def take_login() -> Login:
+    """Return how a service connects, and take every secret out of its environment.
+
+    A service calls this before it listens: what it opens later on behalf of somebody, and what it
+    starts, has that one's rights and not its own. Raises what `find_login` raises.
+    """
+    try:
+        return find_login(DEFAULT_USER, None)
+    finally:
+        for name in (CREDENTIALS_VARIABLE, *OF_PERSONS):
+            erase_variable(name)
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the secrets of the person who starts something in it."""
+    return {name: value for name, value in environment.items() if name not in OF_PERSONS}
+
+
+def _of_key(key: str) -> Login:
+    process = read_job_key(key)
+    if process is not None:
+        return Login(
+            user=process.user,
+            inbox=process.scope.inbox(process.actor),
+            options={"user": "job", "password": key},
+            door=process.scope.door(process.role),
+            is_guest=process.role in _GUESTS,
+        )
+    if id_of_invitation(key) is not None:
+        options = {"user": "invited", "password": key}
+        door = user_door("invited")
+        return Login("invited", inbox("invited"), options=options, door=door, is_guest=True)
+    owner = user_of_key(key)
+    options = {"user": owner, "password": key}
+    user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
+    caller = owner if user != owner else ""
+    door = user_door(user, caller)
+    return Login(user, inbox(owner), options, door, is_guest=True, caller=caller)
+
+
+def _of_service(path: Path) -> Login:
+    """Read a credentials file: one line, `<service> <nkey seed>`."""
+    try:
+        name, seed = path.read_text(encoding="ascii").split()
+    except (OSError, ValueError) as error:
+        raise BrokerError(
+            f"the credentials file {path} cannot be used: {error}",
+            hint=f"${CREDENTIALS_VARIABLE} names a file that `tinkermq init` has written",
+        ) from error
+    if name not in SERVICES:
+        raise AuthError(f"{path} is no credentials file of a service")
+    return Login(name, inbox(name), options={_SEED: seed})
+
+
+def tls_options(url: str) -> dict[str, Any]:
+    """Return nats-py's options for a URL: `tls://` demands TLS, checked against `$TINKERMQ_CA`.
+
+    Raises BrokerError when the CA file cannot be read.
+    """
+    path = os.environ.get(CA_VARIABLE)
+    if not url.startswith("tls://") and not path:
+        return {}
+    try:
+        return {"tls": ssl.create_default_context(cafile=path or None)}
+    except OSError as error:
+        raise BrokerError(
+            f"the certificate authority {path} cannot be read: {error}",
+            hint=f"${CA_VARIABLE} names a file with certificates in PEM",
+        ) from error

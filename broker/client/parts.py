@@ -1,0 +1,236 @@
+"""Requests that are answered in several messages: a text as it is generated, a long episode.
+
+The service sends numbered parts to the caller's inbox until the last one, and an empty part
+whenever it has nothing to say for a while: a caller that hears nothing at all knows that the
+service has died. A caller that goes away early says so, and the service stops working for it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+import structlog
+from nats.aio.msg import Msg
+from nats.micro.request import Request
+
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    InternalError,
+    MessageError,
+    NotFoundError,
+    TinkermqError,
+)
+from ...schemas.wire.message import Message
+from ...schemas.wire.reply import ErrorReply, Part
+from .connection import Broker, ConnectionLost
+from .rpc import INBOXES, Service
+
+Q = TypeVar("Q", bound=Message)
+P = TypeVar("P", bound=Part)
+
+Tell: TypeAlias = Callable[[P], Awaitable[None]]
+"""Sends one part."""
+PartsHandler: TypeAlias = Callable[[Q, Tell[P]], Awaitable[P]]
+"""`async handler(request, tell) -> last part`."""
+
+ALIVE_S = 1.0
+"""The longest time without a part."""
+SILENCE_S = 10.0
+"""After this time without a part the service is taken for dead."""
+_NO_RESPONDERS = "503"
+_AGAIN = "ask again; another server answers if there is one"
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class PartsService:
+    """Endpoints of a service whose answers come in parts, and the requests that run there."""
+
+    def __init__(self, broker: Broker, service: Service, *, alive_s: float = ALIVE_S) -> None:
+        """Add endpoints to `service`; a sign of life is sent after `alive_s` without a part."""
+        self._broker = broker
+        self._service = service
+        self._alive_s = alive_s
+        self._running: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def num_running(self) -> int:
+        """Requests that are being answered."""
+        return len(self._running)
+
+    async def endpoint(
+        self,
+        name: str,
+        subject: str,
+        request_model: type[Q],
+        part_model: type[P],
+        handler: PartsHandler[Q, P],
+    ) -> None:
+        """Answer requests on `subject`; services on the same subject share them.
+
+        `handler(request, tell)` tells parts of the answer and returns the last one. A request
+        names itself in its field `request`, by which `cancel` finds it.
+        """
+
+        async def answer(request: Request) -> None:
+            raw: Any = cast("Any", request)._msg
+            if not raw.reply:
+                return
+            if not raw.reply.startswith(INBOXES):  # we may publish where the caller may not
+                _log.warning("reply_refused", subject=subject, reply=raw.reply)
+            else:
+                sender = _Sender(self._broker, raw.reply, part_model, self._alive_s)
+                await self._answer(sender, handler, request_model, raw.data)
+
+        await self._service.raw_endpoint(name, subject, answer)
+
+    def cancel(self, request: str) -> None:
+        """Stop answering a request; harmless for one that is not here."""
+        task = self._running.get(request)
+        if task is not None:
+            task.cancel()
+
+    async def _answer(
+        self, sender: "_Sender[P]", handler: PartsHandler[Q, P], model: type[Q], payload: bytes
+    ) -> None:
+        keeper = asyncio.create_task(sender.keep_alive(), name="signs of life")
+        name = ""
+        try:
+            query = model.from_bytes(payload)
+            name = self._enter(query)
+            last = await handler(query, sender.send)
+            keeper.cancel()
+            await sender.send(last.model_copy(update={"last": True}))
+        except asyncio.CancelledError:
+            keeper.cancel()
+            await sender.fail(
+                BrokerError("the request was cancelled, or its server ended", hint=_AGAIN)
+            )
+            raise
+        except TinkermqError as error:
+            keeper.cancel()
+            await sender.fail(error)
+        except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
+            keeper.cancel()
+            _log.exception("request_failed", request=name)
+            await sender.fail(
+                InternalError(
+                    f"the service failed: {type(error).__name__}", hint="its log has the details"
+                )
+            )
+        finally:
+            keeper.cancel()
+            if self._running.get(name) is asyncio.current_task():
+                del self._running[name]
+
+    def _enter(self, query: Message) -> str:
+        name = str(getattr(query, "request", ""))
+        if name in self._running:
+            raise MessageError(f"request {name} runs already", hint="give each its own id")
+        self._running[name] = cast("asyncio.Task[None]", asyncio.current_task())
+        return name
+
+
+class _Sender(Generic[P]):
+    """Numbers the parts of one answer, and says in between that it goes on."""
+
+    def __init__(self, broker: Broker, inbox: str, model: type[P], alive_s: float) -> None:
+        self._broker = broker
+        self._inbox = inbox
+        self._model = model
+        self._alive_s = alive_s
+        self._index = 0
+        self._order = asyncio.Lock()
+
+    async def send(self, part: P) -> None:
+        async with self._order:
+            numbered = part.model_copy(update={"index": self._index})
+            self._index += 1
+            await self._broker.publish(self._inbox, numbered.to_bytes())
+
+    async def fail(self, error: TinkermqError) -> None:
+        told = ErrorReply.of(error.code, error.message, error.hint)
+        with contextlib.suppress(TinkermqError):  # the connection is gone: nobody hears
+            await self.send(self._model(last=True, error=told))
+
+    async def keep_alive(self) -> None:
+        known = -1
+        while True:
+            await asyncio.sleep(self._alive_s)
+            if self._index == known or known < 0:
+                with contextlib.suppress(TinkermqError):
+                    await self.send(self._model())
+            known = self._index
+
+
+async def ask_parts(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    part_model: type[P],
+    *,
+    waiting_for: str,
+    cancel: tuple[str, Message] | None = None,
+    silence_s: float = SILENCE_S,
+) -> AsyncGenerator[P, None]:
+    """Send a request and yield the parts of its answer that say something, the last one included.
+
+    Close the generator (`aclosing`) to go away early: then the `cancel` message is sent.
+
+    Raises the error that the service raised, NotFoundError when nobody answers on the subject,
+    DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
+    """
+    arrived: asyncio.Queue[Msg] = asyncio.Queue()
+    inbox = broker.nc.new_inbox()
+    listening = await broker.listen(inbox, arrived.put_nowait)
+    ended = False
+    try:
+        await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)
+        payload = request.to_bytes()
+        broker.check_size(len(payload), what=f"a request on {subject}")
+        await broker.send(subject, payload, reply=inbox)
+        index = 0
+        while not ended:
+            part = part_model.from_bytes(await _next(arrived, subject, waiting_for, silence_s))
+            if part.index != index:
+                raise ConnectionLost(f"a part of the answer of {waiting_for} was lost", hint=_AGAIN)
+            index += 1
+            ended = part.last
+            if part.error is not None:
+                raise part.error.to_error()
+            if part.last or part != part_model(index=part.index):
+                yield part
+    finally:
+        await listening.stop()
+        if not ended and cancel is not None:
+            with contextlib.suppress(TinkermqError):
+                await broker.publish(cancel[0], cancel[1].to_bytes())
+
+
+async def last_part(parts: AsyncGenerator[P, None]) -> P:
+    """Return the last part of an answer."""
+    async with aclosing(parts):
+        async for part in parts:
+            if part.last:
+                return part
+    raise BrokerError("an answer ended without its last part", hint=_AGAIN)
+
+
+async def _next(
+    arrived: "asyncio.Queue[Msg]", subject: str, waiting_for: str, silence_s: float
+) -> bytes:
+    try:
+        async with asyncio.timeout(silence_s):
+            message = await arrived.get()
+    except TimeoutError:
+        raise DeadlineError(
+            f"nothing was heard of {waiting_for} for {silence_s:g} s", hint=_AGAIN
+        ) from None
+    if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
+        raise NotFoundError(
+            f"{waiting_for} is not there: nobody answers on {subject}",
+            hint="see whether it runs: `tinkermq ps`",
+        )
+    return message.data

@@ -1,0 +1,124 @@
+"""The replies that a connection waits for: one inbox, one future for each request in flight.
+
+nats-py has the same inside, but there a request in flight when the connection breaks waits for its
+timeout, and one to a denied subject as well. Here both end at once.
+"""
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+from nats.aio.msg import Msg
+from nats.js.errors import APIError
+
+from ...schemas.wire.errors import BrokerError, BusyError, TinkermqError
+from ...schemas.wire.reply import ErrorReply
+from .faults import nobody_listens
+
+ERROR_CODE = "Nats-Service-Error-Code"
+ERROR_TEXT = "Nats-Service-Error"
+_RETRY_AFTER = "Retry-After"
+_MAX_ERROR_CHARS = 200
+_NO_RESPONDERS = "503"
+
+
+class _Waiting(NamedTuple):
+    """A request in flight."""
+
+    subject: str
+    future: asyncio.Future[Msg]
+    timer: asyncio.TimerHandle
+
+
+class Replies:
+    """Hands each reply to the request that waits for it."""
+
+    def __init__(self, inbox: str) -> None:
+        """`inbox` is the prefix of all reply subjects; somebody else subscribes to `inbox.*`."""
+        self._inbox = inbox
+        self._numbers = itertools.count()
+        self._waiting: dict[str, _Waiting] = {}
+
+    def expect(self, subject: str, timeout_s: float) -> tuple[str, asyncio.Future[Msg]]:
+        """Return a fresh reply subject for a request on `subject`, and the future of its reply.
+
+        The future fails with TimeoutError when nothing comes. Call `forget` in any case.
+        """
+        loop = asyncio.get_running_loop()
+        reply = f"{self._inbox}.{next(self._numbers)}"
+        future: asyncio.Future[Msg] = loop.create_future()
+        timer = loop.call_later(timeout_s, _expire, future)
+        self._waiting[reply] = _Waiting(subject, future, timer)
+        return reply, future
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in flight."""
+        return len(self._waiting)
+
+    def forget(self, reply: str) -> None:
+        """Wait no longer."""
+        waiting = self._waiting.pop(reply, None)
+        if waiting is not None:
+            waiting.timer.cancel()
+            if not waiting.future.cancel() and not waiting.future.cancelled():
+                waiting.future.exception()  # seen: nobody will look at it any more
+
+    def take(self, message: Msg) -> None:
+        """Hand over a reply; one that nobody waits for any more is dropped."""
+        waiting = self._waiting.get(message.subject)
+        if waiting is None or waiting.future.done():
+            return
+        if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
+            error = nobody_listens(waiting.subject, message.headers or {})
+            waiting.future.set_exception(error)
+        else:
+            waiting.future.set_result(message)
+
+    def fail(self, error: Callable[[str], BrokerError]) -> None:
+        """End all requests with an error made from their subjects."""
+        for waiting in self._waiting.values():
+            if not waiting.future.done():
+                waiting.future.set_exception(error(waiting.subject))
+
+    def deny(self, denied: str, error: BrokerError) -> None:
+        """End the requests on a subject that the user has no right to (in lower case)."""
+        for waiting in self._waiting.values():
+            if waiting.subject.lower() == denied and not waiting.future.done():
+                waiting.future.set_exception(error)
+
+
+def _expire(future: asyncio.Future[Msg]) -> None:
+    if not future.done():
+        future.set_exception(TimeoutError())
+
+
+def checked(reply: Msg) -> dict[str, Any]:
+    """Return the JSON answer of JetStream, or raise its error as nats' APIError."""
+    answer = cast("dict[str, Any]", json.loads(reply.data))
+    if "error" in answer:
+        APIError.from_error(answer["error"])
+    return answer
+
+
+def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:
+    """Return payload and headers of the answer of a service that has failed."""
+    line = " ".join(message.encode("ascii", "replace").decode().split())[:_MAX_ERROR_CHARS]
+    body = ErrorReply.of(code, message, hint).to_bytes()
+    headers = {ERROR_CODE: code, ERROR_TEXT: line or code}
+    if code == BusyError.code:
+        headers[_RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
+    return body, headers
+
+
+def error_of(reply: Msg) -> TinkermqError:
+    """Return the error that such an answer tells of, as the same class."""
+    headers = reply.headers or {}
+    try:
+        error = ErrorReply.from_bytes(reply.data)
+    except ValueError:  # a service of other make: only the headers are common
+        text = headers.get(ERROR_TEXT, "")
+        return BrokerError(f"the request was refused: {headers[ERROR_CODE]} {text}".strip())
+    return error.to_error()

@@ -1,0 +1,379 @@
+"""Requests and replies: typed services over NATS micro, and typed calls.
+
+A service is listed and counted by `nats micro ls|info|stats`. Each request runs in a task of its
+own, so that a slow one does not hold up the next and a call that comes back to its caller does not
+deadlock; their number is bounded, at the pool's own services for each user. Whatever a payload
+holds, the answer is a reply or an error reply, and the service goes on: an error of ours travels as
+code, message and hint, anything unexpected is logged here and travels as `internal` without its
+details. Who asks is told by the subject, which the broker enforces, never by the payload.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+from nats.micro.request import Request
+from nats.micro.service import Service as MicroService
+from nats.micro.service import ServiceConfig
+
+from ...schemas.wire.codec import too_large
+from ...schemas.wire.errors import BusyError, DeadlineError, NobodyAnswersError, TinkermqError
+from ...schemas.wire.message import Message
+from ...schemas.wire.subjects import caller_of_rpc, user_of_rpc
+from ...schemas.wire.trace import TRACEPARENT
+from ..load.fair_queue import FairQueue
+from ..load.rates import Rates
+from ..outages.flushing import flush
+from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .listening import is_behind
+from .replies import ERROR_CODE, ERROR_TEXT, error_of, error_reply
+
+Q = TypeVar("Q", bound=Message)
+R = TypeVar("R", bound=Message)
+
+MAX_RUNNING = 1024
+INBOXES = "_INBOX"
+VERSION = "0.1.0"
+_DRAIN_S = 5.0
+_MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
+_BUSY_S = 50.0
+
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What is known of a request besides its payload."""
+
+    subject: str
+    """The subject it came on."""
+    traceparent: str = ""
+    """W3C trace context that came with it."""
+
+    @property
+    def user(self) -> str:
+        """The user on whose behalf it was sent."""
+        return user_of_rpc(self.subject)
+
+    @property
+    def caller(self) -> str:
+        """The user who sent it: another than `user` is an admin who acts for him."""
+        return caller_of_rpc(self.subject)
+
+    @property
+    def who(self) -> str:
+        """Who is to be named in an event."""
+        return f"user {self.caller}" + (f" for {self.user}" if self.caller != self.user else "")
+
+
+Handler = Callable[..., Awaitable[Message]]
+"""`async handler(request) -> reply`, or `async handler(request, context) -> reply`."""
+
+
+RawHandler = Callable[[Request], Coroutine[Any, Any, None]]
+"""Takes one request as it came, and sends the replies itself."""
+
+
+class Service:
+    """A micro service with typed endpoints; make one with `Service.start`."""
+
+    def __init__(self, broker: Broker, micro: MicroService) -> None:
+        """Wrap a service that has been started."""
+        self._broker = broker
+        self._micro = micro
+        self._running: set[asyncio.Task[None]] = set()
+        self._free = asyncio.Semaphore(MAX_RUNNING)
+        self.share = FairQueue()
+        """Requests of users, at the endpoints where they take turns."""
+
+    @classmethod
+    async def start(
+        cls,
+        broker: Broker,
+        *,
+        name: str,
+        description: str,
+        version: str = VERSION,
+        metadata: Mapping[str, str] | None = None,
+    ) -> "Service":
+        """Register a service; `nats micro ls` shows `name` and `description`.
+
+        A guest's is not listed: it may neither hear who asks for services nor answer him.
+        """
+        config = ServiceConfig(
+            name=name, version=version, description=description, metadata=dict(metadata or {})
+        )
+        micro = MicroService(broker.nc, config)
+        if not broker.is_guest:
+            await micro.start()
+        return cls(broker, micro)
+
+    async def endpoint(
+        self,
+        name: str,
+        subject: str,
+        request_model: type[Q],
+        handler: Handler,
+        *,
+        queue: str = "q",
+        fair: bool = False,
+    ) -> None:
+        """Answer requests on `subject` with `handler`.
+
+        Endpoints on the same subject and `queue` share its requests, also across processes. With
+        `fair` the users that `rpc.<user>.…` names take turns, and one who has too many is refused.
+        """
+        share = self.share if fair else None
+        endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
+        listen = self.raw_endpoint if share is None else self._listen
+        take = endpoint.answer if share is None else endpoint.take_turn
+        micro = await listen(name, subject, take, queue=queue)
+        endpoint.micro.set_result(micro)
+        if share is not None:
+            await self._bound_pending(micro, subject, queue)
+
+    async def raw_endpoint(
+        self, name: str, subject: str, answer: RawHandler, *, queue: str = "q"
+    ) -> Any:
+        """Answer requests on `subject` with a coroutine that sends its replies itself.
+
+        Returns nats-py's endpoint, which counts them.
+        """
+
+        async def take(request: Request) -> None:
+            await self._free.acquire()
+            task = asyncio.create_task(answer(request), name=f"{name} request")
+            self._running.add(task)
+            task.add_done_callback(self._done)
+
+        return await self._listen(name, subject, take, queue)
+
+    async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> Any:
+        await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
+        endpoint = cast("Any", self._micro)._endpoints[-1]
+        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        return endpoint
+
+    async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
+        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
+        before = micro._subscription
+        micro._subscription = await cast("Any", self._broker.nc).subscribe(
+            subject,
+            queue=queue,
+            cb=micro._handle_request,
+            pending_msgs_limit=_MAX_PENDING,
+            pending_bytes_limit=_MAX_PENDING_BYTES,
+        )
+        try:
+            await before.drain()
+        except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
+            cast("Any", self._broker.nc)._remove_sub(before._id)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._free.release()
+
+    async def stop(self, drain_s: float = _DRAIN_S) -> None:
+        """Take no more requests, and give those that run `drain_s` to finish."""
+        if not self._broker.nc.is_closed:
+            await self._unsubscribe()
+        await self.share.settle(drain_s)
+        running = set(self._running)
+        if running:
+            _, late = await asyncio.wait(running, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            await asyncio.wait(running)
+
+    async def _unsubscribe(self) -> None:
+        """Not nats-py's `stop`: it waits for the server, which may be gone."""
+        micro = cast("Any", self._micro)
+        for one in (
+            *(each._subscription for each in micro._endpoints),
+            *micro._subscriptions.values(),
+        ):
+            with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
+                await one.unsubscribe()
+
+    async def __aenter__(self) -> "Service":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.stop()
+
+
+class _Endpoint:
+    """Answers the requests of one endpoint."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        request_model: type[Message],
+        handler: Callable[[Any, RequestContext], Awaitable[Message]],
+        share: FairQueue | None,
+    ) -> None:
+        self._broker = broker
+        self._share = share
+        self._busy = Rates(_BUSY_S, int(_BUSY_S))
+        self._request_model = request_model
+        self._handler = handler
+        self.micro: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        """nats-py's endpoint; the first requests may come before it is known."""
+
+    async def take_turn(self, request: Request) -> None:
+        """Answer when it is its user's turn; one who has too many is told so at once."""
+        assert self._share is not None
+        if not self._is_behind:
+            await self._share.give_way()
+        user, num_bytes = caller_of_rpc(request.subject), len(request.data)
+        if num_bytes > self._request_model.max_bytes:  # which would wait in memory
+            error: TinkermqError = too_large(num_bytes, self._request_model.max_bytes)
+            self._share.num_refused += 1
+        elif self._share.submit(user, lambda: self.answer(request), num_bytes):
+            return
+        elif self._busy.take(user, time.monotonic()) is None:
+            return  # told often enough: a flood is not answered by another
+        else:
+            error = BusyError(
+                f"user {user!r} has too many requests under way",
+                hint=f"send fewer at once; this one again in {BusyError.retry_after_s:g} s",
+            )
+        payload, headers = error_reply(error.code, error.message, error.hint)
+        await self._count(0, headers)
+        await self._send(request, payload, headers)
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether so much waits, of all users, that the next of them would be dropped."""
+        return self.micro.done() and is_behind(self.micro.result()._subscription)
+
+    async def answer(self, request: Request) -> None:
+        """Handle one request; nothing that it holds or causes comes out of here as an error."""
+        started = time.perf_counter_ns()
+        payload, headers = await self._reply_to(request)
+        await self._count(time.perf_counter_ns() - started, headers)
+        await self._send(request, payload, headers)
+
+    async def _send(self, request: Request, payload: bytes, headers: dict[str, str] | None) -> None:
+        reply = _reply_of(request)
+        if not reply:
+            return
+        if not reply.startswith(INBOXES):  # we may publish where the caller may not
+            _log.warning("reply_refused", subject=request.subject, reply=reply)
+            return
+        try:  # not `respond`, which echoes the request's headers
+            await self._broker.publish(reply, payload, headers)
+        except Exception as error:  # noqa: BLE001  the caller is gone or the connection is down
+            _log.warning("reply_failed", subject=request.subject, error=repr(error))
+
+    async def _reply_to(self, request: Request) -> tuple[bytes, dict[str, str] | None]:
+        try:
+            query = self._request_model.from_bytes(request.data)
+            trace = (request.headers or {}).get(TRACEPARENT, "")
+            reply = await self._handler(query, RequestContext(request.subject, trace))
+            payload = reply.to_bytes()
+            self._broker.check_size(len(payload), what=f"the reply to {request.subject}")
+            return payload, None
+        except TinkermqError as error:
+            return error_reply(error.code, error.message, error.hint)
+        except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
+            _log.exception("request_failed", subject=request.subject)
+            return error_reply(
+                "internal",
+                f"the service failed on {request.subject}: {type(error).__name__}",
+                "its log has the details",
+            )
+
+    async def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
+        """Count what nats.micro cannot see, as the handlers run in tasks of their own."""
+        micro = await self.micro
+        micro._processing_time += duration_ns
+        if headers is not None:
+            micro._num_errors += 1
+            micro._last_error = f"{headers[ERROR_CODE]}: {headers[ERROR_TEXT]}"
+
+
+def _reply_of(request: Request) -> str:
+    return cast("Any", request)._msg.reply
+
+
+def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
+    """Let handlers that do not need the context go without it."""
+    if len(inspect.signature(handler).parameters) >= 2:
+        return handler
+
+    def without(request: Any, _: RequestContext) -> Awaitable[Message]:
+        return handler(request)
+
+    return without
+
+
+async def call(
+    broker: Broker,
+    subject: str,
+    request: Message,
+    reply_model: type[R],
+    *,
+    timeout_s: float,
+    waiting_for: str,
+    idempotent: bool = False,
+    traceparent: str = "",
+) -> R:
+    """Send a request and return its reply.
+
+    `waiting_for` names whom this waits for, for the message of DeadlineError. With `idempotent`
+    the request is sent again when the connection broke under it.
+
+    Raises the error that the service raised, DeadlineError, NobodyAnswersError, ConnectionLost,
+    MessageError for a request that is too large or a malformed reply.
+    """
+    payload = request.to_bytes()
+    headers = {TRACEPARENT: traceparent} if traceparent else None
+    deadline = broker.clock() + timeout_s
+    try:
+        reply = await _send(broker, subject, payload, headers, deadline, waiting_for, idempotent)
+    except TimeoutError:
+        raise DeadlineError(
+            f"{waiting_for} did not answer on {subject} within {timeout_s:g} s",
+            hint="see what it does: `nats micro stats`, or its log",
+        ) from None
+    except NoResponders:
+        raise NobodyAnswersError(
+            f"{waiting_for} is not there: nobody answers on {subject}",
+            hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
+        ) from None
+    if ERROR_CODE in (reply.headers or {}):
+        raise error_of(reply)
+    return reply_model.from_bytes(reply.data)
+
+
+async def _send(
+    broker: Broker,
+    subject: str,
+    payload: bytes,
+    headers: Mapping[str, str] | None,
+    deadline: float,
+    waiting_for: str,
+    idempotent: bool,
+) -> Msg:
+    while True:
+        await broker.wait_connected(deadline, waiting_for=waiting_for)
+        try:
+            timeout_s = deadline - broker.clock()
+            return await broker.request(subject, payload, headers=headers, timeout_s=timeout_s)
+        except ConnectionLost:
+            if not idempotent:
+                raise
+        except NoResponders:
+            if broker.settled:
+                raise  # otherwise the service may be reconnecting, too
+        if broker.clock() + RETRY_PAUSE_S > deadline:
+            raise TimeoutError
+        await asyncio.sleep(RETRY_PAUSE_S)

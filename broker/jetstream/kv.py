@@ -1,0 +1,282 @@
+"""Typed key-value buckets that change by compare-and-set.
+
+A bucket is a stream in the layout of ADR-8, so that `nats kv` reads and writes it too. Keys may
+have dots; a prefix is a number of whole tokens. A value that cannot be read, or whose own fields
+name another key (`Message.named_at`), is damaged: it is logged and counts for nothing.
+
+Everything here survives a restart of the server: reads and idempotent writes are repeated, and a
+compare-and-set whose answer was lost is recognised by reading the key back.
+"""
+
+import asyncio
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as NatsNotFound
+
+from ...schemas.wire.errors import BrokerError, ConflictError, MessageError, NotFoundError
+from ...schemas.wire.message import Message
+from ..client.connection import Broker, NoResponders
+from ..client.faults import WRONG_SEQUENCE, missing
+from .stored import StoredMessage, get_all, get_last, get_last_behind
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+
+DEADLINE_S = 30.0
+_TOMBSTONE_TTL_S = 3600
+_AT_ONCE = 50
+_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
+_OPERATION = "KV-Operation"
+_KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
+_TTL = "Nats-TTL"
+WRITE_ID = "Tmq-Write"
+"""Header with a random id, by which a writer whose answer was lost recognises its own write."""
+
+_MAX_TOLD = 1024
+
+_told: dict[tuple[str, str], str] = {}
+_log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[M]):
+    """The value of a key, and the revision to update it from."""
+
+    key: str
+    value: M
+    revision: int
+
+
+class DamagedEntry(MessageError):
+    """A value that is not of its bucket's kind, or names another key than its own."""
+
+    def __init__(self, message: str, *, hint: str = "", key: str = "", revision: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.key = key
+        self.revision = revision
+
+
+class Bucket(Generic[M]):
+    """A bucket whose values are messages of one kind.
+
+    `ttl_s` (whole seconds) lets a key vanish unless it is written again; each write sets it anew,
+    and a write without it makes the key stay.
+    """
+
+    def __init__(
+        self, broker: Broker, name: str, model: type[M], *, deadline_s: float = DEADLINE_S
+    ) -> None:
+        """Name a bucket that `streams` has made."""
+        self._broker = broker
+        self.name = name
+        self._model = model
+        self._deadline_s = deadline_s
+        self._stream = f"KV_{name}"
+        self._prefix = f"$KV.{name}."
+
+    async def get(self, key: str) -> Entry[M] | None:
+        """Return the entry, or None if there is none.
+
+        Raises DamagedEntry for a value that is not of this bucket's kind, or of another key.
+        """
+        found = await self._last(key)
+        return None if found is None or _is_deleted(found) else self._entry(found)
+
+    async def find(self, key: str) -> Entry[M] | None:
+        """Return the entry, or None if there is none that can be read."""
+        try:
+            return await self.get(key)
+        except DamagedEntry:
+            return None
+
+    async def put(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+        """Write whatever was there before; return the revision."""
+        return await self._swap(key, value.to_bytes(), None, _ttl_header(ttl_s))
+
+    async def create(self, key: str, value: M, *, ttl_s: int | None = None) -> int:
+        """Write a key that must not be there yet; return the revision.
+
+        Raises ConflictError if it is.
+        """
+        payload = value.to_bytes()
+        try:
+            return await self._swap(key, payload, 0, _ttl_header(ttl_s))
+        except ConflictError:
+            found = await self._last(key)
+            if found is None or not _is_deleted(found):
+                raise self._conflict(key, "it is there already") from None
+            return await self._swap(key, payload, found.seq, _ttl_header(ttl_s))
+
+    async def update(self, key: str, value: M, revision: int, *, ttl_s: int | None = None) -> int:
+        """Write a key that must still be at `revision`; return the new revision.
+
+        Raises ConflictError if somebody else wrote first.
+        """
+        return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
+
+    async def delete(self, key: str, *, revision: int | None = None) -> None:
+        """Delete a key; with `revision`, only if it is still there at that revision.
+
+        Raises ConflictError if somebody else wrote first.
+        """
+        headers = {_OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
+        await self._swap(key, b"", revision, headers)
+
+    async def purge(self, key: str) -> None:
+        """Take a key away without a trace; harmless when it is gone.
+
+        A deleted key leaves a marker for an hour, for those who watch it, and whoever lists the
+        bucket reads it. This is for keys that come and go by the thousand and that nobody watches.
+        """
+        verb, subject = f"STREAM.PURGE.{self._stream}", self._subject(key)
+        await self._read(lambda: self._broker.api(verb, {"filter": subject}))
+
+    async def changes(self, prefix: str, behind: int) -> list[Entry[M]]:
+        """Return the entries below the tokens of `prefix` written after revision `behind`.
+
+        Who remembers the last revision reads every change once, however many keys there are. A
+        value that cannot be read is left out, and logged.
+        """
+        messages = await self._all(prefix, behind + 1)
+        entries = (self._readable(message) for message in messages)
+        return sorted((e for e in entries if e is not None), key=lambda entry: entry.revision)
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """Return all keys, or those below the tokens of `prefix`, in order."""
+        return sorted(message.subject[len(self._prefix) :] for message in await self._all(prefix))
+
+    async def items(self, prefix: str = "") -> list[Entry[M]]:
+        """Return all entries, or those below the tokens of `prefix`, by key.
+
+        What is damaged is left out: one bad key must not hide the rest.
+        """
+        return (await self.read_all(prefix))[0]
+
+    async def read_all(self, prefix: str = "") -> tuple[list[Entry[M]], list[DamagedEntry]]:
+        """Return all entries, or those below the tokens of `prefix`, and what is damaged; by key.
+
+        What is damaged is logged, once for each reason.
+        """
+        entries: list[Entry[M]] = []
+        damaged: list[DamagedEntry] = []
+        for number, message in enumerate(await self._all(prefix)):
+            if number % _AT_ONCE == 0:
+                await asyncio.sleep(0)  # a large bucket must not hold up the loop
+            try:
+                entries.append(self._entry(message))
+            except DamagedEntry as error:
+                damaged.append(error)
+        damaged.sort(key=lambda error: error.key)
+        return sorted(entries, key=lambda entry: entry.key), damaged
+
+    def _readable(self, message: StoredMessage) -> Entry[M] | None:
+        try:
+            return self._entry(message)
+        except DamagedEntry:
+            return None
+
+    async def _all(self, prefix: str, from_seq: int = 1) -> list[StoredMessage]:
+        subject = f"{self._prefix}{prefix.rstrip('.')}.>" if prefix else f"{self._prefix}>"
+        messages = await self._read(lambda: get_all(self._broker, self._stream, subject, from_seq))
+        newest = {message.subject: message for message in messages}
+        return [message for message in newest.values() if not _is_deleted(message)]
+
+    async def _last(self, key: str, behind: int | None = None) -> StoredMessage | None:
+        subject, broker, stream = self._subject(key), self._broker, self._stream
+        if behind is None:
+            return await self._read(lambda: get_last(broker, stream, subject))
+        return await self._read(lambda: get_last_behind(broker, stream, subject, behind))
+
+    async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        try:
+            return await self._broker.retry(
+                attempt, deadline_s=self._deadline_s, waiting_for=f"bucket {self.name}"
+            )
+        except (NoResponders, NatsNotFound) as error:
+            raise self._missing() from error
+
+    async def _swap(
+        self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
+    ) -> int:
+        """Write if the key is at `revision` (None: whatever it is at); return the new one."""
+        if revision is not None:
+            headers |= {_EXPECTED: str(revision), WRITE_ID: uuid.uuid4().hex}
+        try:
+            return await self._broker.append(
+                self._subject(key),
+                payload,
+                headers=headers or None,
+                deadline_s=self._deadline_s,
+                waiting_for=f"key {key} of bucket {self.name}",
+            )
+        except NotFoundError as error:
+            raise self._missing() from error
+        except APIError as error:
+            found = await self._last(key, behind=revision)
+            if revision is not None and _written_by(found) == headers[WRITE_ID]:
+                assert found is not None
+                return found.seq  # an earlier attempt of ours was stored, and its answer was lost
+            raise self._lost_or_refused(key, error) from error
+
+    def _subject(self, key: str) -> str:
+        if not _KEY.fullmatch(key):
+            raise MessageError(
+                f"{key!r} cannot be a key of bucket {self.name}",
+                hint="use letters, digits and '-_/=', in parts with dots between them",
+            )
+        return self._prefix + key
+
+    def _entry(self, message: StoredMessage) -> Entry[M]:
+        key = message.subject[len(self._prefix) :]
+        try:
+            return Entry(key, self._model.from_bytes(message.payload, at=key), message.seq)
+        except MessageError as error:
+            _tell_once(self.name, key, error.message)
+            raise DamagedEntry(
+                error.message, hint=error.hint, key=key, revision=message.seq
+            ) from error
+
+    def _conflict(self, key: str, why: str) -> ConflictError:
+        return ConflictError(
+            f"key {key!r} of bucket {self.name} was not written: {why}",
+            hint="read it again and decide anew",
+        )
+
+    def _lost_or_refused(self, key: str, error: APIError) -> BrokerError | ConflictError:
+        if error.err_code in WRONG_SEQUENCE:
+            return self._conflict(key, "somebody else wrote it first")
+        return BrokerError(
+            f"key {key!r} of bucket {self.name} was refused: {error.description}",
+            hint="look at the bucket with `nats kv info`",
+        )
+
+    def _missing(self) -> NotFoundError:
+        return missing(self._stream)
+
+
+def _tell_once(bucket: str, key: str, error: str) -> None:
+    """Log what is wrong with an entry, unless that was the last thing logged of it."""
+    if _told.get((bucket, key)) == error:
+        return
+    if len(_told) >= _MAX_TOLD:
+        _told.clear()
+    _told[bucket, key] = error
+    _log.error("key_damaged", bucket=bucket, key=key, error=error)
+
+
+def _written_by(message: StoredMessage | None) -> str | None:
+    return None if message is None else message.headers.get(WRITE_ID)
+
+
+def _is_deleted(message: StoredMessage) -> bool:
+    return _OPERATION in message.headers or "Nats-Marker-Reason" in message.headers
+
+
+def _ttl_header(ttl_s: int | None) -> dict[str, str]:
+    return {} if ttl_s is None else {_TTL: f"{ttl_s}s"}

@@ -1,0 +1,351 @@
+"""Large objects through NATS, in the layout of ADR-20, so that `nats object` lists and reads them.
+
+The stock client waits for each chunk and collects into growing bytes. Here chunks are published in
+a bounded pipeline straight from the caller's buffers, and read by direct batched gets into one
+buffer that the caller made, both in a thread with a connection of its own (`bulk.py`), with the
+digest in another thread. A put that fails in the middle starts again under new chunks, because the
+order of chunks in the stream is their order in the object; a read goes on where it was.
+"""
+
+import asyncio
+import base64
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, TypeVar, cast
+
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
+
+from ...schemas.wire.errors import BrokerError, NotFoundError
+from ..client.connection import Broker, NoResponders
+from ..client.faults import STORE_FAILED
+from .bulk import BulkLink, Incoming
+from .stored import get_all, get_last, missing
+
+T = TypeVar("T")
+
+CHUNK_BYTES = 1 << 20
+PUT_WINDOW_BYTES = 16 * 2**20
+GET_WINDOW_BYTES = 32 * 2**20
+_API_DEADLINE_S = 60.0
+_END_OF_BATCH = "204"
+_LAG_S = 3.0
+_LAG_PAUSE_S = 0.05
+
+
+class DigestMismatch(BrokerError):
+    """What was read is not what was stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What the store says of one object."""
+
+    name: str
+    nuid: str
+    num_bytes: int
+    num_chunks: int
+    digest: str
+    """SHA-256, hexadecimal."""
+
+
+class ObjectStore:
+    """One bucket of objects."""
+
+    def __init__(self, broker: Broker, bucket: str, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Name a bucket that `streams` has made."""
+        self._broker = broker
+        self._bucket = bucket
+        self._stream = f"OBJ_{bucket}"
+        self._chunk_bytes = min(chunk_bytes, broker.max_payload_bytes)
+
+    async def put(self, name: str, views: Sequence[memoryview], *, deadline_s: float) -> ObjectInfo:
+        """Store the concatenation of `views`; it is there once this returns.
+
+        Raises BrokerError when the bucket is full, DeadlineError, NotFoundError.
+        """
+        digesting = asyncio.get_running_loop().run_in_executor(None, _digest, views)
+        attempts: list[str] = []
+
+        async def attempt() -> tuple[int, int]:
+            if attempts:  # the order of chunks is the object: begin anew, never in the middle
+                await self._purge_chunks(attempts[-1])
+            attempts.append(uuid.uuid4().hex)
+            return await self._put_chunks(attempts[-1], views)
+
+        try:
+            num_bytes, num_chunks = await self._persist(
+                attempt, deadline_s=deadline_s, waiting_for=f"object {name} to be stored"
+            )
+        except APIError as error:
+            await self._purge_chunks(attempts[-1])
+            raise self._refused(name, error) from error
+        info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
+        await self._put_info(info)
+        return info
+
+    async def get_into(self, info: ObjectInfo, buffer: memoryview, *, deadline_s: float) -> None:
+        """Read an object into `buffer`, which has exactly its size.
+
+        Raises DigestMismatch, NotFoundError when it was deleted, DeadlineError.
+        """
+        assert len(buffer) == info.num_bytes
+        asking = self._broker.direct_get(self._stream)
+        lag_s = _LAG_S if self._broker.is_clustered else 0.0
+        subject = self._chunk_subject(info.nuid)
+        reading = _Reading(self._stream, asking, subject, buffer, lag_s)
+        if info.num_bytes:
+            await self._persist(
+                lambda: self._with_link(reading.run),
+                deadline_s=deadline_s,
+                waiting_for=f"object {info.name} to be read",
+            )
+        digest = await asyncio.to_thread(reading.digest)
+        if digest != info.digest:
+            raise DigestMismatch(
+                f"object {info.name} of bucket {self._bucket} has digest {digest}, stored was "
+                f"{info.digest}",
+                hint="publish it again",
+            )
+
+    async def info(self, name: str) -> ObjectInfo | None:
+        """Return what is known of an object, or None if there is none."""
+        message = await self._retry(
+            lambda: get_last(self._broker, self._stream, self._info_subject(name))
+        )
+        return None if message is None else _read_info(message.payload)
+
+    async def names(self) -> list[str]:
+        """Return the names of all objects."""
+        subject = f"$O.{self._bucket}.M.>"
+        messages = await self._retry(lambda: get_all(self._broker, self._stream, subject))
+        infos = (_read_info(message.payload) for message in messages)
+        return sorted({info.name for info in infos if info is not None})
+
+    async def delete(self, name: str) -> None:
+        """Delete an object; harmless if it is gone."""
+        info = await self.info(name)
+        await self._purge(self._info_subject(name))
+        if info is not None:
+            await self._purge_chunks(info.nuid)
+
+    async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
+        """Publish all chunks with a bounded number unconfirmed; return bytes and chunks."""
+        subject, chunk_bytes = self._chunk_subject(nuid), self._chunk_bytes
+        return await self._with_link(lambda link: _send(link, subject, views, chunk_bytes))
+
+    async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
+        """Run `work` in a thread with a connection of its own."""
+        link = BulkLink(self._broker)
+
+        def run() -> T:
+            link.open()
+            return work(link)
+
+        try:
+            return await asyncio.to_thread(run)
+        finally:
+            link.close()
+
+    async def _put_info(self, info: ObjectInfo) -> None:
+        digest = base64.urlsafe_b64encode(bytes.fromhex(info.digest)).decode()
+        meta = {
+            "name": info.name,
+            "bucket": self._bucket,
+            "nuid": info.nuid,
+            "size": info.num_bytes,
+            "chunks": info.num_chunks,
+            "mtime": datetime.now(UTC).isoformat(),
+            "digest": f"SHA-256={digest}",
+            "options": {"max_chunk_size": self._chunk_bytes},
+        }
+        old = await self.info(info.name)
+        try:
+            await self._broker.append(
+                self._info_subject(info.name),
+                json.dumps(meta).encode(),
+                headers={"Nats-Rollup": "sub"},
+                deadline_s=_API_DEADLINE_S,
+                waiting_for=f"the entry of object {info.name}",
+            )
+        except APIError as error:
+            raise self._refused(info.name, error) from error
+        if old is not None and old.nuid != info.nuid:
+            await self._purge_chunks(old.nuid)
+
+    async def _purge_chunks(self, nuid: str) -> None:
+        await self._purge(self._chunk_subject(nuid))
+
+    async def _purge(self, subject: str) -> None:
+        await self._retry(
+            lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"filter": subject})
+        )
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        return await self._persist(
+            attempt, deadline_s=_API_DEADLINE_S, waiting_for=f"bucket {self._bucket}"
+        )
+
+    async def _persist(
+        self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
+    ) -> T:
+        try:
+            return await self._broker.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
+        except (NoResponders, StreamNotFound) as error:
+            raise missing(self._stream) from error
+
+    def _chunk_subject(self, nuid: str) -> str:
+        return f"$O.{self._bucket}.C.{nuid}"
+
+    def _info_subject(self, name: str) -> str:
+        return f"$O.{self._bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
+
+    def _refused(self, name: str, error: APIError) -> BrokerError:
+        hint = "look at the bucket with `nats object info`"
+        if error.err_code == STORE_FAILED:
+            hint = "its bucket is full: old versions are not removed, or the bound is too small"
+        return BrokerError(f"object {name} was refused: {error.description}", hint=hint)
+
+
+class _Reading:
+    """Receives the chunks of one object into its buffer, and digests them in another thread."""
+
+    def __init__(
+        self, stream: str, asking: str, subject: str, buffer: memoryview, lag_s: float
+    ) -> None:
+        """`lag_s` is how long a replica may not have the chunks yet."""
+        self._lag_s = lag_s
+        self._stream = stream
+        self._asking = asking
+        self._subject = subject
+        self._buffer = buffer
+        self._next_seq = 1
+        self._num_bytes = 0
+        self._digest = hashlib.sha256()
+        self._digester = ThreadPoolExecutor(1, thread_name_prefix="digest")
+
+    def run(self, link: BulkLink) -> None:
+        """Receive to the end; after an error what came whole stays, and `run` goes on behind it."""
+        while self._num_bytes < len(self._buffer):
+            self._ask(link)
+            while (message := link.next()).status == "":
+                self._take(link, message)
+            self._check_end(message)
+
+    def digest(self) -> str:
+        """Wait for the digester and return the SHA-256 of all that came."""
+        self._digester.shutdown(wait=True)
+        return self._digest.hexdigest()
+
+    def _ask(self, link: BulkLink) -> None:
+        request = {
+            "seq": self._next_seq,
+            "next_by_subj": self._subject,
+            "batch": 1_000_000,
+            "max_bytes": GET_WINDOW_BYTES,
+        }
+        link.publish(self._asking, json.dumps(request).encode(), f"{link.inbox}.get")
+
+    def _take(self, link: BulkLink, message: Incoming) -> None:
+        end = self._num_bytes + message.num_bytes
+        if end > len(self._buffer):
+            raise DigestMismatch(f"an object of {self._stream} is longer than announced")
+        part = self._buffer[self._num_bytes : end]
+        link.read_into(part)
+        self._digester.submit(self._digest.update, part)
+        self._num_bytes = end
+        self._next_seq = int(message.headers["Nats-Sequence"]) + 1
+
+    def _check_end(self, message: Incoming) -> None:
+        """Read the server's word at the end of a window."""
+        if message.status == "503":
+            raise NoResponders(f"there is no stream {self._stream}")
+        pending = int(message.headers.get("Nats-Num-Pending", "0"))
+        complete = self._num_bytes == len(self._buffer)
+        if message.status != _END_OF_BATCH or (not complete and pending == 0):
+            if self._lag_s > 0:
+                self._lag_s -= _LAG_PAUSE_S
+                time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
+                return
+            raise NotFoundError(
+                f"chunks of an object of {self._stream} are gone after {self._num_bytes:,} bytes",
+                hint="it was deleted while it was read: take a newer one",
+            )
+
+
+def _send(
+    link: BulkLink, subject: str, views: Sequence[memoryview], chunk_bytes: int
+) -> tuple[int, int]:
+    """Publish chunks with a bounded number unconfirmed; return bytes and chunks."""
+    window = max(2, PUT_WINDOW_BYTES // chunk_bytes)
+    num_bytes = num_chunks = num_confirmed = 0
+    for chunk in chunks_of(views, chunk_bytes):
+        if num_chunks - num_confirmed == window:
+            _confirm(link)
+            num_confirmed += 1
+        link.publish(subject, chunk, f"{link.inbox}.{num_chunks}")
+        num_bytes += len(chunk)
+        num_chunks += 1
+    for _ in range(num_chunks - num_confirmed):
+        _confirm(link)
+    return num_bytes, num_chunks
+
+
+def _confirm(link: BulkLink) -> None:
+    """Read one confirmation; raise nats' APIError for a refusal."""
+    message = link.next()
+    payload = link.read(message.num_bytes)
+    if message.status == "503":
+        raise NoResponders("there is no such bucket")
+    answer = cast("dict[str, Any]", json.loads(payload))
+    if "error" in answer:
+        APIError.from_error(answer["error"])
+
+
+def chunks_of(views: Sequence[memoryview], chunk_bytes: int) -> Iterator[memoryview]:
+    """Cut the concatenation of `views` into chunks; only one that spans views is copied."""
+    parts: list[memoryview] = []
+    size = 0
+    for view in views:
+        start = 0
+        while start < len(view):
+            part = view[start : start + chunk_bytes - size]
+            parts.append(part)
+            size += len(part)
+            start += len(part)
+            if size == chunk_bytes:
+                yield _joined(parts)
+                parts, size = [], 0
+    if parts:
+        yield _joined(parts)
+
+
+def _joined(parts: list[memoryview]) -> memoryview:
+    return parts[0] if len(parts) == 1 else memoryview(b"".join(parts))
+
+
+def _digest(views: Sequence[memoryview]) -> str:
+    digest = hashlib.sha256()
+    for view in views:
+        digest.update(view)
+    return digest.hexdigest()
+
+
+def _read_info(payload: bytes) -> ObjectInfo | None:
+    """Read the entry of an object; None for one that the ordinary tools have deleted."""
+    try:
+        meta = json.loads(payload)
+        if meta.get("deleted"):
+            return None
+        digest = base64.urlsafe_b64decode(meta["digest"].split("=", 1)[1]).hex()
+        return ObjectInfo(meta["name"], meta["nuid"], meta["size"], meta["chunks"], digest)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BrokerError(
+            f"the entry of an object cannot be read: {error!r}", hint="see `nats object info`"
+        ) from error

@@ -1,0 +1,237 @@
+"""Reading stored messages by sequence, without a consumer.
+
+A direct get answers from the stream itself, in batches, and needs no right to create consumers.
+Used for keys, single log entries and the chunks of objects; live tails are in `reader.py`.
+"""
+
+import asyncio
+import base64
+import json
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from nats.aio.msg import Msg
+from nats.js.errors import NotFoundError as NatsNotFound
+
+from ...schemas.wire.errors import BrokerError, DeniedError
+from ..client.connection import Broker, ConnectionLost, Listening, NoResponders
+from ..client.faults import missing, nobody_listens
+from ..client.replies import checked
+
+__all__ = [
+    "Batch",
+    "BatchInbox",
+    "StoredMessage",
+    "get_all",
+    "get_batch",
+    "get_last",
+    "get_last_behind",
+    "get_newest",
+    "get_seq",
+    "missing",
+    "stored_message",
+]
+
+BATCH_MESSAGES = 1000
+BATCH_BYTES = 16 * 2**20
+_BATCH_TIMEOUT_S = 5.0
+_END_OF_BATCH = "204"
+_NOT_FOUND = "404"
+_NO_RESPONDERS = "503"
+_NO_MESSAGE = 10037
+_IN_FLIGHT_S = 3.0
+_IN_FLIGHT_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMessage:
+    """One message of a stream."""
+
+    subject: str
+    seq: int
+    payload: bytes
+    headers: dict[str, str]
+
+
+Batch: TypeAlias = tuple[list[StoredMessage], bool]
+"""Messages in order, and whether there may be more."""
+
+
+async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
+    """Return the last message on `subject`, or None; a single attempt."""
+    place, request = broker.last_get(stream, subject)
+    return stored_message(await broker.request(place, request))
+
+
+async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessage | None:
+    """Return the newest message that a stream still has on `subjects` (with wildcards), or None.
+
+    A single attempt; in a cluster the stream's leader is asked.
+    """
+    api = f"$JS.API.STREAM.MSG.GET.{stream}"
+    place = api if broker.is_clustered else broker.direct_get(stream)
+    request = json.dumps({"last_by_subj": subjects}).encode()
+    return stored_message(await broker.request(place, request))
+
+
+async def get_last_behind(
+    broker: Broker, stream: str, subject: str, seq: int
+) -> StoredMessage | None:
+    """Return the last message on `subject`; for whoever was told that there is one behind `seq`.
+
+    In a cluster it may have been accepted and not yet stored, so this waits a little for it.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + (_IN_FLIGHT_S if broker.is_clustered else 0.0)
+    while True:
+        found = await get_last(broker, stream, subject)
+        if (found is not None and found.seq > seq) or loop.time() >= deadline:
+            return found
+        await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
+
+
+async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None:
+    """Return the message at `seq`, or None if there is none (any more); a single attempt."""
+    request = json.dumps({"seq": seq}).encode()
+    return stored_message(await broker.request(broker.direct_get(stream), request))
+
+
+def stored_message(reply: Msg) -> StoredMessage | None:
+    """Turn the reply to a get, from a replica or the leader, into a message; None for none."""
+    headers = reply.headers or {}
+    if not headers:
+        return _of_leader(reply)
+    subject = headers.get("Nats-Subject")
+    if subject is not None:
+        return StoredMessage(subject, int(headers["Nats-Sequence"]), reply.data, headers)
+    if headers.get("Status") == _NOT_FOUND:
+        return None
+    raise BrokerError(
+        f"a direct get was refused: {headers.get('Status')} {headers.get('Description', '')}",
+        hint="look at the stream with `nats stream info`",
+    )
+
+
+def _of_leader(reply: Msg) -> StoredMessage | None:
+    """Read the leader's answer: JSON, with the message inside."""
+    try:
+        message = checked(reply)["message"]
+    except NatsNotFound as error:
+        if error.err_code == _NO_MESSAGE:
+            return None
+        raise NoResponders("there is no such stream") from error
+    lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
+    pairs = (line.split(":", 1) for line in lines if ":" in line)
+    headers = {name.strip(): value.strip() for name, value in pairs}
+    payload = base64.b64decode(message.get("data", ""))
+    return StoredMessage(message["subject"], int(message["seq"]), payload, headers)
+
+
+async def get_all(
+    broker: Broker, stream: str, subject: str, from_seq: int = 1
+) -> list[StoredMessage]:
+    """Return all messages on `subject` (wildcards allowed) in order, in bounded batches.
+
+    A message that is replaced meanwhile (a key that is written again) may come twice.
+    Each batch is one attempt; raises what `Broker.request` raises.
+    """
+    found: list[StoredMessage] = []
+    seq = from_seq
+    while True:
+        messages, more = await get_batch(broker, stream, seq, subject)
+        found += messages
+        if not more:
+            return found
+        seq = messages[-1].seq + 1
+
+
+async def get_batch(broker: Broker, stream: str, seq: int, subject: str) -> Batch:
+    """Return the next messages on `subject` from `seq` on, and whether there may be more."""
+    inbox = BatchInbox(broker)
+    try:
+        return await inbox.get(stream, seq, subject)
+    finally:
+        await inbox.close()
+
+
+class BatchInbox:
+    """Receives batches of stored messages, one after the other."""
+
+    def __init__(
+        self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
+    ) -> None:
+        """Bound the batches; the first `get` subscribes."""
+        self._broker = broker
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._inbox = broker.nc.new_inbox()
+        self._replies: asyncio.Queue[Msg | BrokerError | None] = asyncio.Queue()
+        self._asked = ""
+        self._number = 0
+        self._listening: Listening | None = None
+        self._removals = (
+            broker.on_disconnect(lambda: self._replies.put_nowait(None)),
+            broker.on_error(self._complain),
+        )
+
+    async def get(self, stream: str, seq: int, subject: str) -> Batch:
+        """Return the next messages on `subject` from `seq` on, and whether there may be more.
+
+        A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
+        a user who may not ask.
+        """
+        if self._listening is None:
+            take = self._replies.put_nowait
+            self._listening = await self._broker.listen(f"{self._inbox}.*", take)
+        while not self._replies.empty():
+            self._replies.get_nowait()  # of an attempt that was given up
+        self._number += 1
+        request: dict[str, Any] = {
+            "seq": seq,
+            "next_by_subj": subject,
+            "batch": self._max_messages,
+            "max_bytes": self._max_bytes,
+        }
+        reply = f"{self._inbox}.{self._number}"
+        self._asked = self._broker.direct_get(stream)
+        await self._broker.send(self._asked, json.dumps(request).encode(), reply=reply)
+        return await self._collect(stream, reply)
+
+    async def close(self) -> None:
+        """Unsubscribe."""
+        for remove in self._removals:
+            remove()
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
+
+    def _complain(self, error: BrokerError) -> None:
+        """End the wait for an answer that was denied."""
+        if isinstance(error, DeniedError) and error.subject == self._asked.lower():
+            self._replies.put_nowait(error)
+
+    async def _collect(self, stream: str, inbox: str) -> Batch:
+        messages: list[StoredMessage] = []
+        while True:
+            reply = await self._next(inbox)
+            headers = reply.headers or {}
+            status = headers.get("Status")
+            if status == _NO_RESPONDERS:
+                raise nobody_listens(self._broker.direct_get(stream), headers)
+            if status == _END_OF_BATCH:
+                return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
+            message = stored_message(reply)
+            if message is None:
+                return messages, False
+            messages.append(message)
+
+    async def _next(self, inbox: str) -> Msg:
+        while True:
+            async with asyncio.timeout(_BATCH_TIMEOUT_S):
+                reply = await self._replies.get()
+            if isinstance(reply, BrokerError):
+                raise reply
+            if reply is None:
+                raise ConnectionLost("the connection broke during a batched read", hint="try again")
+            if reply.subject == inbox:
+                return reply

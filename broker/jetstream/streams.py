@@ -1,0 +1,391 @@
+"""The streams and buckets: what is made for each job, what all jobs share, and their bounds.
+
+Every stream has a byte bound and a description. Work and results (tasks, rollouts, batch records)
+refuse what does not fit, which makes the publisher wait; metrics, events and log lines lose their
+oldest. Making a stream that is there already changes it to the wanted configuration.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from nats.js.errors import APIError
+from nats.js.errors import NotFoundError as StreamNotFound
+
+from ...schemas.config.job import LimitsConfig
+from ...schemas.wire.codec import MAX_MESSAGE_BYTES
+from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StateError
+from ...schemas.wire.subjects import (
+    BUCKET_ACTORS,
+    BUCKET_EVALS,
+    BUCKET_JOBS,
+    BUCKET_LEASES,
+    BUCKET_NODES,
+    BUCKET_REQUESTS,
+    BUCKET_SECRETS,
+    TASK_CONSUMER,
+    JobScope,
+    number_of,
+)
+from ..client.connection import Broker, ConnectionLost, NoResponders
+
+PRESENCE_TTL_S = 10
+REQUEST_TTL_S = 24 * 3600
+REPLICAS_VARIABLE = "TINKERMQ_REPLICAS"
+BATCH_BYTES = 1 << 30
+DEAD_BYTES = 64 << 20
+MANIFEST_BYTES = 256 << 20
+WEIGHTS_BYTES = 64 << 30
+SEGMENT_TTL_S = 24 * 3600
+BUCKET_BYTES = 256 << 20
+PRESENCE_BYTES, EVALUATION_BYTES, REQUEST_BYTES, SECRETS_BYTES = (
+    16 << 10,
+    64 << 10,
+    4 << 10,
+    64 << 10,
+)
+"""Of one value of a shared bucket, its headers included."""
+MAX_LEASES = 8192
+_DEADLINE_S = 30.0
+_LOOK_S = 0.1
+_NAME_IN_USE = 10058
+_NO_SPACE = (10028, 10047)
+_NS = 1_000_000_000
+_LAST_WORDS_BYTES = 1 << 20
+
+StreamConfig = Mapping[str, Any]
+
+
+async def create_job_streams(
+    broker: Broker,
+    scope: JobScope,
+    limits: LimitsConfig,
+    *,
+    weights_bytes: int = WEIGHTS_BYTES,
+    ack_wait_s: float | None = None,
+    segments: bool = False,
+) -> None:
+    """Make all streams of a job; harmless when they are there.
+
+    With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; with
+    `segments` also the stream of running episodes.
+
+    Raises BrokerError when the server refuses one, DeadlineError.
+    """
+    configs = job_streams(scope, limits, weights_bytes)
+    if not segments:
+        configs = [config for config in configs if config["name"] != scope.stream_segment]
+    await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
+    if ack_wait_s is not None:
+        await ensure_task_consumer(broker, scope, ack_wait_s)
+
+
+async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
+    """Bound the streams of a job that has ended by what they hold, so that others get the room.
+
+    No episode is being played any more: what was written down of them is removed. Returns how many
+    bytes there are.
+
+    Those of events and log lines keep some room: actors that drain still tell their last lines,
+    which must not push out the first ones. `create_job_streams` gives them their bounds back.
+
+    Raises BrokerError for a stream that the server does not change, DeadlineError.
+    """
+    stored = 0
+    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+        name = str(config["name"])
+        try:
+            info = await stream_info(broker, name)
+            room = _LAST_WORDS_BYTES if name in {scope.stream_feed, scope.stream_log} else 0
+            bound = max(int(info["state"]["bytes"]) + room, 1)
+            if name == scope.stream_segment and info["state"]["messages"]:
+                await _ask(broker, f"STREAM.PURGE.{name}", None)
+            stored += int(info["state"]["bytes"])
+            if bound < info["config"]["max_bytes"]:
+                change = {"max_bytes": bound}
+                await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
+        except StreamNotFound:  # the job never started, or somebody has removed it just now
+            continue
+        except APIError as error:
+            raise BrokerError(
+                f"the server does not change the bounds of {name}: {error.description}",
+                hint=f"look at it with `nats stream info {name}`",
+            ) from error
+    return stored
+
+
+async def ensure_task_consumer(
+    broker: Broker, scope: JobScope, ack_wait_s: float, max_leases: int = MAX_LEASES
+) -> None:
+    """Make the consumer from which generators pull tasks, or change it to this configuration.
+
+    Raises nats' NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
+    """
+    config = {
+        "durable_name": TASK_CONSUMER,
+        "description": f"Generators of job {scope.job}",
+        "ack_policy": "explicit",
+        "ack_wait": int(ack_wait_s * _NS),
+        "max_deliver": -1,
+        "max_ack_pending": max_leases,
+        "max_waiting": 4096,
+        "deliver_policy": "all",
+        "filter_subject": scope.task("*"),
+    }
+    stream = scope.stream_task
+    verb = f"CONSUMER.CREATE.{stream}.{TASK_CONSUMER}.{scope.task('*')}"
+    try:
+        await _ask(broker, verb, {"stream_name": stream, "config": config})
+    except StreamNotFound:
+        raise
+    except APIError as error:
+        raise BrokerError(
+            f"the server refuses the consumer of {stream}: {error.description}",
+            hint="look at it with `nats consumer info`",
+        ) from error
+
+
+async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
+    """Delete all streams of a job with all that they hold; harmless when they are gone."""
+    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
+        await delete_stream(broker, config["name"])
+
+
+async def create_shared(broker: Broker) -> None:
+    """Make the buckets that all jobs share; harmless when they are there.
+
+    Raises StateError when that of the job records is gone, while there are jobs.
+    """
+    beats = "Heartbeats of actors; a missing key is a missing actor"
+    requests = "Submissions by request id, to make them idempotent"
+    shared = (
+        (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_ACTORS, beats, PRESENCE_TTL_S, PRESENCE_BYTES),
+        (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),
+        (BUCKET_REQUESTS, requests, REQUEST_TTL_S, REQUEST_BYTES),
+        (BUCKET_SECRETS, "Secrets of jobs, sealed, by <user>.<job>", 0, SECRETS_BYTES),
+        (BUCKET_LEASES, "Leases of roles that one actor at a time may have", 0, REQUEST_BYTES),
+    )
+    await _refuse_without_records(broker)
+    for bucket, description, ttl_s, max_value_bytes in shared:
+        config = bucket_config(bucket, description, ttl_s=ttl_s)
+        await ensure_stream(broker, {**config, "max_msg_size": max_value_bytes})
+
+
+async def _refuse_without_records(broker: Broker) -> None:
+    """Raise StateError where jobs have streams, and the bucket of their records is gone.
+
+    An empty one in its place would tell all nodes to stop all that runs.
+    """
+    try:
+        await stream_info(broker, f"KV_{BUCKET_JOBS}")
+    except StreamNotFound:
+        answer = await _ask(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
+        if names := answer.get("streams"):
+            raise StateError(
+                f"there is no stream KV_{BUCKET_JOBS}, which held the records of all jobs, and "
+                f"{answer.get('total', len(names))} jobs have streams, such as {names[0]}",
+                hint="restore a back-up (`tinkermq restore`); to begin anew without these jobs, "
+                "remove their streams (`nats stream rm`)",
+            ) from None
+
+
+async def wait_for_shared(broker: Broker, deadline_s: float) -> None:
+    """Wait until the scheduler has made the shared buckets; raises DeadlineError."""
+    deadline = broker.clock() + deadline_s
+    key = f"$KV.{BUCKET_ACTORS}.pool.scheduler"
+    while True:
+        try:
+            await broker.request(f"{broker.direct_get(f'KV_{BUCKET_ACTORS}')}.{key}")
+        except (NoResponders, ConnectionLost, TimeoutError) as error:
+            if broker.clock() > deadline:
+                raise DeadlineError(
+                    f"the buckets of the pool were not made within {deadline_s:g} s",
+                    hint="start a scheduler: `tinkermq up`",
+                ) from error
+        else:
+            return
+        await asyncio.sleep(_LOOK_S)
+
+
+def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> list[StreamConfig]:
+    """Return the configuration of every stream of a job."""
+    job = f"job {scope.job} of {scope.user}"
+    once = {"max_msgs_per_subject": 1, "discard": "new", "discard_new_per_subject": True}
+    return [
+        stream_config(
+            scope.stream_task,
+            f"Tasks of {job} that no generator has finished",
+            [scope.task("*")],
+            limits.task_bytes,
+            retention="workqueue",
+            **once,
+        ),
+        stream_config(
+            scope.stream_rollout,
+            f"Finished groups of {job}, one per task",
+            [scope.rollout("*")],
+            limits.rollout_bytes,
+            # who reads it hears that there is more, and not the group itself a second time
+            republish={"src": scope.rollout("*"), "dest": scope.appended, "headers_only": True},
+            **once,
+        ),
+        stream_config(
+            scope.stream_segment,
+            f"Episodes of {job} that are being played",
+            [scope.segment("*")],
+            limits.segment_bytes,
+            discard="new",
+            max_age=SEGMENT_TTL_S * _NS,
+        ),
+        stream_config(
+            scope.stream_batch,
+            f"Batch records of {job}, one per optimiser step",
+            [scope.batch],
+            BATCH_BYTES,
+            discard="new",
+        ),
+        stream_config(scope.stream_dead, f"Tasks of {job} given up", [scope.dead], DEAD_BYTES),
+        stream_config(
+            scope.stream_feed,
+            f"Metrics and events of {job}",
+            [scope.metric, scope.event],
+            limits.log_bytes,
+        ),
+        stream_config(scope.stream_trace, f"Traces of {job}", [scope.trace], limits.log_bytes),
+        stream_config(scope.stream_log, f"Log lines of {job}", [scope.log("*")], limits.log_bytes),
+        bucket_config(scope.bucket_weights, f"Weight manifests of {job}", max_bytes=MANIFEST_BYTES),
+        object_store_config(scope.object_weights, f"Weights of {job}", weights_bytes),
+    ]
+
+
+def stream_config(
+    name: str, description: str, subjects: list[str], max_bytes: int, **more: Any
+) -> StreamConfig:
+    """Return the configuration of a stream; `more` are further keys of the server's."""
+    return {
+        "name": name,
+        "description": description,
+        "subjects": subjects,
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old",
+        "max_bytes": max_bytes,
+        "num_replicas": num_replicas(),
+        "allow_direct": True,
+        **more,
+    }
+
+
+def num_replicas() -> int:
+    """Return on how many servers of a cluster new streams are kept: `$TINKERMQ_REPLICAS`, or 1."""
+    given = os.environ.get(REPLICAS_VARIABLE, "1")
+    if given not in ("1", "3", "5"):
+        raise BrokerError(
+            f"{REPLICAS_VARIABLE}={given!r} is no number of replicas",
+            hint="set it to 3 for a cluster of three servers, or leave it out",
+        )
+    return int(given)
+
+
+def bucket_config(
+    bucket: str, description: str, *, ttl_s: int = 0, max_bytes: int = BUCKET_BYTES
+) -> StreamConfig:
+    """Return the stream of a KV bucket in the layout of ADR-8; `ttl_s` 0 keeps keys for ever."""
+    return stream_config(
+        f"KV_{bucket}",
+        description,
+        [f"$KV.{bucket}.>"],
+        max_bytes,
+        discard="new",
+        max_msgs_per_subject=1,
+        max_age=ttl_s * _NS,
+        duplicate_window=min(ttl_s or 120, 120) * _NS,
+        allow_rollup_hdrs=True,
+        allow_msg_ttl=True,
+        deny_delete=True,
+    )
+
+
+def object_store_config(bucket: str, description: str, max_bytes: int) -> StreamConfig:
+    """Return the stream of an object store in the layout of ADR-20."""
+    return stream_config(
+        f"OBJ_{bucket}",
+        description,
+        [f"$O.{bucket}.C.>", f"$O.{bucket}.M.>"],
+        max_bytes,
+        discard="new",
+        allow_rollup_hdrs=True,
+    )
+
+
+async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
+    """Make a stream, or change the one of that name to this configuration.
+
+    It never gets fewer replicas than it has.
+    """
+    name = config["name"]
+    try:
+        await _ask(broker, f"STREAM.CREATE.{name}", config)
+    except APIError as error:
+        if error.err_code != _NAME_IN_USE:
+            raise _refused(name, config, error) from error
+        try:
+            present = await stream_info(broker, name)
+            replicas = max(config["num_replicas"], int(present["config"]["num_replicas"]))
+            await _ask(broker, f"STREAM.UPDATE.{name}", {**config, "num_replicas": replicas})
+        except APIError as update_error:
+            raise _refused(name, config, update_error) from update_error
+
+
+async def delete_stream(broker: Broker, name: str) -> None:
+    """Delete a stream with all that it holds; harmless when it is gone."""
+    try:
+        await _ask(broker, f"STREAM.DELETE.{name}", None)
+    except StreamNotFound:
+        return
+
+
+async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
+    """Return what the server says of a stream; raises nats' NotFoundError when it is gone."""
+    return await _ask(broker, f"STREAM.INFO.{name}", None)
+
+
+async def stream_subjects(broker: Broker, name: str, subjects: str) -> list[str]:
+    """Return every subject below `subjects` under which the stream holds messages, unread."""
+    found: list[str] = []
+    while True:
+        request = {"subjects_filter": subjects, "offset": len(found)}
+        answer = await _ask(broker, f"STREAM.INFO.{name}", request)
+        page: dict[str, int] = answer["state"].get("subjects") or {}
+        found += page
+        if not page or len(found) >= int(answer.get("total", 0)):
+            return found
+
+
+def numbers_of(subjects: list[str]) -> set[int]:
+    """Return the task numbers of subjects, without those that have none."""
+    numbers: set[int] = set()
+    for subject in subjects:
+        with contextlib.suppress(MessageError):  # whatever else somebody stored there
+            numbers.add(number_of(subject))
+    return numbers
+
+
+async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[str, Any]:
+    return await broker.retry(
+        lambda: broker.api(verb, request), deadline_s=_DEADLINE_S, waiting_for=f"$JS.API.{verb}"
+    )
+
+
+def _refused(name: str, config: StreamConfig, error: APIError) -> BrokerError:
+    hint = "look at it with `nats stream info`"
+    if error.err_code in _NO_SPACE:
+        hint = (
+            f"its bound of {config['max_bytes']:,} bytes does not fit: raise max_file_store of "
+            "nats-server, lower `limits` in the job's configuration, or delete old jobs"
+        )
+    return BrokerError(f"the server refuses the stream {name}: {error.description}", hint=hint)

@@ -1,0 +1,1 @@
+"""What is measured of a run: time, spans, metrics, advice, and the trackers that show them."""

@@ -1,0 +1,1 @@
+"""The users of a pool: their records, keys, permissions and secrets, and what was done to them."""

@@ -1,0 +1,58 @@
+"""What may be asked of the auth service about users, on behalf of the connection's user."""
+
+import asyncio
+import time
+from typing import TypeVar
+
+from ...schemas.user import ListUsers, UserInfo, UserList
+from ...schemas.wire.errors import BrokerError, NobodyAnswersError
+from ...schemas.wire.message import Message
+from ..client.connection import Broker
+from ..client.faults import shown_url
+from ..load.repeated_call import repeated_call
+
+R = TypeVar("R", bound=Message)
+
+TIMEOUT_S = 20.0
+_BACK_S = 6.0
+"""For how long an auth service may be away that a pool with users has."""
+_PAUSE_S = 0.1
+
+
+async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
+    """Ask on `rpc.<user>.users.<method>`; every request may be sent again, and is.
+
+    Raises AuthError where only admins may, BrokerError at a pool without users.
+    """
+    subject = broker.rpc("users", method)
+    patience_s = _BACK_S if broker.is_limited else 0.0
+    patience, deadline = (time.monotonic() + each for each in (patience_s, TIMEOUT_S))
+    while True:
+        try:
+            return await repeated_call(
+                broker,
+                subject,
+                request,
+                reply,
+                deadline=deadline,
+                waiting_for="the auth service",
+            )
+        except NobodyAnswersError as error:
+            if time.monotonic() >= patience:
+                raise BrokerError(
+                    f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
+                    hint="`tinkermq init` makes the secrets of a pool with authentication; where "
+                    "it has them, see `tinkermq doctor`",
+                ) from error
+            await asyncio.sleep(_PAUSE_S)
+
+
+async def all_users(broker: Broker) -> list[UserInfo]:
+    """Return all users by name, for admins."""
+    users: list[UserInfo] = []
+    while True:
+        after = users[-1].user if users else ""
+        page = await ask_users(broker, "list", ListUsers(after=after), UserList)
+        users += page.users
+        if not page.more or not page.users:
+            return users

@@ -1,0 +1,1 @@
+"""The weights of a job as they travel: versions, whole or as differences."""

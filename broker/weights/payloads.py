@@ -1,0 +1,160 @@
+"""Where the bytes of published weights lie: objects in NATS, or files in a shared folder.
+
+Those of the `nccl` transport lie in the learner's memory and travel by torch.distributed, of which
+the broker knows only the two interfaces below; `actors/broadcast` is both of them.
+"""
+
+import asyncio
+import uuid
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from ...schemas.weights import Manifest, TensorEntry
+from ...schemas.wire.errors import ConfigError, NotFoundError
+from ...schemas.wire.subjects import JobScope
+from ..client.connection import Broker
+from ..jetstream.objects import DigestMismatch, ObjectStore
+from .files import read_file, remove_file, write_file
+
+TRANSFER_DEADLINE_S = 600.0
+Transport = Literal["object", "file", "nccl"]
+
+
+class OnDevice(Protocol):
+    """Bytes in the memory of an accelerator: a tensor of uint8[N]."""
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        ...
+
+    def __getitem__(self, index: slice, /) -> "OnDevice":
+        """Return some of them, as a view."""
+        ...
+
+
+Payload: TypeAlias = memoryview | OnDevice
+"""Bytes of weights in this process."""
+
+
+class Holder(Protocol):
+    """Holds payloads in the learner's memory and hands them out."""
+
+    async def put(
+        self, version: int, entries: list[TensorEntry], views: Sequence[memoryview]
+    ) -> tuple[str, str]:
+        """Hold a payload; return its location and digest."""
+        ...
+
+    async def holds(self, location: str) -> bool:
+        """Whether a payload is there: a learner that died held what its next one has not."""
+        ...
+
+    async def secure(self, locations: Iterable[str]) -> None:
+        """See to it that these payloads outlive this process. Raises StorageError."""
+        ...
+
+    async def remove(self, location: str) -> None:
+        """Forget a payload; harmless if it is gone."""
+        ...
+
+
+class Receiver(Protocol):
+    """Receives payloads from the learner's memory."""
+
+    async def get(self, manifest: Manifest) -> Payload:
+        """Return the payload of a version.
+
+        Raises NotFoundError when it was removed, DigestMismatch, DeadlineError, BrokerError.
+        """
+        ...
+
+
+class Payloads:
+    """Stores, fetches and removes bytes under names that are used once."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        transport: Transport,
+        folder: Path | str | None,
+        chunk_bytes: int,
+    ) -> None:
+        """`transport` is how `put` stores; `get` is told for each payload.
+
+        Raises ConfigError for the file transport without a folder.
+        """
+        if transport == "file" and folder is None:
+            raise ConfigError(
+                "weights.transport is 'file' and there is no folder",
+                hint="set weights.folder to a path that learner and generators share",
+            )
+        self.transport: Transport = transport
+        self._scope = scope
+        self._folder = Path(folder) if folder is not None else None
+        self._objects = ObjectStore(broker, scope.object_weights, chunk_bytes=chunk_bytes)
+
+    async def put(
+        self, label: str, views: Sequence[memoryview], entries: list[TensorEntry] | None = None
+    ) -> tuple[str, str]:
+        """Store bytes under a fresh name that begins with `label`; return location and SHA-256.
+
+        As a file they are what `entries` say of them. Raises BrokerError, DeadlineError,
+        StorageError (file transport).
+        """
+        name = f"{label}-{uuid.uuid4().hex[:8]}"
+        if self._folder is not None and self.transport == "file":
+            path = self._folder / f"{name}{'.safetensors' if entries else '.difference'}"
+            return str(path), await asyncio.to_thread(write_file, path, entries or [], views)
+        info = await self._objects.put(name, views, deadline_s=TRANSFER_DEADLINE_S)
+        return name, info.digest
+
+    async def get(
+        self, transport: Transport, location: str, num_bytes: int, digest: str
+    ) -> memoryview:
+        """Return bytes that nobody else changes.
+
+        Raises NotFoundError when they were removed, DigestMismatch, DeadlineError, StorageError.
+        """
+        if transport == "file":
+            path = Path(location)
+            found, payload = await asyncio.to_thread(read_file, path, num_bytes)
+            if found != digest:
+                raise DigestMismatch(f"{path} has digest {found}, stored was {digest}")
+            return payload
+        info = await self._objects.info(location)
+        if info is None:
+            raise NotFoundError(
+                f"weights {location} of job {self._scope.job} were removed",
+                hint="take the newest version",
+            )
+        if info.num_bytes != num_bytes or info.digest != digest:
+            raise DigestMismatch(f"object {info.name} is not the one of its manifest")
+        buffer = np.empty(num_bytes, np.uint8).data  # not zeroed: it is filled anyway
+        await self._objects.get_into(info, buffer, deadline_s=TRANSFER_DEADLINE_S)
+        return buffer
+
+    async def holds(self, transport: Transport, location: str) -> bool:
+        """Whether bytes are there: what stores them may have been deleted and made again."""
+        if transport == "file":
+            return await asyncio.to_thread(Path(location).is_file)
+        return await self._objects.info(location) is not None
+
+    async def remove(self, transport: Transport, locations: Iterable[str]) -> None:
+        """Remove bytes; harmless if they are gone."""
+        for location in locations:
+            if transport == "file":
+                await asyncio.to_thread(remove_file, Path(location))
+            else:
+                await self._objects.delete(location)
+
+    async def remove_others(self, locations: Iterable[str]) -> None:
+        """Remove from NATS what is not among `locations`."""
+        named = set(locations)
+        for name in await self._objects.names():
+            if name not in named:
+                await self._objects.delete(name)

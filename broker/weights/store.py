@@ -1,0 +1,374 @@
+"""Versions of the policy on their way from the learner to generators and evaluators.
+
+The payload is stored first, by one of three transports (through NATS, a file in a shared folder, or
+held in the learner's memory for torch.distributed); then the manifest goes to KV as `v<version>`
+and, if it is the newest, as `latest`; then an announcement wakes whoever waits. So a manifest that
+can be read names a payload that is there, and a lost announcement costs two seconds. No torch here:
+tensors are names, dtypes, shapes and bytes.
+
+Weights of 16 bits travel as differences where these are smaller: from the version before, for
+those who keep up, and from the newest whole version, the anchor, for those who missed some. Both
+sides keep these two in memory. Who has neither fetches the anchor. What a difference makes must
+have the digest that the manifest tells, else it is made anew from the anchor. From memory to memory
+all versions travel whole.
+"""
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Literal, cast
+
+from nats.aio.msg import Msg
+
+from ...schemas.weights import (
+    LATEST,
+    Difference,
+    Manifest,
+    TensorEntry,
+    WeightsAnnouncement,
+    manifest_key,
+)
+from ...schemas.wire.errors import BrokerError, ConfigError, ConflictError, NotFoundError
+from ...schemas.wire.subjects import JobScope
+from ..client.connection import Broker, Listening
+from ..jetstream.kv import Bucket, DamagedEntry
+from ..jetstream.objects import CHUNK_BYTES, DigestMismatch
+from .history import Step, WeightHistory, Whole, digest_of, joined, make
+from .layout import TensorBytes, check_layout, layout
+from .payloads import Holder, Payload, Payloads, Receiver, Transport
+
+_LOOK_S = 2.0
+_KEY = re.compile(r"v([0-9]{1,18})")
+_NOTHING = WeightHistory(enabled=False, whole_every=1)
+
+
+class WeightStore:
+    """Publishes and fetches the versions of one job."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        transport: Transport = "object",
+        *,
+        folder: Path | str | None = None,
+        chunk_bytes: int = CHUNK_BYTES,
+        differences: bool = True,
+        whole_every: int = 16,
+        look_s: float = _LOOK_S,
+        holder: Holder | None = None,
+        receiver: Receiver | None = None,
+    ) -> None:
+        """`transport` is how `publish` sends; `fetch` follows each manifest.
+
+        By `nccl` a learner publishes with its `holder` and others fetch with their `receiver`.
+
+        With `differences`, 16-bit weights are published and kept as the module says; every
+        `whole_every`-th version is a whole one. Who waits for a version looks for it every
+        `look_s`, should its announcement be lost.
+
+        Raises ConfigError for the file transport without a folder.
+        """
+        self._broker = broker
+        self._scope = scope
+        self._payloads = Payloads(broker, scope, transport, folder, chunk_bytes)
+        self._manifests = Bucket(broker, scope.bucket_weights, Manifest)
+        self._holder = holder
+        self._receiver = receiver
+        kept = differences and transport != "nccl"
+        self._history = WeightHistory(enabled=kept, whole_every=whole_every)
+        self._look_s = look_s
+        self._announced = asyncio.Event()
+        self._listening: Listening | None = None
+
+    async def publish(
+        self,
+        version: int,
+        tensors: Mapping[str, TensorBytes],
+        *,
+        kind: Literal["full", "lora"] = "full",
+    ) -> Manifest:
+        """Store a version, then tell of it; publishing one again replaces it.
+
+        The tensors' memory must not change until this returns. Raises BrokerError, DeadlineError,
+        StorageError (file transport).
+        """
+        entries = layout(tensors)
+        given = [cast("memoryview", one.data) for one in tensors.values() if one.data.nbytes]
+        views = [data.cast("B") for data in given]
+        if kind == "full" and self._history.keeps(entries):
+            manifest = await self._publish_words(version, entries, views)
+        else:
+            manifest = await self._put_whole(version, kind, entries, views)
+        old = await self._manifests.find(manifest_key(version))
+        await self._manifests.put(manifest_key(version), manifest)
+        await self._advance_latest(manifest)
+        await self._broker.publish(
+            self._scope.weights, WeightsAnnouncement(version=version).to_bytes()
+        )
+        if old is not None:
+            await self._remove_payload(old.value)
+        return manifest
+
+    async def _publish_words(
+        self, version: int, entries: list[TensorEntry], views: list[memoryview]
+    ) -> Manifest:
+        """Store a version of 16-bit weights as differences, or whole where that is not more.
+
+        An anchor is stored whole, and as a difference for those who hold the version before.
+        """
+        payload = await asyncio.to_thread(joined, views)
+        made = await asyncio.to_thread(self._history.encode, version, entries, payload)
+        stored = [await self._put_difference(version, base, text) for base, text in made]
+        if not made or self._history.is_anchor(version):
+            manifest = await self._put_whole(version, "full", entries, [payload], stored)
+            self._history.restart(Whole(version, entries, manifest.digest, payload))
+            return manifest
+        digest = await asyncio.to_thread(digest_of, payload)
+        self._history.hold(Whole(version, entries, digest, payload), made[-1][0])
+        return self._manifest(version, "delta", entries, digest, differences=stored)
+
+    async def _put_difference(self, version: int, base: Whole, text: bytes) -> Difference:
+        label = f"v{version}-from-v{base.version}"
+        location, digest = await self._payloads.put(label, [memoryview(text)])
+        return Difference(
+            base=base.version,
+            base_digest=base.digest,
+            num_bytes=len(text),
+            digest=digest,
+            location=location,
+        )
+
+    async def _put_whole(
+        self,
+        version: int,
+        kind: Literal["full", "lora"],
+        entries: list[TensorEntry],
+        views: list[memoryview],
+        differences: Sequence[Difference] = (),
+    ) -> Manifest:
+        if self._holder is not None:
+            location, digest = await self._holder.put(version, entries, views)
+        else:
+            location, digest = await self._payloads.put(f"v{version}", views, entries)
+        return self._manifest(
+            version, kind, entries, digest, location=location, differences=differences
+        )
+
+    def _manifest(
+        self,
+        version: int,
+        kind: Literal["full", "delta", "lora"],
+        entries: list[TensorEntry],
+        digest: str,
+        *,
+        location: str = "",
+        differences: Sequence[Difference] = (),
+    ) -> Manifest:
+        return Manifest(
+            version=version,
+            kind=kind,
+            tensors=entries,
+            num_bytes=sum(entry.num_bytes for entry in entries),
+            digest=digest,
+            transport="nccl" if self._holder is not None else self._payloads.transport,
+            location=location,
+            differences=list(differences),
+            published=time.time(),
+        )
+
+    async def latest(self) -> Manifest | None:
+        """Return the manifest of the newest version, or None before the first."""
+        entry = await self._manifests.find(LATEST)
+        return None if entry is None else entry.value
+
+    async def manifest(self, version: int) -> Manifest | None:
+        """Return the manifest of a version, or None if it is not there (any more)."""
+        entry = await self._manifests.find(manifest_key(version))
+        return None if entry is None else entry.value
+
+    async def is_out(self, version: int) -> bool:
+        """Whether a version, or a newer one, was published and is where it can be fetched."""
+        latest = await self.latest()
+        if latest is None or latest.version < version:
+            return False
+        if self._holder is None:
+            where = latest.location or latest.differences[-1].location
+            return await self._payloads.holds(latest.transport, where)
+        manifest = await self.manifest(version)
+        return manifest is not None and await self._holder.holds(manifest.location)
+
+    async def versions(self) -> list[int]:
+        """Return all versions that can be fetched, ascending."""
+        found = (_KEY.fullmatch(key) for key in await self._manifests.keys())
+        return sorted(int(match[1]) for match in found if match)
+
+    async def wait_newer(self, version: int, timeout_s: float) -> Manifest | None:
+        """Return the newest manifest once it is newer than `version`; None after `timeout_s`.
+
+        -1 waits for the first version.
+        """
+        if self._listening is None:
+            self._listening = await self._broker.listen(self._scope.weights, self._hear)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            self._announced.clear()
+            manifest = await self.latest()
+            if manifest is not None and manifest.version > version:
+                return manifest
+            wait_s = min(self._look_s, deadline - loop.time())
+            if wait_s <= 0:
+                return None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._announced.wait()
+
+    async def fetch(self, manifest: Manifest) -> dict[str, TensorBytes]:
+        """Return the tensors of a version: views of one buffer, checked against the digest.
+
+        Raises NotFoundError when the version was removed, BrokerError when its digest does not
+        match twice, MessageError for a manifest that contradicts itself, DeadlineError,
+        StorageError (file transport), ConfigError without the `receiver` that it needs.
+        """
+        check_layout(manifest)
+        try:
+            payload = await self._payload(manifest, self._history.step_to)
+        except DigestMismatch:
+            payload = await self._payload_again(manifest)
+        return {
+            entry.name: TensorBytes(
+                entry.dtype,
+                tuple(entry.shape),
+                payload[entry.offset : entry.offset + entry.num_bytes],
+            )
+            for entry in manifest.tensors
+        }
+
+    async def _payload_again(self, manifest: Manifest) -> Payload:
+        """Fetch once more, and nothing that is held counts."""
+        try:
+            return await self._payload(manifest, _NOTHING.step_to)
+        except DigestMismatch as error:
+            raise BrokerError(
+                f"version {manifest.version} is damaged: {error.message}",
+                hint="the learner publishes a new version with its next step; if that is "
+                "damaged, too, check the disk of nats-server or the shared folder",
+            ) from error
+
+    async def _payload(
+        self, manifest: Manifest, step_to: Callable[[Manifest], Step | None]
+    ) -> Payload:
+        """Return the bytes of a version, and hold what later ones may be made from."""
+        if manifest.transport == "nccl":
+            if self._receiver is None:
+                raise ConfigError(
+                    f"version {manifest.version} travels by nccl, and nothing here receives it",
+                    hint="fetch it where torch is installed, or set weights.transport=object",
+                )
+            return await self._receiver.get(manifest)
+        step = step_to(manifest)
+        if step is None:
+            whole = await self._whole(manifest)
+            self._history.hold(whole)
+            return whole.payload
+        base = step.base or await self._anchor(manifest, step.difference)
+        difference = await self._payloads.get(
+            manifest.transport,
+            step.difference.location,
+            step.difference.num_bytes,
+            step.difference.digest,
+        )
+        whole = await asyncio.to_thread(make, base, difference, manifest)
+        anchor = step.anchor if step.base else base
+        self._history.hold(whole, None if manifest.kind == "full" else anchor)
+        return whole.payload
+
+    async def _anchor(self, manifest: Manifest, step: Difference) -> Whole:
+        anchor = await self.manifest(step.base)
+        if anchor is None:
+            raise NotFoundError(
+                f"version {step.base}, of which version {manifest.version} of job "
+                f"{self._scope.job} is made, was removed",
+                hint="take the newest version",
+            )
+        if anchor.digest != step.base_digest or anchor.kind != "full":
+            raise DigestMismatch(f"version {step.base} is not what {manifest.version} is made of")
+        return await self._whole(anchor)
+
+    async def _whole(self, manifest: Manifest) -> Whole:
+        payload = await self._payloads.get(
+            manifest.transport, manifest.location, manifest.num_bytes, manifest.digest
+        )
+        return Whole(manifest.version, manifest.tensors, manifest.digest, payload)
+
+    async def remove(self, version: int) -> None:
+        """Remove a version; harmless if it is gone. `latest` stays as it is."""
+        entry = await self._manifests.find(manifest_key(version))
+        if entry is not None:
+            await self._manifests.purge(manifest_key(version))
+            await self._remove_payload(entry.value)
+
+    async def keep(self, versions: Set[int], *, newest: int = 0) -> None:
+        """Remove all versions but these and so many of the newest, and those they are made of."""
+        manifests = {one.value.version: one.value for one in await self._manifests.items()}
+        kept = versions | set(sorted(manifests, reverse=True)[:newest])
+        anchors = {
+            manifests[version].differences[-1].base
+            for version in kept & set(manifests)
+            if manifests[version].kind == "delta"
+        }
+        for version in set(manifests) - kept - anchors:
+            await self.remove(version)
+        if self._holder is not None:
+            await self._holder.secure(manifests[one].location for one in versions & set(manifests))
+
+    async def sweep(self) -> None:
+        """Remove payloads in NATS that no manifest names: of a learner that died publishing."""
+        manifests = [entry.value for entry in await self._manifests.items()]
+        await self._payloads.remove_others(
+            {location for one in manifests for location in _locations(one)}
+        )
+
+    async def close(self) -> None:
+        """Stop listening to announcements."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
+
+    def _hear(self, _: Msg) -> None:
+        self._announced.set()  # what it says is not needed: the manifests tell
+
+    async def _advance_latest(self, manifest: Manifest) -> None:
+        """Make it the latest unless a newer one is; several learners cannot set it back."""
+        while True:
+            try:
+                entry = await self._manifests.get(LATEST)
+            except DamagedEntry:
+                await self._manifests.put(LATEST, manifest)
+                return
+            if entry is not None and entry.value.version > manifest.version:
+                return
+            try:
+                if entry is None:
+                    await self._manifests.create(LATEST, manifest)
+                else:
+                    await self._manifests.update(LATEST, manifest, entry.revision)
+            except ConflictError:
+                continue
+            return
+
+    async def _remove_payload(self, manifest: Manifest) -> None:
+        if manifest.transport != "nccl":
+            await self._payloads.remove(manifest.transport, _locations(manifest))
+        elif self._holder is not None:
+            await self._holder.remove(manifest.location)
+
+
+def _locations(manifest: Manifest) -> list[str]:
+    """Return where all that was stored for a version lies."""
+    places = [manifest.location, *(one.location for one in manifest.differences)]
+    return [place for place in places if place]

@@ -1,0 +1,1 @@
+"""Commands about games and their data."""

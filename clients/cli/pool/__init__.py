@@ -1,0 +1,1 @@
+"""Commands about the pool: its services, users and machines."""

@@ -1,0 +1,201 @@
+"""`tinkermq doctor`: what works here and what does not, for oneself and for bug reports."""
+
+import asyncio
+import contextlib
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from ....broker.client.connection import Broker, connect
+from ....broker.client.faults import shown_url
+from ....broker.outages.flushing import flush
+from ....broker.presence import list_presences
+from ....broker.programs.server import binary_path
+from ....broker.scheduler_calls import SchedulerCalls
+from ....envs.sandbox.bubblewrap import Bubblewrap
+from ....envs.sandbox.settings import SandboxSettings
+from ....schemas.metric import Presence
+from ....schemas.wire.errors import NotFoundError, SandboxError, TinkermqError
+from ...home import Home, find_url
+from ...sync.quiet import quiet_logs
+from ..options import COMMON, Common
+from ..output import literal, print_json, say
+
+FAILED = 1
+_SLOW_S = 0.05
+_CLOCK_S = 5.0
+_ASK_S = 2.0
+_BROKER_S = 3.0
+_MIN_FREE_BYTES = 2 * 2**30
+_MAX_RECORDS = 10
+
+
+class Finding(NamedTuple):
+    """The answer to one question."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str = ""
+
+
+def doctor(*, common: Common = COMMON) -> int:
+    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk."""
+    quiet_logs()
+    findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
+    findings += [_disk(), *_pool(common.nats_url)]
+    show_findings(findings, as_json=common.json)
+    return 0 if all(finding.ok for finding in findings) else FAILED
+
+
+def show_findings(findings: list[Finding], *, as_json: bool) -> None:
+    """Print what was found, with the remedy below what is not well."""
+    if as_json:
+        print_json([finding._asdict() for finding in findings])
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        mark = "[green]ok[/]  " if finding.ok else "[red]fail[/]"
+        say(f"{mark} {finding.name:<{width}} {literal(finding.detail)}")
+        if finding.hint:
+            say(f"     {'':<{width}} [dim]{literal(finding.hint)}[/]")
+
+
+def _python() -> Finding:
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", sys.version_info >= (3, 11), f"{detail}, {os.cpu_count()} cores")
+
+
+def _packages() -> Finding:
+    found = [f"tinkermq {package_version('tinkermq')}"]
+    for package in ("torch", "transformers"):
+        try:
+            found.append(f"{package} {package_version(package)}")
+        except PackageNotFoundError:
+            found.append(f"no {package}")
+    hint = ""
+    if find_spec("torch") is None:
+        hint = "enough for a client; a machine of the pool needs: pip install 'tinkermq[worker]'"
+    return Finding("packages", True, ", ".join(found), hint)
+
+
+def _server_binary() -> Finding:
+    try:
+        return Finding("nats-server", True, str(binary_path()))
+    except TinkermqError as error:
+        return Finding("nats-server", False, error.message, error.hint)
+
+
+def _gpu() -> Finding:
+    tool = shutil.which("nvidia-smi")
+    return Finding("gpu", True, f"NVIDIA driver tools at {tool}" if tool else "none: CPU only")
+
+
+def _model_cache() -> Finding:
+    home = os.environ.get("HF_HOME") or str(Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or Path(home) / "hub")
+    count = len(list(folder.glob("models--*"))) if folder.is_dir() else 0
+    return Finding("model cache", True, f"{count} models in {folder}")
+
+
+def _sandbox() -> Finding:
+    """Run the start-up test of games that run programs; they alone need what it tests."""
+    try:
+        return Finding("sandbox", True, Bubblewrap(SandboxSettings(packages=[])).self_test())
+    except SandboxError as error:
+        return Finding("sandbox", shutil.which("bwrap") is None, error.message, error.hint)
+
+
+def _disk() -> Finding:
+    folder = Home().folder
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    detail = f"{free / 2**30:.1f} GiB free at {folder}"
+    hint = "" if free > _MIN_FREE_BYTES else "runs, logs and weights need some GiB"
+    return Finding("disk", free > _MIN_FREE_BYTES, detail, hint)
+
+
+def _pool(nats_url: str | None) -> list[Finding]:
+    """Look at broker, JetStream, scheduler, nodes and clocks."""
+    try:
+        return asyncio.run(_look(find_url(nats_url)))
+    except TinkermqError as error:
+        return [Finding("broker", False, error.message, error.hint)]
+
+
+async def _look(url: str) -> list[Finding]:
+    async with await connect(url, name="tinkermq-doctor", deadline_s=_BROKER_S) as broker:
+        started = time.perf_counter()
+        await flush(broker, waiting_for="the broker", deadline_s=_BROKER_S)
+        trip_s = time.perf_counter() - started
+        server = broker.nc.connected_server_version
+        version = f"{server.major}.{server.minor}.{server.patch}"
+        detail = f"nats-server {version} at {shown_url(broker.url)}, JetStream on, "
+        detail += f"{trip_s * 1e3:.1f} ms away"
+        findings = [Finding("broker", trip_s < _SLOW_S, detail)]
+        try:
+            heard = [entry.value for entry in await list_presences(broker, "pool")]
+        except NotFoundError:
+            heard = []
+        for role, hint in (("scheduler", "tinkermq up"), ("node", "tinkermq up")):
+            there = [one.actor for one in heard if one.role == role]
+            detail = ", ".join(there) or f"no {role} is heard of"
+            findings.append(Finding(role, bool(there), detail, "" if there else hint))
+        skew = max((abs(time.time() - one.time) for one in heard), default=0.0)
+        findings.append(
+            Finding(
+                "clock",
+                skew < _CLOCK_S,
+                f"heartbeats are at most {skew:.1f} s old",
+                "" if skew < _CLOCK_S else "set the clocks of the machines by NTP",
+            )
+        )
+        findings.append(await _trouble(broker, heard))
+        if any(one.role == "scheduler" for one in heard):
+            findings.append(await _records(broker))
+        return findings
+
+
+async def _trouble(broker: Broker, heard: Sequence[Presence]) -> Finding:
+    """Tell what keeps the pool and the user's runs from going on: full disks, missing games."""
+    with contextlib.suppress(NotFoundError):
+        own = [entry.value for entry in await list_presences(broker, broker.user)]
+        heard = [*heard, *own]
+    missing = [one for one in heard if one.missing_since is not None]
+    told = {one.waits_for: f"{one.actor} waits for {one.waits_for}" for one in missing}
+    with contextlib.suppress(TinkermqError, TimeoutError):
+        async with asyncio.timeout(_ASK_S):  # it answers when it can store no heartbeat, too
+            trouble = await SchedulerCalls(broker).trouble()
+            told |= {trouble: f"the scheduler waits for {trouble}"} if trouble else {}
+    if not told:
+        return Finding("going on", True, "nobody waits for what only a person can bring")
+    hint = (
+        "bring what is missing; where the disk of nats-server was full, make room and restart it "
+        "(`systemctl restart tinkermq-nats`; the one of `tinkermq up` is restarted by itself)"
+    )
+    return Finding("going on", False, "; ".join(told.values()), hint)
+
+
+async def _records(broker: Broker) -> Finding:
+    """Tell which records of the pool count for nothing, and why."""
+    try:
+        damaged = await SchedulerCalls(broker).damaged()
+    except TinkermqError as error:
+        return Finding("records", False, error.message, error.hint)
+    if not damaged.total:
+        return Finding("records", True, "all that were looked at can be read")
+    told = [f"{one.key} of {one.bucket}: {one.why}" for one in damaged.records[:_MAX_RECORDS]]
+    more = damaged.total - len(told)
+    if more:
+        told.append(f"and {more} more")
+    detail = f"{damaged.total} are ignored: " + "; ".join(told)
+    return Finding("records", False, detail, "remove each: `nats kv del BUCKET KEY`")

@@ -1,0 +1,338 @@
+"""The process behind `tinkermq up`: broker, auth service, scheduler, node, gateway, kept alive.
+
+It runs by itself (`python -m tinkermq.clients.cli.pool.supervisor`), in a session of its own, so
+that it outlives the terminal; `up` reads one line of JSON from its standard output that says
+whether the stack came up. SIGTERM and SIGINT stop the children in order: node, scheduler, broker.
+If this process is killed the kernel kills its children.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from ....broker.client.login import CREDENTIALS_VARIABLE, OF_PERSONS, without_secrets
+from ....broker.programs.process import erase_variable
+from ....broker.programs.server import NatsServer
+from ....broker.users.credentials import SECRETS_VARIABLE, PoolSecrets
+from ....schemas.wire.errors import DeadlineError, TinkermqError
+from ...home import URL_VARIABLE, Home, StackState
+from .child import StackProcess
+
+POLL_S = 0.2
+HEALTH_S = 2.0
+TROUBLED_LOOKS = 2
+"""A broker that does not store is started again, once there is room, not before the third look."""
+HEALTHY_LOOKS = 10
+"""After a restart so many looks more are waited for: it may be reading a large store."""
+READY_DEADLINE_S = 30.0
+NODE_STOP_S = 30.0
+SCHEDULER_STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class StackOptions:
+    """What `up` was asked for."""
+
+    home: Path
+    """Folder of the stack."""
+    nats_url: str | None = None
+    """A broker that runs already; None starts one."""
+    host: str = "127.0.0.1"
+    """Address that the broker listens on."""
+    port: int | None = None
+    """Port of the broker that is started; None takes a free one."""
+    tls_cert: Path | None = None
+    """Certificate of the broker; None: connections are not encrypted."""
+    tls_key: Path | None = None
+    """Its private key."""
+    slots: int | None = None
+    """Slots of the node; None lets it count."""
+    node: str | None = None
+    """Name of the node; None: that of this machine."""
+    gateway_port: int | None = None
+    """Port of the dashboard, on loopback; 0 takes a free one, None starts none."""
+
+    def arguments(self) -> list[str]:
+        """Return the command line that gives a supervisor these options."""
+        words = ["--home", str(self.home)]
+        for flag, value in (
+            ("--nats-url", self.nats_url),
+            ("--host", self.host),
+            ("--port", self.port),
+            ("--tls-cert", self.tls_cert),
+            ("--tls-key", self.tls_key),
+            ("--slots", self.slots),
+            ("--node", self.node),
+            ("--gateway-port", self.gateway_port),
+        ):
+            words += [flag, str(value)] if value is not None else []
+        return words
+
+
+@dataclass
+class Supervisor:
+    """Starts the stack, keeps it up, and takes it down."""
+
+    options: StackOptions
+    stopping: bool = False
+    children: list[StackProcess] = field(default_factory=list[StackProcess])
+    server: NatsServer | None = None
+    server_restarts: int = 0
+
+    def __post_init__(self) -> None:
+        self.home = Home(self.options.home)
+        self.secrets = PoolSecrets(self.home.secrets)
+        self.started = time.time()
+        self.gateway: str | None = None
+        self._next_look = 0.0
+        self._num_troubled = 0
+
+    def run(self, ready: Callable[[StackState], None]) -> None:
+        """Hold the stack up until a signal; `ready` is called once it is up.
+
+        Raises TinkermqError when it does not come up; nothing is left running then.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        with self.home.locked():
+            try:
+                url = self._start()
+                self._write(url)
+                ready(self._state(url))
+                self._watch(url)
+            finally:
+                self._take_down()
+
+    def _start(self) -> str:
+        self.home.logs.mkdir(parents=True, exist_ok=True)
+        url = self.options.nats_url or self._start_server()
+        node: list[str] = []
+        for flag, value in (("--name", self.options.node), ("--slots", self.options.slots)):
+            node += [] if value is None else [flag, str(value)]
+        commands = {
+            "auth": ["-m", "tinkermq.actors.auth"],
+            "scheduler": ["-m", "tinkermq.actors.scheduler"],
+            "node": ["-m", "tinkermq.actors.node", *node],
+        }
+        if self.options.gateway_port is not None:
+            port = self.options.gateway_port or _free_port()
+            self.gateway = f"http://127.0.0.1:{port}"
+            commands["gateway"] = ["-m", "tinkermq.actors.gateway", "--port", str(port)]
+        if not self.secrets.exist:
+            del commands["auth"]
+        for name, words in commands.items():
+            log = self.home.logs / f"{name}.log"
+            log.unlink(missing_ok=True)
+            command = [sys.executable, *words]
+            child = StackProcess(name, command, log=log, environment=self._environment(name, url))
+            child.start()
+            self.children.append(child)
+        self._wait_until_ready(url)
+        return url
+
+    def _environment(self, name: str, url: str) -> dict[str, str]:
+        """Return the environment of a child: secrets travel as names of files."""
+        given = without_secrets(os.environ)  # of the user who typed `up`
+        environment = {**given, URL_VARIABLE: url, "TINKERMQ_LOG_FORMAT": "json"}
+        if self.secrets.exist:
+            environment[CREDENTIALS_VARIABLE] = str(self.secrets.credentials(name))
+        if name == "auth":
+            environment[SECRETS_VARIABLE] = str(self.secrets.folder)
+        return environment
+
+    def _credentials(self) -> Path | None:
+        return self.secrets.credentials("scheduler") if self.secrets.exist else None
+
+    def _start_server(self) -> str:
+        options = self.options
+        tls = (options.tls_cert, options.tls_key) if options.tls_cert and options.tls_key else None
+        self.server = NatsServer(
+            self.home.store,
+            host=options.host,
+            port=options.port,
+            tls=tls,
+            extra_config=self.secrets.server_config() if self.secrets.exist else "",
+        )
+        self.server.start()
+        return self.server.url
+
+    def _wait_until_ready(self, url: str) -> None:
+        deadline = time.monotonic() + READY_DEADLINE_S
+        while not self.stopping:
+            heard = asyncio.run(_heard(url, self._credentials()))
+            missing = [child.name for child in self.children if not self._answers(child, heard)]
+            if not missing:
+                return
+            for child in self.children:
+                if child.exit_code is not None:
+                    raise child.last_words()
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the {' and the '.join(missing)} did not answer within "
+                    f"{READY_DEADLINE_S:.0f} s",
+                    hint=f"see the logs in {self.home.logs}",
+                )
+            time.sleep(POLL_S)
+
+    def _answers(self, child: StackProcess, heard: set[int]) -> bool:
+        """Whether a child is up: the gateway listens, others have a heartbeat."""
+        if child.name != "gateway":
+            return child.pid in heard
+        assert self.gateway is not None
+        with contextlib.suppress(OSError), socket.create_connection(_place(self.gateway), 1):
+            return child.exit_code is None
+        return False
+
+    def _watch(self, url: str) -> None:
+        while not self.stopping:
+            changed = False
+            for child in self.children:
+                if child.revive():
+                    _log(f"{child.name} had died and was started again")
+                    changed = True
+            if self.server is not None:
+                changed |= self._keep_server(self.server)
+            if changed:
+                self._write(url)
+            time.sleep(POLL_S)
+
+    def _keep_server(self, server: NatsServer) -> bool:
+        """Start a broker again that died, or that a full disk has stopped from storing.
+
+        Returns whether it was started.
+        """
+        if time.monotonic() < self._next_look and server.running:
+            return False
+        self._next_look = time.monotonic() + HEALTH_S
+        try:
+            if not server.running:
+                return self._restart(server, "broker had died and was started again")
+            trouble = server.trouble()
+            if trouble and server.has_room() and self._num_troubled >= TROUBLED_LOOKS:
+                return self._restart(server, "broker has room again and was started to use it")
+        except OSError as error:  # no room even for its configuration
+            trouble = f"nats-server cannot be started: {error}"
+        if trouble and not self._num_troubled:
+            _log(trouble)
+        self._num_troubled = self._num_troubled + 1 if trouble else 0
+        return False
+
+    def _restart(self, server: NatsServer, why: str) -> bool:
+        server.restart()
+        self.server_restarts += 1
+        self._num_troubled = -HEALTHY_LOOKS
+        _log(why)
+        return True
+
+    def _take_down(self) -> None:
+        self.home.clear()
+        for child in reversed(self.children):
+            child.stop(NODE_STOP_S if child.name == "node" else SCHEDULER_STOP_S)
+        if self.server is not None:
+            self.server.stop()
+
+    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def _write(self, url: str) -> None:
+        try:
+            self.home.write(self._state(url))
+        except OSError as error:  # its disk is full: what runs matters more
+            _log(f"the state of the stack cannot be written: {error}")
+
+    def _state(self, url: str) -> StackState:
+        pids = {child.name: child.pid or 0 for child in self.children}
+        restarts = {child.name: child.restarts for child in self.children}
+        if self.server is not None:
+            pids["broker"] = self.server.pid or 0
+            restarts["broker"] = self.server_restarts
+        return StackState(
+            url=url,
+            gateway=self.gateway,
+            pid=os.getpid(),
+            children=pids,
+            restarts=restarts,
+            home=str(self.home.folder),
+            started=self.started,
+        )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
+
+
+def _place(url: str) -> tuple[str, int]:
+    host, _, port = url.rpartition("//")[2].rpartition(":")
+    return host, int(port)
+
+
+async def _heard(url: str, credentials: Path | None) -> set[int]:
+    """Return the process ids of the pool's actors that are heard of."""
+    from ....broker.client.connection import connect
+    from ....broker.presence import list_presences
+    from ....schemas.wire.errors import NotFoundError
+
+    async with await connect(url, name="tinkermq-up", credentials_file=credentials) as broker:
+        try:
+            return {entry.value.pid for entry in await list_presences(broker, "pool")}
+        except NotFoundError:
+            return set()  # the scheduler makes the bucket
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a supervisor that tells its parent by one line whether the stack is up."""
+    options = _parse(argv)
+    for name in OF_PERSONS:
+        erase_variable(name)
+    try:
+        Supervisor(options).run(lambda state: _tell({"state": state.model_dump()}))
+    except TinkermqError as error:
+        _log(str(error))
+        _tell({"error": {"code": error.code, "message": error.message, "hint": error.hint}})
+        return 1
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> StackOptions:
+    parser = argparse.ArgumentParser(prog="python -m tinkermq.clients.cli.pool.supervisor")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--nats-url")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int)
+    parser.add_argument("--tls-cert", type=Path)
+    parser.add_argument("--tls-key", type=Path)
+    parser.add_argument("--slots", type=int)
+    parser.add_argument("--node")
+    parser.add_argument("--gateway-port", type=int)
+    return StackOptions(**vars(parser.parse_args(argv)))
+
+
+def _tell(message: dict[str, object]) -> None:
+    """Write the one line for `up`, then give its pipe back; `up` may be gone already."""
+    try:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        pass
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _log(text: str) -> None:
+    with contextlib.suppress(OSError):  # the log may be on a full disk, too
+        sys.stderr.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+        sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""`tinkermq user` and `tinkermq register`: the users of a pool with authentication."""
+
+import os
+import sys
+import time
+from datetime import UTC, datetime
+from typing import Literal, TypeVar
+
+from ....broker.client.login import INVITATION_VARIABLE, KEY_VARIABLE
+from ....broker.users.calls import all_users, ask_users
+from ....schemas.user import (
+    BOUNDS,
+    AddUser,
+    AuditList,
+    AuditRequest,
+    Invite,
+    NameUser,
+    NewKey,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserInfo,
+    UserReply,
+)
+from ....schemas.wire.errors import AuthError
+from ....schemas.wire.message import Message
+from ...pool import Pool
+from ..options import COMMON, Common
+from ..output import print_json, print_table, say
+from ..session import with_pool
+
+R = TypeVar("R", bound=Message)
+
+
+def add(
+    user: str,
+    /,
+    *,
+    role: Literal["user", "admin"] = "user",
+    days: float = 365.0,
+    slots: int | None = None,
+    weight: float = 1.0,
+    common: Common = COMMON,
+) -> int:
+    """Make a user; the key is shown once and kept nowhere.
+
+    Parameters
+    ----------
+    user
+        Name: lower-case letters, digits and '_'.
+    role
+        An admin manages users, and sees and stops everybody's jobs.
+    days
+        Life of the key; 0: for ever.
+    slots
+        Slots that the user's jobs may hold at once; default: no bound.
+    weight
+        Share of the pool in relation to others who wait.
+    """
+    request = AddUser(user=user, role=role, days=days, max_slots=slots, weight=weight)
+    return _show_key(_ask(common, "add", request, NewKey), as_json=common.json)
+
+
+def list_users(*, common: Common = COMMON) -> int:
+    """List the users."""
+
+    async def work(pool: Pool) -> list[UserInfo]:
+        return await all_users(pool.broker)
+
+    users = with_pool(common.nats_url, work)
+    if common.json:
+        print_json([user.model_dump() for user in users])
+    else:
+        columns = ("user", "role", "key ends", "state", "slots", "weight", "runs", "storage")
+        print_table(columns, [_cells(user) for user in users])
+    return 0
+
+
+def rotate(user: str, /, *, days: float = 365.0, common: Common = COMMON) -> int:
+    """Replace a user's key by a new one; the old one ends now, and so do its connections.
+
+    Parameters
+    ----------
+    user
+        Name; everybody may rotate the own key.
+    days
+        Life of the new key; 0: for ever.
+    """
+    reply = _ask(common, "rotate", RotateKey(user=user, days=days), NewKey)
+    return _show_key(reply, as_json=common.json)
+
+
+def revoke(user: str, /, *, common: Common = COMMON) -> int:
+    """Shut a user out for good and close his connections; his jobs go on until they are stopped.
+
+    Parameters
+    ----------
+    user
+        Name.
+    """
+    reply = _ask(common, "revoke", NameUser(user=user), UserReply)
+    return _show_user(reply.user, f"{user} is shut out", as_json=common.json)
+
+
+def quota(
+    user: str,
+    /,
+    *,
+    slots: int | None = None,
+    weight: float | None = None,
+    max_priority: int | None = None,
+    jobs: int | None = None,
+    live_jobs: int | None = None,
+    actors: int | None = None,
+    stored_bytes: int | None = None,
+    record_bytes: int | None = None,
+    evaluations: int | None = None,
+    requests: int | None = None,
+    connections: int | None = None,
+    subscriptions: int | None = None,
+    messages_s: int | None = None,
+    bytes_s: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Change what a user may hold of the pool, and show it; -1 stands for no bound.
+
+    Parameters
+    ----------
+    user
+        Name.
+    slots
+        Slots that the user's jobs may hold at once.
+    weight
+        Share in relation to others who wait.
+    max_priority
+        Highest priority that the user's jobs may have.
+    jobs
+        Jobs that are kept, ended ones included.
+    live_jobs
+        Jobs that have not ended.
+    actors
+        Processes of the user's jobs at once, environment hosts included.
+    stored_bytes
+        Bytes at the broker: the limits of live jobs, and what ended ones hold.
+    record_bytes
+        Bytes of the records of the user's jobs.
+    evaluations
+        Evaluations of the user's jobs that are kept.
+    requests
+        Requests that a service of the pool works on at once.
+    connections
+        Connections with the user's key.
+    subscriptions
+        Subscriptions of these connections together.
+    messages_s
+        Messages a second that these connections may send.
+    bytes_s
+        Bytes a second that they may send.
+    """
+    request = SetQuota(
+        user=user,
+        weight=weight,
+        max_priority=max_priority,
+        max_slots=slots,
+        max_jobs=jobs,
+        max_live_jobs=live_jobs,
+        max_actors=actors,
+        max_stored_bytes=stored_bytes,
+        max_record_bytes=record_bytes,
+        max_evaluations=evaluations,
+        max_requests=requests,
+        max_connections=connections,
+        max_subscriptions=subscriptions,
+        max_messages_s=messages_s,
+        max_bytes_s=bytes_s,
+    )
+    info = _ask(common, "quota", request, UserReply).user
+    bound = "no bound" if info.max_slots is None else f"{info.max_slots} slots"
+    others = ", ".join(
+        f"{name.removeprefix('max_')} {_bound(getattr(info, name))}"
+        for name in BOUNDS
+        if name != "max_slots"
+    )
+    text = f"{user} has {bound}, weight {info.weight:g}\n{others}"
+    return _show_user(info, text, as_json=common.json)
+
+
+def invite(
+    *,
+    uses: int = 1,
+    days: float = 7.0,
+    key_days: float = 365.0,
+    slots: int | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Make an invitation, with which people register themselves; its code is shown once.
+
+    Parameters
+    ----------
+    uses
+        How many may register with it.
+    days
+        Its life.
+    key_days
+        Life of their keys; 0: for ever.
+    slots
+        Slots that the jobs of each may hold at once; default: no bound.
+    """
+    request = Invite(uses=uses, days=days, key_days=key_days, max_slots=slots)
+    reply = _ask(common, "invite", request, NewKey)
+    if common.json:
+        print_json({"code": reply.secret, "expires": reply.expires})
+    else:
+        say(f"an invitation for {uses}, until {_day(reply.expires)}, shown this once:")
+        say(f"  export {INVITATION_VARIABLE}={reply.secret}")
+        say("  tinkermq register NAME")
+    return 0
+
+
+def audit(*, last: int = 50, common: Common = COMMON) -> int:
+    """Print what was done to users, and what was refused to whom.
+
+    Parameters
+    ----------
+    last
+        How many of the newest records.
+    """
+    newest_first = _ask(common, "audit", AuditRequest(limit=last), AuditList).records
+    records = newest_first[::-1]
+    if common.json:
+        print_json([record.model_dump() for record in records])
+    else:
+        columns = ("when", "who", "what", "whom", "outcome", "detail")
+        rows = [
+            [_moment(one.time), one.who, one.what, one.target, one.outcome, one.detail]
+            for one in records
+        ]
+        print_table(columns, rows)
+    return 0
+
+
+def register(user: str, /, *, common: Common = COMMON) -> int:
+    """Become a user by an invitation: its code is read from $TINKERMQ_INVITATION, or from stdin.
+
+    Parameters
+    ----------
+    user
+        Wanted name.
+    """
+    code = os.environ.get(INVITATION_VARIABLE) or sys.stdin.readline().strip()
+    if not code:
+        raise AuthError(
+            "there is no invitation", hint=f"set {INVITATION_VARIABLE}, or write it to stdin"
+        )
+    reply = _ask(common, "register", Register(code=code, user=user), NewKey, api_key=code)
+    return _show_key(reply, as_json=common.json)
+
+
+def _ask(
+    common: Common, method: str, request: Message, reply: type[R], *, api_key: str | None = None
+) -> R:
+    async def work(pool: Pool) -> R:
+        return await ask_users(pool.broker, method, request, reply)
+
+    return with_pool(common.nats_url, work, api_key=api_key)
+
+
+def _show_key(reply: NewKey, *, as_json: bool) -> int:
+    if as_json:
+        print_json({"user": reply.user, "api_key": reply.secret, "expires": reply.expires})
+    else:
+        say(f"the key of [bold]{reply.user}[/], until {_day(reply.expires)}, shown this once:")
+        say(f"  export {KEY_VARIABLE}={reply.secret}")
+    return 0
+
+
+def _show_user(info: UserInfo, text: str, *, as_json: bool) -> int:
+    if as_json:
+        print_json(info.model_dump())
+    else:
+        say(text)
+    return 0
+
+
+def _cells(user: UserInfo) -> list[str]:
+    state = "in"
+    if user.revoked is not None:
+        state = f"revoked {_day(user.revoked)}"
+    elif user.expires is not None and user.expires < time.time():
+        state = "key has expired"
+    bounds = (user.max_slots, user.max_jobs, user.max_stored_bytes)
+    slots, runs, stored = ("" if one is None else _bound(one) for one in bounds)
+    weight = f"{user.weight:g}"
+    return [user.user, user.role, _day(user.expires), state, slots, weight, runs, stored]
+
+
+def _bound(number: int | None) -> str:
+    """Return a bound for people; large ones are bytes."""
+    if number is None:
+        return "no bound"
+    for unit, size in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if number >= size:
+            return f"{number / size:g} {unit}"
+    return str(number)
+
+
+def _day(moment: float | None) -> str:
+    return "never" if moment is None else datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d")
+
+
+def _moment(moment: float) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M:%S")

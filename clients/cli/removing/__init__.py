@@ -1,1 +1,0 @@
-"""The commands that put runs away: `archive` and `delete`."""

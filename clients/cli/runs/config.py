@@ -1,0 +1,92 @@
+"""`tinkermq config show|schema`."""
+
+from pathlib import Path
+from typing import Any, cast
+
+from ..output import print_json, say_plain
+
+
+def show(config: Path, /, *overrides: str, json: bool = False) -> int:
+    """Print the effective configuration: defaults, then the file, then the overrides.
+
+    Parameters
+    ----------
+    config
+        YAML file; examples/ has one for each game.
+    overrides
+        `section.key=value`, such as `learner.lr=1e-5`.
+    json
+        Print JSON instead of YAML.
+    """
+    from ....schemas.config.load_config import load_config
+
+    effective = load_config(config, overrides).model_dump(mode="json")
+    if json:
+        print_json(effective)
+    else:
+        import yaml
+
+        say_plain(yaml.safe_dump(effective, sort_keys=False).rstrip())
+    return 0
+
+
+def schema(key: str | None = None, /, *, json: bool = False) -> int:
+    """Print every configuration key with its type, default and meaning.
+
+    Parameters
+    ----------
+    key
+        Only this section or key, such as `learner`.
+    json
+        Print the JSON Schema, for editors.
+    """
+    from ....schemas.config.job import JobConfig
+
+    if json:
+        print_json(JobConfig.model_json_schema())
+        return 0
+    rows = [row for row in _rows(JobConfig, "") if _selected(row[0], key)]
+    if not rows:
+        from ....schemas.wire.errors import NotFoundError
+        from ...validation.names import did_you_mean
+
+        known = [row[0] for row in _rows(JobConfig, "")]
+        raise NotFoundError(
+            f"there is no configuration key {key!r}", hint=did_you_mean(str(key), known)
+        )
+    for name, kind, default, text in rows:
+        say_plain(f"{name}: {kind} = {default}\n    {text}")
+    return 0
+
+
+def _selected(name: str, key: str | None) -> bool:
+    return key is None or name == key or name.startswith(f"{key}.")
+
+
+def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
+    from pydantic import BaseModel
+
+    rows: list[tuple[str, str, str, str]] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            rows += _rows(inner, f"{prefix}{name}.")
+            continue
+        default: Any = field.get_default(call_default_factory=True)
+        shown = "required" if field.is_required() else repr(default)
+        text = " ".join((field.description or "").split()) + _rule(field.json_schema_extra)
+        rows.append((f"{prefix}{name}", _type_name(inner), shown, text))
+    return rows
+
+
+def _rule(extra: object) -> str:
+    rule = cast("dict[str, Any]", extra).get("when") if isinstance(extra, dict) else None
+    if rule is None:
+        return ""
+    return f" (only while {rule['key']} is {' or '.join(map(str, rule['values']))})"
+
+
+def _type_name(annotation: Any) -> str:
+    if isinstance(annotation, type):
+        return annotation.__name__
+    return str(annotation).replace("typing.", "").replace("NoneType", "None")

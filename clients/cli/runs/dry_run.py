@@ -1,0 +1,128 @@
+"""What `train --dry-run` checks without starting anything: model, game, data, slots."""
+
+import contextlib
+from collections.abc import Callable
+
+from ....envs.check import check_game
+from ....envs.data.chat_data import ChatData
+from ....schemas.config.job import JobConfig
+from ....schemas.wire.errors import (
+    BrokerError,
+    DataError,
+    GameError,
+    PlacementError,
+    TinkermqError,
+)
+from ...home import find_url
+from ...pool import Pool
+from ...validation.files import look_at_model
+from ...validation.paths import is_local_pool
+from ..output import note, print_json, say, say_plain
+from ..session import with_pool
+
+
+def dry_run(
+    config: JobConfig, nats_url: str | None, *, as_json: bool, from_run: str | None = None
+) -> int:
+    """Check everything, print the effective configuration, and raise the first problem."""
+    begins = f"that of run {from_run}: looked up when the job is submitted"
+    checks: list[tuple[str, Callable[[], str]]] = [
+        ("model", lambda: begins if from_run else check_model(config, nats_url)),
+        *([("data", lambda: check_chats(config))] if config.sft.data else []),
+        *([("game", lambda: check_env(config))] if config.env.game else []),
+        ("slots", lambda: check_slots(config, nats_url)),
+    ]
+    effective = config.model_dump(mode="json")
+    if not as_json:
+        import yaml
+
+        say_plain(yaml.safe_dump(effective, sort_keys=False))
+    results: list[dict[str, object]] = []
+    problems: list[TinkermqError] = []
+    for name, check in checks:
+        try:
+            results.append({"check": name, "ok": True, "detail": check()})
+        except TinkermqError as error:
+            problems.append(error)
+            results.append({"check": name, "ok": False, "detail": error.message})
+    if as_json:
+        print_json({"config": effective, "checks": results})
+    else:
+        for result in results:
+            mark = "[green]ok[/]  " if result["ok"] else "[red]fail[/]"
+            say(f"{mark} {result['check']:<6} {result['detail']}")
+    if problems:
+        raise problems[0]
+    if not as_json:
+        note("nothing was submitted")
+    return 0
+
+
+def check_model(config: JobConfig, nats_url: str | None) -> str:
+    """Look at a local model folder without loading it; one of the pool's or the hub's is named.
+
+    Raises ModelError for a folder that is not a model.
+    """
+    has_tokenizer = config.model.tokenizer is not None
+    return look_at_model(config.model.path, here=_is_here(nats_url), has_tokenizer=has_tokenizer)
+
+
+def _is_here(nats_url: str | None) -> bool:
+    """Whether the job would run on this machine, whose folders are seen."""
+    try:
+        return is_local_pool(find_url(nats_url))
+    except BrokerError:  # no stack is up
+        return True
+
+
+def check_env(config: JobConfig) -> str:
+    """Play the game without a model; raises GameError or DataError with the first failure."""
+    if config.env.hosts == 0:
+        return f"{config.env.game} is hosted by the client: not checked"
+    results = check_game(config.env, seed=config.seed)
+    for result in results:
+        if not result.ok:
+            kind = DataError if result.name == "the data can be read" else GameError
+            raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
+    return f"{config.env.game}: {len(results)} checks passed"
+
+
+def check_chats(config: JobConfig) -> str:
+    """Read every conversation of an SFT job; DataError for the first that is none."""
+    with contextlib.closing(ChatData(config.sft.data)) as data:
+        for number in range(len(data)):
+            row = data.row(number)
+            if not any(message["role"] == "assistant" for message in row.messages):
+                raise DataError(
+                    f"the assistant says nothing in {row.where}",
+                    hint="its messages are what is learnt: leave the row out",
+                )
+        return f"{len(data)} conversations"
+
+
+def needed_slots(config: JobConfig) -> int:
+    """Return the slots that the job's learner and generators take."""
+    return config.learner.slots + config.generator.count * config.generator_slots
+
+
+def check_slots(config: JobConfig, nats_url: str | None) -> str:
+    """Compare what the job needs with what the pool has.
+
+    Raises PlacementError when it can never fit.
+    """
+    needed = needed_slots(config)
+    try:
+        url = find_url(nats_url)
+    except BrokerError:
+        return f"{needed} needed; no stack is up, so not compared"
+
+    async def work(pool: Pool) -> int:
+        return sum(node.slots for node in await pool.nodes())
+
+    there = with_pool(url, work)
+    if needed > there:
+        raise PlacementError(
+            f"the job needs {needed} slots, the pool has {there}",
+            hint="lower generator.count, or start the stack with more: `tinkermq up --slots N`",
+        )
+    return f"{needed} of {there}"

@@ -1,0 +1,1 @@
+"""OpenTinker's keys and arguments, and what stands for them here."""

@@ -1,0 +1,330 @@
+"""The configuration keys that users of OpenTinker know, translated to a job's own.
+
+One table says for every such key which of our keys it means, or why it has no effect here and what
+to use instead. A configuration may mix both kinds; a key that neither side knows is an error that
+names the closest one. What a key means is kept: `max_new_tokens` bounds the whole episode after
+the first prompt, observations included, which here is `rollout.max_response_tokens`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
+
+from ...schemas.config.job import JobConfig, LearnerConfig, RolloutConfig
+from ...schemas.config.load_config import all_keys
+from ...schemas.wire.errors import ConfigError
+from ..validation.names import did_you_mean
+
+T = TypeVar("T")
+
+_ADVANTAGES = {
+    "grpo_per_step": "grpo_per_turn",
+    "reinforce_plus_plus": "reinforce_pp",
+    "reinforce_plus_plus_baseline": "reinforce_pp_baseline",
+    "rloo_vectorized": "rloo",
+    "grpo_vectorized": "grpo",
+}
+_KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_BACKENDS = {"file": "jsonl"}
+
+
+class Translation(NamedTuple):
+    """What a known key becomes: our key and the way its value changes, or a refusal."""
+
+    target: str = ""
+    convert: Callable[[Any], Any] = lambda value: value
+    refusal: str = ""
+
+
+def _as_list(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _advantage(value: Any) -> str:
+    return _ADVANTAGES.get(str(value), str(value))
+
+
+def _targets(value: Any) -> str | list[str]:
+    return value if value == "all-linear" else _as_list(value)
+
+
+def _top_k(value: Any) -> int:
+    return max(0, int(value))
+
+
+_FEWEST_GPUS = 2
+
+
+def _generators(value: Any) -> int:
+    """Return how many generators there are beside the learner."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < _FEWEST_GPUS:
+        raise ConfigError(
+            f"num_gpus={value!r} is too few: learner and generator hold one slot each",
+            hint=f"give {_FEWEST_GPUS} or more; a slot may be a share of a CPU (`tinkermq node "
+            "--slots`)",
+        )
+    return value - 1
+
+
+def _run_name(value: Any) -> str:
+    letters = (char if char.isalnum() and char.isascii() else "-" for char in str(value).lower())
+    return "".join(letters).strip("-")[:64]
+
+
+def _backends(value: Any) -> list[str]:
+    return [_BACKENDS.get(name, name) for name in _as_list(value)]
+
+
+def _to(target: str, convert: Callable[[Any], Any] = lambda value: value) -> Translation:
+    return Translation(target=target, convert=convert)
+
+
+def _no(refusal: str) -> Translation:
+    return Translation(refusal=refusal)
+
+
+_CONNECTION = "it is not part of a job: give it to SchedulerClient(scheduler_url, api_key=…)"
+_HOSTED = "games are reached through the broker: pass a GameEnvironment, or set env.game"
+
+TABLE: dict[str, Translation] = {
+    "tokenizer_path": _to("model.path"),
+    "model_path": _to("model.path"),
+    "adv_estimator": _to("algorithm.advantage", _advantage),
+    "rollout_n": _to("rollout.group_size"),
+    "max_prompt_tokens": _to("rollout.max_prompt_tokens"),
+    "max_new_tokens": _to("rollout.max_response_tokens"),
+    "temperature": _to("rollout.temperature"),
+    "top_p": _to("rollout.top_p"),
+    "top_k": _to("rollout.top_k", _top_k),
+    "batch_size": _to("training.batch_size"),
+    "val_batch_size": _to("env.num_val"),
+    "num_steps": _to("training.num_steps"),
+    "num_epochs": _to("training.num_epochs"),
+    "save_freq": _to("training.save_freq"),
+    "test_freq": _to("training.test_freq"),
+    "validate_before_training": _to("training.validate_before_training"),
+    "learning_rate": _to("learner.lr"),
+    "lr": _to("learner.lr"),
+    "num_gpus": _to("generator.count", _generators),
+    "data_path": _to("env.train_data", _as_list),
+    "data_paths": _to("env.train_data", _as_list),
+    "val_data_path": _to("env.val_data", _as_list),
+    "val_data_paths": _to("env.val_data", _as_list),
+    "project_name": _to("project"),
+    "experiment_name": _to("name", _run_name),
+    "checkpoint_path": _to("output_dir"),
+    "logger_backends": _to("logger_backends", _backends),
+    "multi_turn.max_tokens_per_turn": _to("rollout.max_turn_tokens"),
+    "multi_turn.weave_project": _no("use project_name and logger_backends"),
+    "multi_turn.experiment_name": _no("use experiment_name"),
+    "lora.lora_rank": _to("lora.rank"),
+    "lora.lora_alpha": _to("lora.alpha"),
+    "lora.target_modules": _to("lora.targets", _targets),
+    "lora.exclude_modules": _to("lora.exclude", _as_list),
+    "lora.lora_adapter_path": _to("model.path"),
+    "lora.lr": _to("learner.lr"),
+    "algorithm": _no("every job runs the agent loop: remove it; adv_estimator chooses the rest"),
+    "enable_agent_loop": _no("every job runs the agent loop: remove it"),
+    "agent_num_workers": _no("use generator.max_episodes and env.workers"),
+    "num_workers": _no("data is read where the game is hosted: use env.workers for the games"),
+    "interaction": _no(_HOSTED),
+    "env_host": _no(_HOSTED),
+    "env_port": _no(_HOSTED),
+    "env_endpoint": _no(_HOSTED),
+    "env_shards": _no("use env.hosts and env.workers"),
+    "scheduler_url": _no(_CONNECTION),
+    "scheduler_api_key": _no(_CONNECTION),
+    "api_key": _no(_CONNECTION),
+    "server_url": _no("give it to ServiceClient(server_url)"),
+    "reward_function": _no(
+        "pass it to the GameEnvironment, or name it: env.reward.source=function and "
+        "env.reward.function=package.module:function"
+    ),
+    "wandb_key": _no(
+        "set WANDB_API_KEY in your environment: it is handed over sealed, no record holds it"
+    ),
+    "tensor_parallel_size": _no("use generator.count, or generator.tensor_parallel with vllm"),
+    "gpu_memory_utilization": _no("the transformers engine takes what it needs"),
+}
+
+
+def translate(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` as a tree of our own keys.
+
+    Dotted keys become sections. Raises ConfigError for a key that is unknown, that has no effect
+    here, or that says something else than another key for the same thing.
+    """
+    tree: dict[str, Any] = {}
+    flat = dict(flatten(config))
+    _take_lora(flat)
+    _take_turn_limits(flat, tree)
+    _take_kl(flat, tree)
+    _take_turn_samples(flat, tree)
+    for key, value in flat.items():
+        entry = _find(key, value)
+        if entry is None:
+            _put(tree, key, value, key)
+        elif entry.refusal:
+            raise ConfigError(f"configuration key {key} has no effect here", hint=entry.refusal)
+        elif value is not None:
+            _put(tree, entry.target, _converted(entry.convert, key, value), key)
+    if "max_new_tokens" in flat:
+        _fit_lengths(tree)
+    return tree
+
+
+def _converted(convert: Callable[[Any], T], key: str, value: Any) -> T:
+    """Return what a value means here; ConfigError names the key of one that means nothing."""
+    try:
+        return convert(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={value!r} cannot be used: {error}",
+            hint="see docs/training.md for what OpenTinker's keys become",
+        ) from error
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Return the leaves of a tree under dotted keys; free maps of ours stay whole."""
+    leaves: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        inner = _section(value)
+        if inner and name not in _OURS:
+            leaves += flatten(inner, f"{name}.")
+        elif value is not None or name in _OURS:
+            leaves.append((name, value))
+    return leaves
+
+
+def _section(value: Any) -> Mapping[str, Any] | None:
+    return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
+
+
+_OURS = frozenset(all_keys())
+_SECTIONS = frozenset(JobConfig.model_fields) - _OURS
+
+
+def _find(key: str, value: Any) -> Translation | None:
+    """Return the table's entry for a key, or None for a key of ours."""
+    if key in TABLE:
+        return TABLE[key]
+    if key in _OURS or (key in _SECTIONS and value == {}):
+        return None
+    if key in _SECTIONS:
+        raise ConfigError(
+            f"{key} is a section, got {value!r}", hint="see `tinkermq config schema` for its keys"
+        )
+    section = key.split(".")[0]
+    # `algorithm` is a word there and a section here.
+    if section in TABLE and TABLE[section].refusal and section not in _SECTIONS:
+        return TABLE[section]
+    raise ConfigError(
+        f"unknown configuration key {key}",
+        hint=did_you_mean(
+            key, [*_OURS, *TABLE], otherwise="see `tinkermq config schema` for all keys"
+        ),
+    )
+
+
+def _put(tree: dict[str, Any], target: str, value: Any, source: str) -> None:
+    *sections, last = target.split(".")
+    place = tree
+    for section in sections:
+        place = place.setdefault(section, {})
+    if last in place and place[last] != value:
+        raise ConfigError(
+            f"{source}={value!r} and another key both set {target}, to different values",
+            hint=f"keep one of them; {target} is the key here",
+        )
+    place[last] = value
+
+
+def _take_lora(flat: dict[str, Any]) -> None:
+    """A rank of 0 switches the whole section off."""
+    if flat.get("lora.lora_rank") == 0:
+        for key in [key for key in flat if key.startswith("lora.")]:
+            del flat[key]
+
+
+def _fit_lengths(tree: dict[str, Any]) -> None:
+    """Give the lengths that OpenTinker leaves open room for `max_new_tokens`.
+
+    Without `max_tokens_per_turn` a turn may use the whole budget; the learner's rows must hold
+    the longest episode.
+    """
+    rollout = tree["rollout"]
+    rollout.setdefault("max_turn_tokens", rollout["max_response_tokens"])
+    prompt = rollout.get("max_prompt_tokens", RolloutConfig().max_prompt_tokens)
+    response = rollout["max_response_tokens"]
+    longest = _converted(int, "max_prompt_tokens", prompt) + _converted(
+        int, "max_new_tokens", response
+    )
+    learner = tree.setdefault("learner", {})
+    if "row_tokens" not in learner and longest > LearnerConfig().row_tokens:
+        learner["row_tokens"] = longest
+    if "microbatch_tokens" not in learner and longest > LearnerConfig().microbatch_tokens:
+        learner["microbatch_tokens"] = longest
+    if not learner:
+        del tree["learner"]
+
+
+def _take_turn_limits(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The smaller of the two limits that is not 0 (no limit) bounds the policy's answers."""
+    names = ("multi_turn.max_user_turns", "multi_turn.max_assistant_turns")
+    limits = [_converted(int, name, flat.pop(name) or 0) for name in names if name in flat]
+    bounds = [limit for limit in limits if limit > 0]
+    if bounds:
+        _put(tree, "rollout.max_turns", min(bounds), " / ".join(names))
+    elif limits:
+        raise ConfigError(
+            "multi_turn sets no limit on the turns", hint="set multi_turn.max_assistant_turns"
+        )
+
+
+def _take_kl(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The four `kl.*` keys: coefficient, estimator, and where the penalty enters."""
+    keys = ("kl.use_kl_in_reward", "kl.use_kl_loss", "kl.kl_loss_coef", "kl.kl_loss_type")
+    in_reward, in_loss, coef, kind = (flat.pop(key, None) for key in keys)
+    if in_reward and in_loss:
+        raise ConfigError(
+            "kl.use_kl_in_reward and kl.use_kl_loss are both on", hint="choose one of them"
+        )
+    if not (in_reward or in_loss):
+        return
+    weight = 0.001 if coef is None else _converted(float, "kl.kl_loss_coef", coef)
+    _put(tree, "algorithm.kl_coef", weight, "kl.kl_loss_coef")
+    _put(tree, "algorithm.kl_in", "reward" if in_reward else "loss", "kl.use_kl_in_reward")
+    if kind is not None:
+        if not isinstance(kind, str) or kind not in _KL_ESTIMATORS:
+            raise ConfigError(
+                f"kl.kl_loss_type={kind!r} has no counterpart here",
+                hint=did_you_mean(str(kind), _KL_ESTIMATORS),
+            )
+        _put(tree, "algorithm.kl_estimator", _KL_ESTIMATORS[kind], "kl.kl_loss_type")
+
+
+def _take_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
+    """The two `multi_turn.per_turn_*` keys: turns as samples, and the discount of their returns.
+
+    A discount that is not 0 asks for returns. `grpo_per_turn` has a discount without the other.
+    """
+    by_turn = flat.pop("multi_turn.per_turn_training", None)
+    name = "multi_turn.per_turn_reward_gamma"
+    gamma = flat.pop(name, None)
+    if by_turn:
+        _put(tree, "algorithm.sample", "turn", "multi_turn.per_turn_training")
+        _put(tree, "algorithm.turn_reward", "return" if gamma else "reward", name)
+    if gamma is not None and (gamma or not by_turn):
+        _put(tree, "algorithm.gamma", gamma, name)
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with the leaves of `over` laid over it."""
+    result = dict(base)
+    for key, value in over.items():
+        inner = result.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value))
+        else:
+            result[key] = value
+    return result

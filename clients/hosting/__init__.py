@@ -1,0 +1,1 @@
+"""Hosting a game beside a run, and publishing one's own episodes."""

@@ -1,0 +1,270 @@
+"""The publish API: an agent of the user's own puts finished trajectories, or tasks, into a job.
+
+Trajectories that were made elsewhere (by another agent framework, against the job's model) enter
+the same log as those of the generators: numbers are reserved from the learner, which keeps the
+staleness bound, and the group is appended once. Everything is checked here before it is sent; the
+learner checks it again.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import call
+from ...broker.jobs import JobStore
+from ...broker.rollouts import RolloutLog
+from ...schemas.control import (
+    PublishTasksReply,
+    PublishTasksRequest,
+    ReserveReply,
+    ReserveRequest,
+    TaskSpec,
+)
+from ...schemas.job import FINAL_STATES
+from ...schemas.rollout import Group, Trajectory, check_group
+from ...schemas.task import Task
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    StateError,
+)
+from ...schemas.wire.message import Message, summarize
+from ..address import parse_server_url
+from ..compat.arguments import refuse_unknown_options
+from ..scheduler_client import open_broker
+from ..sync.sync_twin import SyncTwin
+
+R = TypeVar("R", bound=Message)
+
+CALL_TIMEOUT_S = 10.0
+RESERVATION_S = 60.0
+_RETRY_S = 0.5
+_TASKS_AT_ONCE = 1_000
+_UNKNOWN = 2**31 - 1
+
+
+class AsyncTrajectoryPublisher:
+    """Publishes into one job, for async code; see `TrajectoryPublisher`."""
+
+    def __init__(
+        self, server_url: str, *, source: str = "external", api_key: str | None = None
+    ) -> None:
+        """Name the job by its `server_url`, and the agent by `source`."""
+        self._address = parse_server_url(server_url)
+        self._source = source
+        self._api_key = api_key
+        self._broker: Broker | None = None
+        self._limits: ReserveReply | None = None
+
+    async def __aenter__(self) -> "AsyncTrajectoryPublisher":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._broker is not None:
+            await self._broker.close()
+            self._broker = None
+
+    async def publish_group(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        sample: int | None = None,
+        timeout_s: float = 60,
+    ) -> int:
+        """Append the trajectories of one prompt; see `TrajectoryPublisher.publish_group`."""
+        # What can be checked is checked before a number is taken: an unused one blocks the job
+        # until its reservation runs out.
+        self._group(trajectories, _UNKNOWN, sample, self._limits)
+        self._limits = await self._reserve(time.monotonic() + timeout_s)
+        number = self._limits.tasks[0]
+        group = self._group(trajectories, number, sample, self._limits)
+        broker = await self._connected()
+        if not await RolloutLog(broker, self._address.scope).append(group):
+            raise StateError(
+                f"the reservation of task {number} ran out before the group was appended",
+                hint="publish the group again",
+            )
+        return number
+
+    async def publish_tasks(
+        self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
+    ) -> int:
+        """Issue tasks of one's own; see `TrajectoryPublisher.publish_tasks`."""
+        specs = [_spec(task) for task in tasks]
+        deadline = time.monotonic() + timeout_s
+        taken = 0
+        while taken < len(specs):
+            taken += await self._issue(specs[taken : taken + _TASKS_AT_ONCE], deadline)
+            if taken < len(specs):
+                await self._pause(deadline, f"{len(specs) - taken} of {len(specs)} tasks wait")
+        return taken
+
+    async def _issue(self, specs: list[TaskSpec], deadline: float) -> int:
+        """Issue as many tasks as the learner takes now; wait for a learner that starts."""
+        while True:
+            try:
+                request = PublishTasksRequest(tasks=specs)
+                return (await self._ask("tasks", request, PublishTasksReply)).queued
+            except StateError as error:
+                await self._pause(deadline, error.message)
+
+    async def _reserve(self, deadline: float) -> ReserveReply:
+        """Reserve one task number, waiting for the learner and while its bound is reached."""
+        request = ReserveRequest(count=1, source=self._source, deadline_s=RESERVATION_S)
+        while True:
+            try:
+                return await self._ask("reserve", request, ReserveReply)
+            except StateError as error:
+                await self._pause(deadline, error.message)
+
+    def _group(
+        self,
+        trajectories: Sequence[Trajectory],
+        number: int,
+        sample: int | None,
+        limits: ReserveReply | None,
+    ) -> Group:
+        """Make and check a group; limits that are not known yet are not checked."""
+        sampled = [one for one in trajectories if not one.greedy]
+        size = limits.group_size if limits is not None else max(1, len(sampled))
+        if len(sampled) != size:
+            raise MessageError(
+                f"a group of this job has {size} trajectories, this has {len(sampled)}",
+                hint="give one per episode (rollout.group_size)",
+            )
+        now = time.time()
+        task = Task(
+            task=number,
+            sample=sample,
+            seed=0,
+            group_size=size,
+            greedy_baseline=len(sampled) < len(trajectories),
+        )
+        group = Group(
+            task=task,
+            trajectories=list(trajectories),
+            source=self._source,
+            started=now,
+            finished=now,
+        )
+        reserved = limits is not None and number in limits.tasks
+        try:
+            check_group(
+                group,
+                vocab_size=limits.vocab_size if limits is not None else _UNKNOWN,
+                max_tokens=limits.max_tokens if limits is not None else _UNKNOWN,
+                version=limits.version if limits is not None and reserved else _UNKNOWN,
+            )
+        except MessageError as error:
+            text = error.message.replace(f"task {number}", "this prompt")
+            raise MessageError(text, hint="nothing was appended; correct it and publish") from error
+        return group
+
+    async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:
+        scope = self._address.scope
+        broker = await self._connected()
+        try:
+            return await call(
+                broker,
+                f"{scope.control('learner')}.{verb}",
+                request,
+                reply,
+                timeout_s=CALL_TIMEOUT_S,
+                waiting_for=f"the learner of job {scope.job}",
+            )
+        except NotFoundError as error:
+            job = await JobStore(broker).find(scope.user, scope.job)
+            if job is not None and job.state not in FINAL_STATES:
+                raise StateError(f"the learner of job {scope.job} is not there yet") from error
+            raise BrokerError(
+                f"the learner of job {scope.job} is not there",
+                hint="it may not have started, or the job has ended: `tinkermq ps --all`",
+            ) from error
+
+    async def _pause(self, deadline: float, why: str) -> None:
+        if time.monotonic() + _RETRY_S > deadline:
+            raise DeadlineError(
+                f"the learner took no more in time: {why}",
+                hint="it takes more after its next training step; raise timeout_s",
+            )
+        await asyncio.sleep(_RETRY_S)
+
+    async def _connected(self) -> Broker:
+        if self._broker is None:
+            self._broker = await open_broker(self._address.broker_url, self._api_key)
+        return self._broker
+
+
+class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):
+    """Publishes finished trajectories, or tasks, of an agent of one's own into one job.
+
+    Works inside a running event loop, too; async code takes `AsyncTrajectoryPublisher`.
+    """
+
+    def __init__(
+        self, server_url: str, *, source: str = "external", api_key: str | None = None
+    ) -> None:
+        """Name the job by its `server_url`, and the agent by `source`."""
+        super().__init__(AsyncTrajectoryPublisher(server_url, source=source, api_key=api_key))
+
+    def publish_group(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        sample: int | None = None,
+        timeout_s: float = 60,
+    ) -> int:
+        """Append the trajectories of one prompt to the job's rollout log; return its task number.
+
+        There must be as many as the job's `rollout.group_size`; make them with
+        `make_trajectory`. Waits up to `timeout_s` for a learner that starts, and while the
+        staleness bound lets no more in.
+
+        Raises MessageError that names the rule which the group breaks, DeadlineError.
+        """
+        return self._run(self.aio.publish_group(trajectories, sample=sample, timeout_s=timeout_s))
+
+    def publish_group_future(
+        self, trajectories: Sequence[Trajectory], **options: Any
+    ) -> "Future[int]":
+        """Append as `publish_group` does, without waiting; `.result()` waits."""
+        refuse_unknown_options(self.aio.publish_group, options)
+        return self._start(self.aio.publish_group(trajectories, **options))
+
+    def publish_tasks(
+        self, tasks: Sequence[TaskSpec | Mapping[str, Any]], *, timeout_s: float = 60
+    ) -> int:
+        """Have the job's generators roll out tasks of one's own; return how many were issued.
+
+        A task is a `TaskSpec`, or a map with `sample`, `seed` and `reset_kwargs`. They enter as
+        the staleness bound allows; waits up to `timeout_s` for the last.
+
+        Raises MessageError for a malformed task, DeadlineError.
+        """
+        return self._run(self.aio.publish_tasks(tasks, timeout_s=timeout_s))
+
+
+def _spec(task: TaskSpec | Mapping[str, Any]) -> TaskSpec:
+    if isinstance(task, TaskSpec):
+        return task
+    unknown = set(task) - set(TaskSpec.model_fields)
+    if unknown:
+        raise MessageError(
+            f"a task has no {sorted(unknown)[0]!r}",
+            hint=f"its keys are {', '.join(TaskSpec.model_fields)}",
+        )
+    try:
+        return TaskSpec(**dict(task))
+    except ValidationError as error:
+        raise MessageError(f"a task is malformed: {summarize(error)}") from error

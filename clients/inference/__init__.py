@@ -1,0 +1,1 @@
+"""Playing games with a model that is served."""

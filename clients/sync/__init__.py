@@ -1,0 +1,1 @@
+"""The asynchronous clients, for programs that are not."""

@@ -1,0 +1,400 @@
+"""Which message travels on which subject, and what each stream and bucket holds.
+
+Tables for people, tools and docs/messages.md. The actors build the names themselves, from
+`subjects`; tests compare both sides.
+"""
+
+from typing import Literal, NamedTuple
+
+from tinkermq.schemas.batch import BatchRecord
+from tinkermq.schemas.control import (
+    ControlReply,
+    ControlRequest,
+    PublishTasksReply,
+    PublishTasksRequest,
+    ReserveReply,
+    ReserveRequest,
+)
+from tinkermq.schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from tinkermq.schemas.infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    InferPart,
+    PlayPart,
+    PlayRequest,
+)
+from tinkermq.schemas.job import (
+    ConfigureRequest,
+    JobList,
+    JobRecord,
+    JobReply,
+    JobRequest,
+    ListRequest,
+    PriorityRequest,
+    RequestRecord,
+    ScaleRequest,
+    StopRequest,
+    SubmitRequest,
+)
+from tinkermq.schemas.metric import EvalRecord, Event, LogLines, Metric, Presence
+from tinkermq.schemas.node import (
+    DamagedRecords,
+    NodeList,
+    NodeStatus,
+    NodeSync,
+    RemoveRun,
+    SchedulerLease,
+)
+from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.secret import (
+    OpenedSecrets,
+    OpenRequest,
+    SealedSecrets,
+    SealingKey,
+    SecretsRequest,
+)
+from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.task import DeadLetter, Task
+from tinkermq.schemas.user import (
+    AddUser,
+    AuditList,
+    AuditRecord,
+    AuditRequest,
+    Invitation,
+    Invite,
+    JobKeyRequest,
+    ListUsers,
+    NameUser,
+    NewKey,
+    QuotaReply,
+    Register,
+    RotateKey,
+    SetQuota,
+    UserList,
+    UserRecord,
+    UserReply,
+)
+from tinkermq.schemas.weights import JoinRound, Manifest, Round, WeightsAnnouncement
+from tinkermq.schemas.wire import subjects
+from tinkermq.schemas.wire.message import Empty, Message
+from tinkermq.schemas.wire.trace import StepTrace
+
+_SCOPE = subjects.JobScope("u", "j")
+
+
+class Topic(NamedTuple):
+    """One subject: what is sent there, by whom, and what comes back."""
+
+    subject: str
+    """Subject, with `<u>` for the user, `<j>` for the job id, `<n>` for a task number."""
+    kind: Literal["request", "stream", "announcement"]
+    """A request has a reply; a stream stores what is sent; an announcement is heard or lost."""
+    message: type[Message]
+    """What is sent."""
+    reply: type[Message] | None
+    """What comes back, or None."""
+    route: str
+    """From whom to whom."""
+
+
+class Store(NamedTuple):
+    """One stream, key-value bucket or object store."""
+
+    name: str
+    """Its name; streams of buckets are called `KV_<name>`, those of object stores `OBJ_<name>`."""
+    kind: Literal["stream", "bucket", "objects"]
+    """What it is."""
+    entries: str
+    """Its subjects or keys."""
+    message: type[Message] | None
+    """What an entry is; None for raw bytes, or for more than one kind."""
+    keeps: str
+    """How long it keeps what."""
+
+
+def _shown(name: str) -> str:
+    """Put placeholders in the place of the example user and job."""
+    return name.replace(".u.j.", ".<u>.<j>.").replace("-u-j-", "-<u>-<j>-")
+
+
+def _job(subject: str, message: type[Message], reply: type[Message], route: str) -> Topic:
+    return Topic(_shown(subject), "request", message, reply, route)
+
+
+def _stored(subject: str, message: type[Message], route: str) -> Topic:
+    return Topic(_shown(subject), "stream", message, None, route)
+
+
+def _scheduler(method: str, message: type[Message], reply: type[Message]) -> Topic:
+    subject = subjects.rpc("<u>", "scheduler", method)
+    return Topic(subject, "request", message, reply, "client → scheduler")
+
+
+def _users(method: str, message: type[Message], reply: type[Message], who: str = "admin") -> Topic:
+    caller = "invited" if who == "somebody invited" else "<u>"
+    subject = subjects.rpc(caller, "users", method)
+    return Topic(subject, "request", message, reply, f"{who} → auth service")
+
+
+TOPICS: tuple[Topic, ...] = (
+    _scheduler("submit", SubmitRequest, JobReply),
+    _scheduler("configure", ConfigureRequest, JobReply),
+    _scheduler("get", JobRequest, JobReply),
+    _scheduler("list", ListRequest, JobList),
+    _scheduler("quota", Empty, QuotaReply),
+    _scheduler("stop", StopRequest, JobReply),
+    _scheduler("resume", JobRequest, JobReply),
+    _scheduler("scale", ScaleRequest, JobReply),
+    _scheduler("priority", PriorityRequest, JobReply),
+    _scheduler("pause", JobRequest, JobReply),
+    _scheduler("unpause", JobRequest, JobReply),
+    _scheduler("archive", JobRequest, JobReply),
+    _scheduler("unarchive", JobRequest, JobReply),
+    _scheduler("delete", JobRequest, JobReply),
+    _scheduler("nodes", Empty, NodeList),
+    _scheduler("damaged", Empty, DamagedRecords),
+    _scheduler("key", Empty, SealingKey),
+    _scheduler("secrets", SecretsRequest, JobReply),
+    Topic(
+        subjects.rpc("node", "secrets", "open"),
+        "request",
+        OpenRequest,
+        OpenedSecrets,
+        "node → scheduler",
+    ),
+    _users("add", AddUser, NewKey),
+    _users("list", ListUsers, UserList),
+    _users("rotate", RotateKey, NewKey, "admin, the user himself"),
+    _users("revoke", NameUser, UserReply),
+    _users("quota", SetQuota, UserReply),
+    _users("invite", Invite, NewKey),
+    _users("audit", AuditRequest, AuditList),
+    _users("me", Empty, UserReply, "user"),
+    _users("register", Register, NewKey, "somebody invited"),
+    Topic(
+        subjects.rpc("node", "keys", "job"),
+        "request",
+        JobKeyRequest,
+        NewKey,
+        "node → auth service",
+    ),
+    Topic(subjects.AUDIT, "stream", AuditRecord, None, "auth service, scheduler → people"),
+    Topic(subjects.REFUSALS, "stream", AuditRecord, None, "auth service → people"),
+    Topic(subjects.node("<node>", "sync"), "request", NodeSync, NodeStatus, "scheduler → node"),
+    Topic(subjects.node("<node>", "remove"), "request", RemoveRun, Empty, "scheduler → node"),
+    Topic(subjects.node("<node>", "status"), "request", Empty, NodeStatus, "anyone → node"),
+    _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
+    _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
+    _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → the next holder of its task"),
+    Topic(
+        _shown(_SCOPE.appended),
+        "announcement",
+        Empty,
+        None,
+        "nats-server → learner, clients: no payload, the headers of a group that was stored",
+    ),
+    _stored(_SCOPE.batch, BatchRecord, "learner → its own restart"),
+    _stored(_SCOPE.dead, DeadLetter, "generator → people"),
+    _stored(_SCOPE.metric, Metric, "learner, evaluator → clients"),
+    _stored(_SCOPE.event, Event, "any actor → clients"),
+    _stored(_SCOPE.trace, StepTrace, "learner → clients"),
+    _stored(_SCOPE.log("<actor>"), LogLines, "node → clients"),
+    Topic(
+        _shown(_SCOPE.weights),
+        "announcement",
+        WeightsAnnouncement,
+        None,
+        "learner → generators, evaluator",
+    ),
+    _job(
+        _SCOPE.weights_join,
+        JoinRound,
+        Round,
+        "generator, evaluator, server → learner, with `weights.transport: nccl`",
+    ),
+    _job(
+        _SCOPE.env_describe,
+        DescribeRequest,
+        DescribeReply,
+        "learner, evaluator → any environment host",
+    ),
+    _job(_SCOPE.env_reset, ResetRequest, ResetReply, "generator, evaluator → any environment host"),
+    _job(
+        _SCOPE.env("<host>", "reset"),
+        ResetRequest,
+        ResetReply,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(
+        _SCOPE.env("<host>", "step"),
+        StepRequest,
+        StepReply,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(
+        _SCOPE.env("<host>", "close"),
+        CloseRequest,
+        Empty,
+        "generator, evaluator → the episode's host",
+    ),
+    _job(_SCOPE.infer("chat"), ChatRequest, InferPart, "gateway, client → any server"),
+    _job(_SCOPE.infer("complete"), CompletionRequest, InferPart, "gateway, client → any server"),
+    _job(_SCOPE.infer("play"), PlayRequest, PlayPart, "client → any server"),
+    Topic(
+        _shown(_SCOPE.infer("cancel")),
+        "announcement",
+        CancelInference,
+        None,
+        "gateway, client → all servers",
+    ),
+    _job(_SCOPE.control("<actor>"), ControlRequest, ControlReply, "scheduler, client → actor"),
+    _job(
+        _SCOPE.control("learner.reserve"), ReserveRequest, ReserveReply, "external agent → learner"
+    ),
+    _job(
+        _SCOPE.control("learner.tasks"), PublishTasksRequest, PublishTasksReply, "client → learner"
+    ),
+)
+"""Every subject of the system."""
+
+STORES: tuple[Store, ...] = (
+    Store(
+        _shown(_SCOPE.stream_task),
+        "stream",
+        "`task.<n>`, one message each",
+        Task,
+        "until a generator acknowledges it",
+    ),
+    Store(
+        _shown(_SCOPE.stream_rollout),
+        "stream",
+        "`rollout.<n>`, one message each",
+        Group,
+        "until the next checkpoint, or for good with `training.keep_rollouts`",
+    ),
+    Store(
+        _shown(_SCOPE.stream_segment),
+        "stream",
+        "`segment.<n>.<e>`; only with `generator.segment_tokens`",
+        Segment,
+        "until the task's group is in the log, up to `limits.segment_bytes`, a day at most",
+    ),
+    Store(_shown(_SCOPE.stream_batch), "stream", "`batch`", BatchRecord, "for good"),
+    Store(
+        _shown(_SCOPE.stream_dead),
+        "stream",
+        "`dead`",
+        DeadLetter,
+        "up to a byte bound, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_feed),
+        "stream",
+        "`metric`, `event`",
+        None,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_trace),
+        "stream",
+        "`trace`",
+        StepTrace,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.stream_log),
+        "stream",
+        "`log.<actor>`",
+        LogLines,
+        "up to `limits.log_bytes`, the oldest go first",
+    ),
+    Store(
+        _shown(_SCOPE.bucket_weights),
+        "bucket",
+        "`v<version>`, `latest`",
+        Manifest,
+        "until no one needs the version",
+    ),
+    Store(
+        _shown(_SCOPE.object_weights),
+        "objects",
+        "payloads that manifests name",
+        None,
+        "as long as the manifest",
+    ),
+    Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "for good"),
+    Store(subjects.BUCKET_SECRETS, "bucket", "`<u>.<j>`", SealedSecrets, "until the job has ended"),
+    Store(
+        subjects.BUCKET_REQUESTS,
+        "bucket",
+        "`<u>.<request id>`",
+        RequestRecord,
+        "a day",
+    ),
+    Store(
+        subjects.BUCKET_EVALS,
+        "bucket",
+        "`<u>.<j>.<version>`",
+        EvalRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_ACTORS,
+        "bucket",
+        "`<u>.<j>.<actor>`, `pool.<name>`",
+        Presence,
+        "10 s after the last heartbeat",
+    ),
+    Store(
+        subjects.BUCKET_NODES,
+        "bucket",
+        "`<node>`",
+        NodeStatus,
+        "until the node leaves or falls silent",
+    ),
+    Store(
+        subjects.BUCKET_LEASES,
+        "bucket",
+        "`scheduler`",
+        SchedulerLease,
+        "until its holder ends",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`user.<u>`",
+        UserRecord,
+        "for good",
+    ),
+    Store(
+        subjects.BUCKET_USERS,
+        "bucket",
+        "`invitation.<id>`",
+        Invitation,
+        "for good",
+    ),
+    Store(
+        subjects.STREAM_AUDIT,
+        "stream",
+        "`tmq.v1.audit`",
+        AuditRecord,
+        "up to a byte bound, the oldest go first; nothing can be deleted",
+    ),
+    Store(
+        subjects.STREAM_REFUSALS,
+        "stream",
+        "`tmq.v1.refusals`",
+        AuditRecord,
+        "as the audit",
+    ),
+)
+"""Every stream, bucket and object store of the system."""

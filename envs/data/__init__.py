@@ -1,0 +1,1 @@
+"""Data of games: conversations, and files that travel."""

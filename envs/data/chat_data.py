@@ -1,0 +1,96 @@
+"""Conversations to learn from: rows of parquet or JSONL with the column `messages`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ...schemas.wire.codec import read_json
+from ...schemas.wire.errors import DataError
+from ..dataset import Dataset
+
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """One conversation."""
+
+    messages: list[dict[str, Any]]
+    """Chat messages, as they stand in the data."""
+    tools: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Schemas of the tools that the assistant could call."""
+    where: str = ""
+    """File and row."""
+
+
+class ChatData:
+    """The conversations of some files."""
+
+    def __init__(self, paths: Sequence[str | Path]) -> None:
+        """Open the files; DataError names the one that cannot be used, and why."""
+        self._rows = Dataset(paths, check=_check_columns)
+
+    def __len__(self) -> int:
+        """Return the number of conversations."""
+        return len(self._rows)
+
+    def row(self, number: int) -> ChatRow:
+        """Decode a row; DataError for one that holds no conversation."""
+        row, where = self._rows.row(number)
+        messages = _maps(row.get("messages"))
+        if not messages or not all("role" in message for message in messages):
+            raise DataError(
+                f"messages of {where} is {_shorten(row.get('messages'))}",
+                hint="a conversation is a list of chat messages with role and content",
+            )
+        for number, message in enumerate(messages):
+            if not {"content", "tool_calls"} & message.keys():
+                raise DataError(
+                    f"message {number} of {where} says nothing: it has neither content nor "
+                    "tool_calls",
+                    hint="fill its content, or leave the message out",
+                )
+        return ChatRow(messages, _maps(row.get("tools")), where)
+
+    def close(self) -> None:
+        """Give the files back."""
+        self._rows.close()
+
+
+def _check_columns(columns: Iterable[str], where: str) -> None:
+    present = list(columns)
+    if "messages" not in present:
+        raise DataError(
+            f"{where} has no column messages; its columns are {', '.join(present) or 'none'}",
+            hint="name the column with the chat messages `messages`",
+        )
+
+
+def _maps(value: Any) -> list[dict[str, Any]]:
+    """Return a list of maps, which may stand as JSON, without what parquet fills in as null."""
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except ValueError:
+            return []
+    if not isinstance(value, list):
+        return []
+    found = cast("list[Any]", value)
+    if not all(isinstance(one, Mapping) for one in found):
+        return []
+    return [_without_nulls(one) for one in found]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return {key: _without_nulls(inner) for key, inner in items if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in cast("list[Any]", value)]
+    return value
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -1,0 +1,110 @@
+"""Unpack a parquet file to rows that can be read one by one without pyarrow.
+
+A compressed row group cannot be entered in its middle, and pyarrow takes more memory than all else
+in an environment host; so a file is unpacked once, by a process that then ends. The result is a
+file of msgpack maps and a file of the places where they end.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
+
+from ...schemas.wire.errors import DataError, StorageError, TinkermqError, error_from_reply
+
+BATCH_ROWS = 1024
+"""Rows that are in memory at the same time."""
+_packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUnknownMemberType]
+
+
+def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
+    """Write the rows of a parquet file to `rows`, and where each ends to `ends`.
+
+    Works in a process of its own, unless pyarrow is loaded here anyway. Raises DataError for a
+    file that is no parquet, StorageError when the rows cannot be written.
+    """
+    if "pyarrow" in sys.modules:
+        _unpack(path, rows, ends)
+        return
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, str(path), str(rows), str(ends)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode == 2:
+        raise error_from_reply(*json.loads(done.stdout))
+    if done.returncode != 0:
+        last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DataError(
+            f"{path} was not unpacked: the process for it ended with {done.returncode}: {last}",
+            hint="see whether `python -c 'import pyarrow.parquet'` works here",
+        )
+
+
+def _unpack(path: Path, rows: Path, ends: Path) -> None:
+    pyarrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as packed:
+            _write(packed, rows, ends)
+    except DataError as error:
+        raise DataError(f"{path}: {error.message}", hint=error.hint) from error
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{path} is not a parquet file: {error}", hint="write it again") from error
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be unpacked to {rows.parent}: {error}",
+            hint="free some space there, or set TMPDIR to a larger disk",
+        ) from error
+
+
+def _write(packed: Any, rows: Path, ends: Path) -> None:
+    places = array("Q")
+    place = 0
+    with rows.open("wb") as file:
+        for batch in packed.iter_batches(batch_size=BATCH_ROWS):
+            for row in _decoded(batch, len(places)):
+                place += file.write(_packb(row, default=str))
+                places.append(place)
+    with ends.open("wb") as file:
+        places.tofile(file)
+
+
+def _decoded(batch: Any, first: int) -> list[dict[str, Any]]:
+    """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:
+        for number in range(len(batch)):
+            for column in batch.schema.names:
+                try:
+                    batch.column(column)[number].as_py()
+                except UnicodeDecodeError as error:
+                    raise DataError(
+                        f"column {column} of row {first + number} is text that is not UTF-8: "
+                        f"{error}",
+                        hint="write the file again with its text decoded as what it is",
+                    ) from error
+        raise
+
+
+def main(argv: Sequence[str]) -> int:
+    """Unpack one file; an error of ours goes to standard output, as JSON, with exit code 2."""
+    path, rows, ends = (Path(argument) for argument in argv)
+    try:
+        _unpack(path, rows, ends)
+    except TinkermqError as error:
+        sys.stdout.write(json.dumps([error.code, error.message, error.hint]))
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

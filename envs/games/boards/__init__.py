@@ -1,0 +1,1 @@
+"""Boards of two players, and who plays on them."""

@@ -1,0 +1,1 @@
+"""Rewards of answers: rules, functions, endpoints and judges."""

@@ -1,0 +1,121 @@
+"""Rewards from an HTTP endpoint, tried again while nobody is there or somebody is busy."""
+
+import base64
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import stamina
+
+from ...schemas.config.reward import RewardConfig
+from ...schemas.wire.errors import ConfigError, RewardError
+from .rewards import Case, Score, read_score
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+_BUSY = frozenset({408, 425, 429})
+
+
+class HttpSource:
+    """What posts JSON, and tries again while nobody is there or somebody is busy."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._client: httpx.AsyncClient
+
+    async def start(self) -> None:
+        """Open the client; ConfigError when the package or the key is missing."""
+        try:
+            import httpx
+        except ImportError as error:
+            raise ConfigError(
+                f"env.reward.source={self._config.source} needs httpx, which is not installed",
+                hint="pip install 'tinkermq[rewards]' where the environment host runs",
+            ) from error
+        headers: dict[str, str] = {}
+        variable = self._config.key_variable
+        if variable is not None:
+            if not os.environ.get(variable):
+                raise ConfigError(
+                    f"env.reward.key_variable={variable} is not set",
+                    hint="set it in the environment of the environment host",
+                )
+            headers["Authorization"] = f"Bearer {os.environ[variable]}"
+        limits = httpx.Limits(max_connections=self._config.max_requests)
+        self._client = httpx.AsyncClient(
+            headers=headers, timeout=self._config.timeout_s, limits=limits
+        )
+
+    async def stop(self) -> None:
+        """Close the client."""
+        await self._client.aclose()
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """Return what a URL answers to JSON; RewardError with its reason when it does not."""
+        import httpx
+
+        payload = json.dumps(body, default=_plain)
+        transient = (httpx.TransportError, _Busy)
+        try:
+            reply = await again(self._config, transient, lambda: self._try(url, payload))
+        except transient as error:
+            raise RewardError(
+                f"{url} gave no reward in {self._config.tries} tries: "
+                f"{type(error).__name__}: {error}",
+                hint="see whether it is up and reachable from the environment host",
+            ) from error
+        if reply.status_code >= 300:
+            raise RewardError(
+                f"{url} refused: status {reply.status_code}: {reply.text[:200]}",
+                hint="see what it expects; env.reward.key_variable names a key",
+            )
+        try:
+            return reply.json()
+        except ValueError as error:
+            raise RewardError(
+                f"{url} answered what is no JSON: {reply.text[:200]!r}",
+                hint='answer {"score": …}',
+            ) from error
+
+    async def _try(self, url: str, payload: str) -> "httpx.Response":
+        headers = {"Content-Type": "application/json"}
+        reply = await self._client.post(url, content=payload, headers=headers)
+        if reply.status_code >= 500 or reply.status_code in _BUSY:
+            raise _Busy(f"status {reply.status_code}: {reply.text[:200]}")
+        return reply
+
+
+class EndpointSource(HttpSource):
+    """Posts a case to a URL, which answers a number or a map with `score` or `reward`."""
+
+    async def score(self, case: Case) -> Score:
+        """Ask the endpoint."""
+        url = self._config.url or ""
+        return read_score(await self.post(url, case.arguments()), url)
+
+
+class _Busy(Exception):
+    """Somebody answered that he cannot now."""
+
+
+async def again(
+    config: RewardConfig,
+    transient: tuple[type[Exception], ...],
+    attempt: Callable[[], Awaitable[T]],
+) -> T:
+    """Try again on some errors, a bounded number of times within the reward's own limit."""
+    retrying = stamina.AsyncRetryingCaller(attempts=config.tries, timeout=config.timeout_s)
+    return await retrying(transient, attempt)
+
+
+def _plain(value: Any) -> Any:
+    """Turn what JSON does not know into what it does."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, np.ndarray | np.generic):
+        return cast("Any", value).tolist()
+    return str(value)

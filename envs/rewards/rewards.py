@@ -1,0 +1,213 @@
+"""Rewards from beyond the game: what the policy said is handed to a source, which says its worth.
+
+A source is a function of the user's, an HTTP endpoint, or a model that judges. It is asked here,
+where the game is hosted. A source that fails raises RewardError, which fails the episode and is
+blamed on the reward: it is never a reward of 0.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
+
+from ...broker.client.connection import Broker
+from ...schemas.config.reward import RewardConfig
+from ...schemas.wire.codec import pack, unpack
+from ...schemas.wire.errors import MessageError, NotFoundError, RewardError
+from ..game import ChatMessage, StepResult
+from ..record import Record
+
+_VALUE_KEYS = ("score", "reward")
+
+
+@dataclass
+class Case:
+    """What a source judges: the policy's answer, and all that is known of the episode."""
+
+    data_source: str
+    """What the row of the data says of its origin."""
+    ground_truth: Any
+    """The row's gold answer; None for a game that generates its states."""
+    extra_info: dict[str, Any]
+    """Whatever else the row says."""
+    messages: list[ChatMessage]
+    """The conversation so far."""
+    solution_str: str = ""
+    """The policy's last answer."""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What the game said in `info` at its last step."""
+    game_return: float = 0.0
+    """Sum of the game's own rewards."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what functions and endpoints are given."""
+        return {
+            "data_source": self.data_source,
+            "solution_str": self.solution_str,
+            "ground_truth": self.ground_truth,
+            "extra_info": self.extra_info,
+            "messages": self.messages,
+            "info": self.info,
+        }
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a source says."""
+
+    value: float
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else it tells; numbers become metrics."""
+
+
+class Source(Protocol):
+    """Says what a case is worth."""
+
+    async def start(self) -> None:
+        """Get ready; raises what makes the source unusable."""
+        ...
+
+    async def score(self, case: Case) -> Score:
+        """Judge a case; RewardError when that is not possible."""
+        ...
+
+    async def stop(self) -> None:
+        """Give back what it holds."""
+        ...
+
+
+class Rewards:
+    """Follows the episodes of one host and adds to each answer what it is worth."""
+
+    def __init__(self, config: RewardConfig, source: Source) -> None:
+        self._source = source
+        self._config = config
+        self._cases: dict[str, Case] = {}
+        self._free = asyncio.Semaphore(config.max_requests)
+
+    async def __aenter__(self) -> "Rewards":
+        await self._source.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._source.stop()
+
+    def begin(self, episode: str, record: Record | None, messages: list[ChatMessage]) -> None:
+        """Take notice of an episode that has started."""
+        self._cases[episode] = Case(
+            data_source=record.data_source if record else "",
+            ground_truth=record.ground_truth if record else None,
+            extra_info=dict(record.extra_info) if record else {},
+            messages=[dict(message) for message in messages],
+        )
+
+    def forget(self, episode: str) -> None:
+        """Let go of an episode."""
+        self._cases.pop(episode, None)
+
+    def step(
+        self, episode: str, action: str, playing: Awaitable[StepResult]
+    ) -> Coroutine[Any, Any, StepResult]:
+        """Await the game's answer to an action, and add what the action has earned."""
+        return self._step(self._case(episode), action, playing)
+
+    def finish(self, episode: str) -> Coroutine[Any, Any, StepResult]:
+        """Reward an episode that ends though its game has not: of its answer only that counts."""
+        return self._finish(self._case(episode))
+
+    def _case(self, episode: str) -> Case:
+        case = self._cases.get(episode)
+        if case is None:
+            raise NotFoundError(f"episode {episode!r} has not started here")
+        return case
+
+    async def _step(self, case: Case, action: str, playing: Awaitable[StepResult]) -> StepResult:
+        result, config = await playing, self._config
+        case.solution_str, case.info = action, result.info
+        case.game_return += result.reward
+        case.messages.append({"role": "assistant", "content": action})
+        reward, told = config.game_weight * result.reward, Score(0.0)
+        if config.per == "turn" or result.done:
+            told = await self._score(case)
+        case.messages.append({"role": result.role, "content": result.observation})
+        info = {**result.info, **told.info, "game_reward": case.game_return}
+        return replace(result, reward=reward + config.weight * told.value, info=info)
+
+    async def _finish(self, case: Case) -> StepResult:
+        told = Score(0.0) if self._config.per == "turn" else await self._score(case)
+        info = {**case.info, **told.info, "game_reward": case.game_return}
+        return StepResult("", self._config.weight * told.value, done=True, info=info)
+
+    async def _score(self, case: Case) -> Score:
+        """Ask the source, a bounded number of times at once, for a bounded time."""
+        limit_s = self._config.timeout_s
+        async with self._free:
+            try:
+                async with asyncio.timeout(limit_s):
+                    return await self._source.score(case)
+            except TimeoutError as error:
+                raise RewardError(
+                    f"no reward came within {limit_s:g} s (env.reward.source="
+                    f"{self._config.source})",
+                    hint="raise env.reward.timeout_s if it may take longer",
+                ) from error
+
+
+def read_score(answer: Any, whose: str) -> Score:
+    """Read what a function returned or an endpoint answered: a number, or a map with one.
+
+    The map holds it as `score` (verl's name) or `reward`. Raises RewardError for anything else,
+    naming `whose` answer it is.
+    """
+    value, info = answer, cast("dict[str, Any]", {})
+    if isinstance(answer, Mapping):
+        info = {str(key): item for key, item in cast("Mapping[Any, Any]", answer).items()}
+        value = next((info.pop(key) for key in _VALUE_KEYS if key in info), None)
+    number = _number(value)
+    if not math.isfinite(number):
+        shown = repr(cast("object", answer))
+        raise RewardError(
+            f"{whose} answered {shown[:77]}{'...' * (len(shown) > 77)}, which is no finite reward",
+            hint="answer a number, or a map whose `score` or `reward` is one",
+        )
+    try:
+        return Score(number, unpack(pack(info)) if info else {})
+    except MessageError as error:
+        raise RewardError(
+            f"what {whose} answered beside the reward cannot travel: {error.message}",
+            hint="put plain texts, numbers, lists and maps beside the reward",
+        ) from error
+
+
+def _number(value: Any) -> float:
+    """Return a number of any kind, NumPy's and torch's too, as a float; NaN for what is none."""
+    try:
+        return math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def make_rewards(
+    config: RewardConfig,
+    broker: Broker,
+    user: str,
+    function: Callable[..., Any] | None = None,
+    judge_job: str | None = None,
+) -> Rewards | None:
+    """Return what adds the rewards that a configuration asks for; None for the game's own.
+
+    `function` stands for `config.function` where a client hosts the game; `judge_job` is the id
+    of the job `config.judge`, where it is known.
+    """
+    from .endpoint import EndpointSource
+    from .function import FunctionSource
+    from .judge import JudgeSource
+
+    if config.source == "function":
+        return Rewards(config, FunctionSource(config, function))
+    if config.source == "endpoint":
+        return Rewards(config, EndpointSource(config))
+    if config.source == "judge":
+        return Rewards(config, JudgeSource(config, broker, user, judge_job))
+    return None

@@ -1,0 +1,236 @@
+"""The games of running episodes: made, played and dropped in a worker thread or process.
+
+This is the named boundary at which a game may do anything: whatever it raises becomes a
+GameError that carries the end of the game's own traceback.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
+from ..game import (
+    AbstractGame,
+    ChatMessage,
+    StepResult,
+    check_result,
+    check_role,
+    check_text,
+    check_tools,
+    game_failure,
+)
+from ..prompt import address, open_async_game, open_game, settled
+from ..record import Record
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What an episode starts from."""
+
+    episode: str
+    """Id of the episode."""
+    seed: int
+    """Seed of its random generator."""
+    record: Record | None = None
+    """Row of a dataset game."""
+    kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Further arguments of the game's `reset`."""
+
+
+class GameFacts(NamedTuple):
+    """What is the same in all episodes of a game."""
+
+    name: str
+    """Its name."""
+    tools: list[dict[str, Any]]
+    """The tools that its policy may call."""
+    roles: list[str]
+    """The names of its players; none for a game for one."""
+
+
+@dataclass
+class _Turns:
+    """What the roles of one game have been told."""
+
+    prompt: list[ChatMessage]
+    """The first prompt of whoever begins."""
+    addressed: set[str] = field(default_factory=set[str])
+    """Roles that have had their first prompt."""
+    observation: str = ""
+    """What the last action led to."""
+
+
+class Episodes:
+    """One game instance per running episode."""
+
+    def __init__(self, game_class: type[AbstractGame], kwargs: dict[str, Any]) -> None:
+        self._class = game_class
+        self._kwargs = kwargs
+        self._name = game_class.__name__
+        self._games: dict[str, AbstractGame] = {}
+        self._turns: dict[str, _Turns] = {}
+
+    def probe(self) -> GameFacts:
+        """Make one instance to see that it can be made; return what all episodes share."""
+        game = self._make()
+        try:
+            name = check_text(game, "get_interaction_name", game.get_interaction_name())
+            return GameFacts(name, check_tools(game), list(game.roles))
+        except (Exception, SystemExit) as error:
+            raise game_failure(self._name, "get_interaction_name", error) from error
+
+    def reset(self, opening: Opening) -> list[ChatMessage]:
+        """Make a game, reset it, and return the chat messages of its first prompt."""
+        game = self._make()
+        with self._blaming_reset(opening):
+            messages = _whose_turn(game, open_game(game, **_start(opening)))
+        return self._begun(opening, game, messages)
+
+    async def reset_async(self, opening: Opening) -> list[ChatMessage]:
+        """Do the same with a game that may wait."""
+        game = self._make()
+        with self._blaming_reset(opening):
+            messages = _whose_turn(game, await open_async_game(game, **_start(opening)))
+        return self._begun(opening, game, messages)
+
+    def step(self, episode: str, action: str) -> StepResult:
+        """Play one action; a game that fails or is done is dropped."""
+        game = self.running(episode)
+        with self._blaming_step(episode):
+            result = _played(game, game.step(action))
+        return self._after(episode, result)
+
+    async def step_async(self, episode: str, action: str) -> StepResult:
+        """Do the same with a game that may wait."""
+        game = self.running(episode)
+        with self._blaming_step(episode):
+            result = _played(game, await settled(game.step(action)))
+        return self._after(episode, result)
+
+    def gold_action(self, episode: str) -> str:
+        """Return what the game says is the right answer to its present state."""
+        game: Any = self.running(episode)
+        try:
+            return check_text(game, "gold_action", game.gold_action())
+        except (Exception, SystemExit) as error:
+            raise game_failure(self._name, "gold_action", error) from error
+
+    def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is in a game with roles, with its first prompt if it has had none."""
+        game, turns = self._games.get(episode), self._turns.get(episode)
+        if game is None or turns is None:
+            raise NotFoundError(f"episode {episode!r} has no running game with roles here")
+        try:
+            role = check_role(game)
+            if role in turns.addressed:
+                return role, []
+            first = not turns.addressed
+            turns.addressed.add(role)
+            return role, turns.prompt if first else address(game, turns.observation)
+        except (Exception, SystemExit) as error:
+            self.drop(episode)
+            raise game_failure(self._name, "the prompt of a role", error) from error
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode, whether it runs or not."""
+        self._games.pop(episode, None)
+        self._turns.pop(episode, None)
+
+    def __len__(self) -> int:
+        """Return the number of running games."""
+        return len(self._games)
+
+    def running(self, episode: str) -> AbstractGame:
+        """Return the game of a running episode; NotFoundError for another."""
+        game = self._games.get(episode)
+        if game is None:
+            raise NotFoundError(f"episode {episode!r} has no running game here")
+        return game
+
+    def _begun(
+        self, opening: Opening, game: AbstractGame, messages: list[ChatMessage]
+    ) -> list[ChatMessage]:
+        self._games[opening.episode] = game
+        if game.roles:
+            self._turns[opening.episode] = _Turns(messages)
+        return messages
+
+    def _after(self, episode: str, result: StepResult) -> StepResult:
+        if result.done:
+            self.drop(episode)
+        elif episode in self._turns:
+            self._turns[episode].observation = result.observation
+        return result
+
+    @contextlib.contextmanager
+    def _blaming_step(self, episode: str) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            self.drop(episode)
+            raise game_failure(self._name, "step", error) from error
+
+    @contextlib.contextmanager
+    def _blaming_reset(self, opening: Opening) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            raise self._reset_failure(error, opening) from error
+
+    def _make(self) -> AbstractGame:
+        try:
+            return self._class(**self._kwargs)
+        except (Exception, SystemExit) as error:
+            raise game_failure(self._name, f"__init__(**{self._kwargs!r})", error) from error
+
+    def _plays_rows(self) -> bool:
+        """Whether `reset` has to be told of something that the game does not draw itself."""
+        if self._class.generate_initial_state is not AbstractGame.generate_initial_state:
+            return False
+        told = list(inspect.signature(self._class.reset).parameters.values())[1:]
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        return any(one.default is one.empty and one.kind not in variadic for one in told)
+
+    def _reset_failure(self, error: BaseException, opening: Opening) -> TinkermqError:
+        failure = game_failure(self._name, "reset", error)
+        if opening.record is None and isinstance(error, TypeError) and self._plays_rows():
+            failure.hint = (
+                "the episode has no row of a dataset: set env.train_data for a dataset game"
+            )
+        return failure
+
+
+def is_async(game_class: type[AbstractGame]) -> bool:
+    """Whether a game's `reset` or `step` is a coroutine."""
+    return any(inspect.iscoroutinefunction(m) for m in (game_class.reset, game_class.step))
+
+
+def refuse_async(game_class: type[AbstractGame]) -> None:
+    """Raise GameError for an async game that is to run in a process of its own."""
+    if is_async(game_class):
+        raise GameError(
+            f"{game_class.__name__} is async, and isolation is process",
+            hint="write reset and step without async, or set env.isolation=thread: the episodes "
+            "of an async game share one event loop",
+        )
+
+
+def _played(game: AbstractGame, answer: Any) -> StepResult:
+    """Return what `step` answered if it is well formed, and says whose turn it is."""
+    result = check_result(game, answer)
+    if game.roles and not result.done:
+        check_role(game)
+    return result
+
+
+def _whose_turn(game: AbstractGame, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return the first prompt of a game that says whose turn it is."""
+    if game.roles:
+        check_role(game)
+    return messages
+
+
+def _start(opening: Opening) -> dict[str, Any]:
+    return {"seed": opening.seed, "record": opening.record, "kwargs": opening.kwargs}

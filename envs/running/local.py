@@ -1,0 +1,158 @@
+"""Play a game in this process, without broker and model: for `env check`, `env play`, tests.
+
+Each call into the game runs in a thread that is left behind when it takes longer than an
+environment host would wait.
+"""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from functools import partial
+from typing import Any, TypeVar
+
+from ...schemas.config.job import EnvConfig
+from ...schemas.env import Split
+from ...schemas.wire.errors import GameError
+from ..data.host_data import HostData
+from ..game import AbstractGame, ChatMessage, StepResult
+from .episodes import Episodes, Opening, is_async
+from .thread_runner import hung
+
+T = TypeVar("T")
+_MARGIN_S = 1.0
+FULL_MARKS = 1.0
+"""Best return of an episode, unless the game says another as `max_return`."""
+
+
+class TooSlow(GameError):
+    """A call into the game took longer than its limit."""
+
+
+class LocalGame:
+    """Starts episodes of a configuration's game, one at a time."""
+
+    def __init__(self, config: EnvConfig, game_class: type[AbstractGame], data: HostData) -> None:
+        """Prepare; `game_class` stands for `config.game`, `data` are its rows."""
+        self.config = config
+        self.game_class = game_class
+        self.data = data
+        self._numbers = itertools.count()
+        self._loop = asyncio.Runner()
+        self._left_behind = False
+
+    def close(self) -> None:
+        """End the event loop of async games."""
+        if not self._left_behind:  # else a thread that cannot be ended still uses it
+            self._loop.close()
+
+    def probe(self) -> str:
+        """Make one instance; return the game's name. Raises GameError."""
+        episodes = Episodes(self.game_class, self.config.kwargs)
+        return self._limited("__init__", episodes.probe).name
+
+    def start(self, seed: int, *, row: int | None = None, split: Split = "train") -> "LocalEpisode":
+        """Start an episode on a row of the data, by default row `seed` of the rows there are.
+
+        Raises GameError, DataError, TooSlow.
+        """
+        if row is None and self.data.num_train is not None and split == "train":
+            row = seed % self.data.num_train
+        name = f"local-{next(self._numbers)}"
+        opening = Opening(name, seed, self.data.record(split, row))
+        return LocalEpisode(self, opening)
+
+    def call(
+        self,
+        verb: str,
+        plain: Callable[[], T],
+        waiting: Callable[[], Coroutine[Any, Any, T]],
+    ) -> T:
+        """Call into the game, by `waiting` if it is async, for as long as a host would wait."""
+        if not is_async(self.game_class):
+            return self._limited(verb, plain)
+        bounded = partial(self._bounded, verb, waiting)
+        return self._limited(verb, lambda: self._loop.run(bounded()), _MARGIN_S)
+
+    def _limit_s(self, verb: str) -> float:
+        step = verb == "step"
+        return self.config.step_timeout_s if step else self.config.reset_timeout_s
+
+    def _limited(self, verb: str, call: Callable[[], T], margin_s: float = 0.0) -> T:
+        outcome: Future[T] = Future()
+        caller = threading.Thread(target=_settle, args=(outcome, call), daemon=True)
+        caller.start()
+        try:
+            return outcome.result(self._limit_s(verb) + margin_s)
+        except FutureTimeout:
+            if outcome.done():
+                raise
+            self._left_behind = True
+            raise self._too_slow(verb) from None
+
+    async def _bounded(self, verb: str, waiting: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.create_task(waiting())
+        await asyncio.wait({task}, timeout=self._limit_s(verb))
+        if task.done():
+            return task.result()
+        task.cancel()
+        raise self._too_slow(verb)
+
+    def _too_slow(self, verb: str) -> TooSlow:
+        error = hung(self.game_class.__name__, verb, self._limit_s(verb))
+        return TooSlow(error.message, hint=error.hint)
+
+
+class LocalEpisode:
+    """One episode that somebody plays who waits for each answer."""
+
+    def __init__(self, game: LocalGame, opening: Opening) -> None:
+        """Start it: see `LocalGame.start`."""
+        self._game = game
+        self._name = opening.episode
+        self._episodes = Episodes(game.game_class, game.config.kwargs)
+        self.messages: list[ChatMessage] = game.call(
+            "reset",
+            lambda: self._episodes.reset(opening),
+            lambda: self._episodes.reset_async(opening),
+        )
+        """Chat messages of the first prompt."""
+        begun: Any = self._episodes.running(self._name)
+        self.roles: tuple[str, ...] = begun.roles
+        """The players of a game for several."""
+        self.max_return = float(getattr(begun, "max_return", FULL_MARKS))
+        """The best return that there is."""
+        self.results: list[StepResult] = []
+        """The game's answers so far."""
+
+    def turn(self) -> tuple[str, list[ChatMessage]]:
+        """In a game with roles: whose turn it is, and its first prompt if it has had none."""
+        return self._episodes.turn(self._name)
+
+    @property
+    def done(self) -> bool:
+        """Whether the game has ended."""
+        return bool(self.results) and self.results[-1].done
+
+    def step(self, action: str) -> StepResult:
+        """Play one action. Raises GameError, TooSlow."""
+        result = self._game.call(
+            "step",
+            lambda: self._episodes.step(self._name, action),
+            lambda: self._episodes.step_async(self._name, action),
+        )
+        self.results.append(result)
+        return result
+
+    def gold_action(self) -> str:
+        """Return what the game says is the right answer now."""
+        return self._episodes.gold_action(self._name)
+
+
+def _settle(outcome: "Future[T]", call: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:  # noqa: BLE001 - handed on to the thread that waits
+        outcome.set_exception(error)

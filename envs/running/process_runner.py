@@ -1,0 +1,282 @@
+"""Run games in processes of their own: a game that hangs is killed, one that crashes is survived.
+
+`num_workers` processes hold many episodes each and play one call at a time. When a process is
+killed or dies, the episodes that lived in it fail with the reason, the others go on, and the next
+reset starts a new process in its place.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...schemas.wire.codec import unpack
+from ...schemas.wire.errors import (
+    GameError,
+    MessageError,
+    NotFoundError,
+    TinkermqError,
+    error_from_reply,
+)
+from ..game import ChatMessage, StepResult
+from .episodes import GameFacts, Opening
+from .thread_runner import hung
+from .worker import LENGTH
+
+START_TIMEOUT_S = 60.0
+"""A worker process that has not answered by then is killed."""
+SLOW_S = 0.5
+"""New episodes avoid a process that has been at one call for longer."""
+
+
+@dataclass
+class _Call:
+    """One call into a game; the first of a process is the one that runs."""
+
+    verb: str
+    episode: str
+    limit_s: float
+    future: "asyncio.Future[Any]"
+    started: float = 0.0
+
+
+@dataclass
+class _Process:
+    """A worker process, its calls in the order in which it plays them, and its episodes."""
+
+    child: asyncio.subprocess.Process
+    writer: asyncio.StreamWriter
+    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
+    episodes: set[str] = field(default_factory=set[str])
+    reader: "asyncio.Task[None] | None" = None
+    death: GameError | None = None
+    """Why it is dead, for the episodes that only lived in it."""
+
+    def head(self) -> _Call | None:
+        return next(iter(self.calls.values()), None)
+
+
+@dataclass
+class _Slot:
+    """A place for one process, and the lock under which it is started."""
+
+    process: _Process | None = None
+    num_opening: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def load(self) -> int:
+        living = self.process if self.process and self.process.death is None else None
+        return self.num_opening + (len(living.episodes) if living else 0)
+
+    def is_slow(self, now: float) -> bool:
+        """Whether the process has been at one call for so long that others should not queue."""
+        call = self.process.head() if self.process else None
+        return call is not None and now - call.started >= SLOW_S
+
+
+class ProcessRunner:
+    """Plays games in `num_workers` processes."""
+
+    def __init__(
+        self,
+        game: str,
+        kwargs: dict[str, Any],
+        *,
+        num_workers: int,
+        reset_timeout_s: float,
+        step_timeout_s: float,
+        worker_memory_mb: int | None = None,
+    ) -> None:
+        self._game = game
+        self._kwargs = kwargs
+        self._reset_timeout_s = reset_timeout_s
+        self._step_timeout_s = step_timeout_s
+        self._worker_memory_mb = worker_memory_mb
+        self._slots = [_Slot() for _ in range(num_workers)]
+        self._homes: dict[str, _Process] = {}
+        self._numbers = itertools.count()
+
+    async def start(self) -> GameFacts:
+        """Start the first process and make one game as a trial; return what it tells of itself."""
+        return await self._start_process(self._slots[0])
+
+    async def reset(self, opening: Opening) -> list[ChatMessage]:
+        """Start an episode in the process that holds the fewest, among those that are not slow."""
+        now = time.monotonic()
+        slot = min(self._slots, key=lambda slot: (slot.is_slow(now), slot.load))
+        slot.num_opening += 1
+        try:
+            process = await self._living(slot)
+        finally:
+            slot.num_opening -= 1
+        self._homes[opening.episode] = process
+        process.episodes.add(opening.episode)
+        try:
+            return await self._send(
+                process, "reset", opening.episode, self._reset_timeout_s, (opening,)
+            )
+        except TinkermqError:
+            self._forget(opening.episode)
+            raise
+
+    async def step(self, episode: str, action: str) -> StepResult:
+        """Play one action in the process that holds the episode."""
+        process = self._homes.get(episode)
+        if process is None:
+            raise NotFoundError(f"episode {episode!r} has no running game here")
+        if process.death is not None:
+            self._forget(episode)
+            raise process.death
+        values = await self._send(process, "step", episode, self._step_timeout_s, (episode, action))
+        result = StepResult(*values)
+        if result.done:
+            self._forget(episode)
+        return result
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Say whose turn it is, and what opens that role's conversation."""
+        process = self._homes.get(episode)
+        if process is None:
+            raise NotFoundError(f"episode {episode!r} has no running game here")
+        if process.death is not None:
+            raise process.death
+        role, prompt = await self._send(process, "turn", episode, self._step_timeout_s, (episode,))
+        return role, prompt
+
+    def drop(self, episode: str) -> None:
+        """Forget an episode, here and in its process."""
+        process = self._homes.get(episode)
+        self._forget(episode)
+        if process is not None and process.death is None:
+            dropped = self._send(process, "drop", episode, self._step_timeout_s, (episode,))
+            dropped.add_done_callback(_look)  # nobody waits for it
+
+    def reap(self) -> None:
+        """Kill processes whose game has hung past its limit."""
+        now = time.monotonic()
+        for slot in self._slots:
+            process = slot.process
+            call = process.head() if process else None
+            if process and call and now - call.started >= call.limit_s:
+                self._end(process, call, hung(self._game, call.verb, call.limit_s))
+
+    async def stop(self) -> None:
+        """Kill the processes and wait until they are gone."""
+        for slot in self._slots:
+            if (process := slot.process) is not None:
+                self._bury(process, GameError(f"the host of {self._game} has stopped"))
+                if process.reader is not None:
+                    await process.reader
+
+    async def _living(self, slot: _Slot) -> _Process:
+        async with slot.lock:
+            if slot.process is None or slot.process.death is not None:
+                await self._start_process(slot)
+            assert slot.process is not None
+            return slot.process
+
+    async def _start_process(self, slot: _Slot) -> GameFacts:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                f"{__package__}.worker",
+                str(theirs.fileno()),
+                str(os.getpid()),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # what a game prints goes where the host's log goes
+            )
+        incoming, writer = await asyncio.open_connection(sock=ours)
+        process = _Process(child, writer)
+        process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
+        slot.process = process
+        arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
+        return GameFacts(*await self._send(process, "start", "", START_TIMEOUT_S, arguments))
+
+    def _send(
+        self, process: _Process, verb: str, episode: str, limit_s: float, arguments: Any
+    ) -> "asyncio.Future[Any]":
+        number = next(self._numbers)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        call = _Call(verb, episode, limit_s, future, started=time.monotonic())
+        process.calls[number] = call
+        body = pickle.dumps((number, verb, arguments))
+        process.writer.write(LENGTH.pack(len(body)) + body)
+        return future
+
+    async def _read(self, process: _Process, incoming: asyncio.StreamReader) -> None:
+        """Hand on the answers of a process until it ends, then say how it ended."""
+        try:
+            while True:
+                head = await incoming.readexactly(LENGTH.size)
+                self._settle(process, await incoming.readexactly(LENGTH.unpack(head)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # the process has ended
+        except (MessageError, ValueError) as error:
+            self._end(process, process.head(), GameError(f"{self._game} broke its pipe: {error}"))
+        process.writer.close()
+        code = await process.child.wait()
+        self._end(process, process.head(), self._crashed(process.head(), code))
+
+    def _settle(self, process: _Process, payload: bytes) -> None:
+        number, outcome, error = unpack(payload)
+        call = process.calls.pop(number, None)
+        if (following := process.head()) is not None:
+            following.started = time.monotonic()
+        if call is None or call.future.done():
+            return
+        if error is None:
+            call.future.set_result(outcome)
+        else:
+            call.future.set_exception(error_from_reply(*error))
+
+    def _crashed(self, call: _Call | None, code: int) -> GameError:
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+        where = f" in {call.verb}" if call else ""
+        return GameError(
+            f"the process of {self._game} ended {how}{where}",
+            hint="a crash of native code, os._exit, or the out-of-memory killer; see the log",
+        )
+
+    def _end(self, process: _Process, culprit: _Call | None, error: GameError) -> None:
+        """Fail the call that is to blame with `error`, and the process's others with why."""
+        if culprit is not None and not culprit.future.done():
+            culprit.future.set_exception(error)
+        self._bury(
+            process,
+            GameError(
+                f"the process that held this episode is gone, because of another: {error.message}",
+                hint="the episode can be tried again",
+            ),
+        )
+
+    def _bury(self, process: _Process, reason: GameError) -> None:
+        if process.death is not None:
+            return
+        process.death = reason
+        with contextlib.suppress(ProcessLookupError):
+            process.child.kill()
+        for call in process.calls.values():
+            if not call.future.done():
+                call.future.set_exception(reason)
+        process.calls.clear()
+
+    def _forget(self, episode: str) -> None:
+        process = self._homes.pop(episode, None)
+        if process is not None:
+            process.episodes.discard(episode)
+
+
+def _look(future: "asyncio.Future[Any]") -> None:
+    if not future.cancelled():
+        future.exception()

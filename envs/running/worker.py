@@ -1,0 +1,97 @@
+"""The process in which games run under `isolation: process`: one socket, one call at a time.
+
+Started by `process_runner` as `python -m tinkermq.envs.running.worker <fd> <parent pid>`. Frames
+are a length of four bytes and a body. The host's frames are pickled, since it may be trusted; the
+answers are msgpack, since the code that makes them is the game's.
+"""
+
+import pickle
+import resource
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...broker.programs.process import die_with
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import GameError, TinkermqError
+from ..game import StepResult
+from ..registry import load_game
+from .episodes import Episodes, GameFacts, refuse_async
+
+LENGTH = struct.Struct("<I")
+_STATM_DATA = 5
+"""Field of /proc/self/statm: pages of private writable memory, which RLIMIT_DATA bounds."""
+
+
+def main() -> None:
+    """Serve the socket whose number is the first argument until its other end closes."""
+    die_with(int(sys.argv[2]))()
+    with socket.socket(fileno=int(sys.argv[1])) as sock, sock.makefile("rb") as incoming:
+        episodes: Episodes | None = None
+        while head := incoming.read(LENGTH.size):
+            body = incoming.read(LENGTH.unpack(head)[0])
+            number, verb, arguments = pickle.loads(body)  # noqa: S301 - from our own parent
+            if verb == "start":
+                call: Callable[..., Any] = _start
+            else:
+                assert episodes is not None
+                call = getattr(episodes, verb)
+            outcome, error = _attempt(call, arguments)
+            if verb == "start" and error is None:
+                episodes, outcome = outcome
+            _send(sock, _answer(number, outcome, error))
+
+
+def _start(
+    game: str, kwargs: dict[str, Any], path: list[str], memory_mb: int | None
+) -> tuple[Episodes, GameFacts]:
+    sys.path[:] = path
+    found = load_game(game)
+    refuse_async(found)
+    if memory_mb is not None:
+        _bound_memory(memory_mb)
+    episodes = Episodes(found, kwargs)
+    return episodes, episodes.probe()
+
+
+def _bound_memory(megabytes: int) -> None:
+    """Let what is allocated from now on be so much at most. Raises GameError off Linux."""
+    statm = Path("/proc/self/statm")
+    if not statm.is_file():
+        raise GameError(
+            f"env.worker_memory_mb={megabytes} needs Linux", hint="leave it out on this machine"
+        )
+    used_bytes = int(statm.read_text().split()[_STATM_DATA]) * resource.getpagesize()
+    limit_bytes = used_bytes + (megabytes << 20)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit_bytes, limit_bytes))
+
+
+def _attempt(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[Any, Any]:
+    try:
+        return call(*arguments), None
+    except TinkermqError as error:
+        return None, [error.code, error.message, error.hint]
+
+
+def _answer(number: int, outcome: Any, error: Any) -> bytes:
+    if isinstance(outcome, StepResult):
+        outcome = [
+            outcome.observation,
+            outcome.reward,
+            outcome.done,
+            outcome.info,
+            outcome.role,
+            outcome.rewards,
+        ]
+    return pack([number, outcome, error])
+
+
+def _send(sock: socket.socket, payload: bytes) -> None:
+    sock.sendall(LENGTH.pack(len(payload)) + payload)
+
+
+if __name__ == "__main__":
+    main()

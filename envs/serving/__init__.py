@@ -1,0 +1,1 @@
+"""Games over the broker: the host that serves them, and the other side."""

@@ -1,0 +1,121 @@
+"""What a host answers about many episodes at once: what is ready, what went wrong, what lasts.
+
+An answer is bounded: what comes after the first megabyte is told as not ready, and asked after by
+itself. So one episode's long observation cannot make the message of all others too long.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ...schemas.env import FailedStep, Opened, StepReply
+from ...schemas.wire.codec import pack
+from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.reply import ErrorReply
+from ..game import ChatMessage, StepResult
+
+MAX_BYTES = 2**20
+
+
+async def wait_for_some(futures: "Sequence[asyncio.Future[Any]]", seconds: float) -> None:
+    """Wait until all are done, but no longer than this."""
+    running = [future for future in futures if not future.done()]
+    if running:
+        await asyncio.wait(running, timeout=seconds)
+
+
+class ResetAnswer:
+    """Collects what became of the starts of episodes."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[ChatMessage]] = []
+        """Each different first prompt, once."""
+        self.episodes: list[Opened] = []
+        self._num_bytes = 0
+
+    def add(self, opening: "asyncio.Future[list[ChatMessage]]") -> None:
+        """Add the next episode."""
+        self.episodes.append(self._opened(opening))
+
+    def _opened(self, opening: "asyncio.Future[list[ChatMessage]]") -> Opened:
+        if not opening.done():
+            return Opened()
+        if error := opening.exception():
+            return Opened(error=_told(error))
+        messages = opening.result()
+        if messages in self.prompts:
+            return Opened(prompt=self.prompts.index(messages))
+        self._num_bytes += len(pack(messages))
+        if self._num_bytes > MAX_BYTES and self.prompts:
+            return Opened()
+        self.prompts.append(messages)
+        return Opened(prompt=len(self.prompts) - 1)
+
+
+class StepAnswer:
+    """Collects what became of actions."""
+
+    def __init__(self) -> None:
+        self._observations: list[str | None] = []
+        self._rewards: list[float] = []
+        self._done: list[bool] = []
+        self._infos: list[dict[str, Any]] = []
+        self._roles: list[Literal["user", "tool"]] = []
+        self._failed: list[FailedStep] = []
+        self._num_bytes = 0
+
+    def add(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> None:
+        """Add the next action: the game's answer, or why it was not asked."""
+        result = self._result(answer)
+        self._roles.append(result.role if result else "user")
+        if result is None:
+            self._observations.append(None)
+            self._rewards.append(0.0)
+            self._done.append(False)
+            self._infos.append({})
+        else:
+            self._observations.append(result.observation)
+            self._rewards.append(result.reward)
+            self._done.append(result.done)
+            self._infos.append(result.info)
+
+    def reply(self) -> StepReply:
+        """Return the message."""
+        roles = self._roles if "tool" in self._roles else []
+        return StepReply(
+            observations=self._observations,
+            rewards=self._rewards,
+            done=self._done,
+            infos=self._infos,
+            roles=roles,
+            failed=self._failed,
+        )
+
+    def _result(self, answer: "asyncio.Future[StepResult] | TinkermqError") -> StepResult | None:
+        """Return what can be told of one action now; an error goes to the failed ones."""
+        if isinstance(answer, TinkermqError):
+            self._fail(answer)
+            return None
+        if not answer.done():
+            return None
+        if error := answer.exception():
+            self._fail(error)
+            return None
+        result = answer.result()
+        try:
+            info_bytes = len(pack(result.info)) if result.info else 0
+        except TinkermqError as error:  # the game's `info` cannot travel
+            self._fail(error)
+            return None
+        self._num_bytes += len(result.observation) + info_bytes
+        return None if self._num_bytes > MAX_BYTES and self._observations else result
+
+    def _fail(self, error: BaseException) -> None:
+        self._failed.append(FailedStep(index=len(self._observations), error=_told(error)))
+
+
+def _told(error: BaseException) -> ErrorReply:
+    """Return an error as it travels; what is not ours is the host's own failure, and raised."""
+    if not isinstance(error, TinkermqError):
+        raise error
+    return ErrorReply.of(error.code, error.message, error.hint)

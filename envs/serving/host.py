@@ -1,0 +1,371 @@
+"""The environment host: serves one job's game over the broker.
+
+Resets come on a subject that all hosts of the job share, one of them takes each; steps and closes
+come to the host that holds the episode. A repeated request gets the same answer again, so that a
+caller may ask twice after a lost connection. The games run in a `Runner`, off the event loop; what
+fails there fails its episode and nothing else. The same class serves in an actor of the pool and
+inside a client's process.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+import structlog
+
+from ...broker.client.connection import Broker
+from ...broker.client.rpc import RequestContext, Service
+from ...broker.observe.time_use import TimeUse
+from ...schemas.config.job import EnvConfig
+from ...schemas.env import (
+    CloseRequest,
+    DescribeReply,
+    DescribeRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
+from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
+from ...schemas.wire.message import Empty
+from ...schemas.wire.subjects import JobScope
+from ...schemas.wire.trace import trace_of
+from ..data.host_data import HostData
+from ..game import AbstractGame, ChatMessage, StepResult
+from ..record import Record
+from ..rewards.rewards import make_rewards
+from ..running.episodes import Opening
+from ..running.runner import TimedRunner, make_runner
+from .answers import ResetAnswer, StepAnswer, wait_for_some
+from .held import Held
+from .seats import Player, Solo, Table
+
+MAX_EPISODES = 4096
+DRAIN_S = 30.0
+_KEEP_S = 0.1
+_LEASE_CHECKS = 10
+
+_log = structlog.get_logger()
+
+
+@dataclass
+class HostCounts:
+    """What a host has done, for heartbeats and logs."""
+
+    resets: int = 0
+    steps: int = 0
+    failures: int = 0
+    expired: int = 0
+
+
+def host_name() -> str:
+    """Return a name that no other host has and that may stand in a subject."""
+    return f"env-{uuid4().hex[:10]}"
+
+
+class EnvironmentHost:
+    """Runs the episodes of one job's game until told to stop."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        config: EnvConfig,
+        *,
+        name: str = "",
+        seed: int = 0,
+        game_class: type[AbstractGame] | None = None,
+        reward_function: Callable[..., Any] | None = None,
+        judge_job: str | None = None,
+        max_episodes: int = MAX_EPISODES,
+        drain_s: float = DRAIN_S,
+    ) -> None:
+        """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
+        `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
+        `config.reward.judge` names, where it is known.
+
+        `seed` is the job's: it decides the validation rows, which must be alike on every host.
+        """
+        self.name = name or host_name()
+        self.counts = HostCounts()
+        self.time_use = TimeUse("full", "play", rest="idle")
+        self.ready = asyncio.Event()
+        """Set once episodes can be reset."""
+        self._broker = broker
+        self._scope = scope
+        self._config = config
+        self._seed = seed
+        self._max_episodes = max_episodes
+        self._drain_s = drain_s
+        self._runner = make_runner(config, game_class)
+        self._games = TimedRunner(self._runner, config.workers, self.time_use)
+        self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
+        self._held: dict[str, Held] = {}
+        self._changed = asyncio.Event()
+        self._data: HostData
+        self._roles: list[str] = []
+        self._game = config.game
+        self._tools: list[dict[str, Any]] = []
+
+    @property
+    def num_running(self) -> int:
+        """Number of episodes that have not ended."""
+        return sum(not held.ended for held in self._held.values())
+
+    @property
+    def num_train(self) -> int | None:
+        """Rows of the training data, once it is ready; None for a game that makes its states."""
+        return self._data.num_train
+
+    async def run(self, stopping: asyncio.Event) -> None:
+        """Serve until `stopping` is set, then finish the episodes held and return.
+
+        Raises GameError or DataError at once when the game or its data cannot be used.
+        """
+        self._broker.availability.set_patient(True)
+        self._data = await asyncio.to_thread(HostData, self._config, self._seed)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                keeper = tasks.create_task(self._keep(), name="env_keep")
+                forget = self._broker.on_reconnect(self._renew)
+                try:
+                    self._game, self._tools, self._roles = await self._runner.start()
+                    async with self._rewards or contextlib.nullcontext():
+                        await self._serve(stopping)
+                finally:
+                    forget()
+                    keeper.cancel()
+                    await self._runner.stop()
+        finally:
+            self._data.close()
+
+    async def _serve(self, stopping: asyncio.Event) -> None:
+        async with await self._service("episodes") as episodes:
+            for verb, request, handler in (
+                ("reset", ResetRequest, self._reset),
+                ("step", StepRequest, self._step),
+                ("close", CloseRequest, self._close),
+            ):
+                await episodes.endpoint(verb, self._scope.env(self.name, verb), request, handler)
+            async with await self._service("resets") as resets:
+                await resets.endpoint(
+                    "describe", self._scope.env_describe, DescribeRequest, self._describe
+                )
+                await resets.endpoint("reset", self._scope.env_reset, ResetRequest, self._reset)
+                self.ready.set()
+                _log.info("host_ready", host=self.name, game=self._game)
+                await stopping.wait()
+            await self._drain()
+
+    async def _service(self, what: str) -> Service:
+        return await Service.start(
+            self._broker,
+            name=f"tinkermq-{what}",
+            description=f"{what} of {self._game} at {self.name}, job {self._scope.job}",
+            metadata={"host": self.name, "user": self._scope.user, "job": self._scope.job},
+        )
+
+    async def _drain(self) -> None:
+        """Go on stepping the episodes held until they have ended, for `drain_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while self.num_running:
+                    self._changed.clear()
+                    await self._changed.wait()
+        _log.info("host_drained", host=self.name, abandoned=self.num_running)
+
+    async def _keep(self) -> None:
+        """Deal with hung games and free episodes whose lease has run out."""
+        next_check = 0.0
+        while True:
+            self._runner.reap()
+            now = time.monotonic()
+            if now >= next_check and self._broker.is_connected:
+                self._expire(now)
+                next_check = now + min(1.0, self._config.lease_s / _LEASE_CHECKS)
+            await asyncio.sleep(_KEEP_S)
+
+    def _renew(self) -> None:
+        """Begin all leases anew: while the broker was away nobody could have stepped."""
+        for held in self._held.values():
+            held.touch()
+
+    def _expire(self, now: float) -> None:
+        lease_s = self._config.lease_s
+        idle = [name for name, held in self._held.items() if held.is_idle(now, lease_s)]
+        for episode in idle:
+            if not self._held[episode].ended:
+                self.counts.expired += 1
+                trace = self._held[episode].trace
+                _log.warning("episode_expired", episode=episode, lease_s=lease_s, trace=trace)
+            self._free(episode)
+
+    def _free(self, episode: str) -> None:
+        held = self._held.pop(episode, None)
+        if held is not None:
+            held.player.leave()
+        if self._rewards is not None:
+            self._rewards.forget(episode)
+        self._changed.set()
+
+    async def _describe(self, _: DescribeRequest) -> DescribeReply:
+        return DescribeReply(
+            game=self._game,
+            num_train=self._data.num_train,
+            num_val=self._data.num_val,
+            host=self.name,
+            roles=self._roles,
+        )
+
+    async def _reset(self, request: ResetRequest, context: RequestContext) -> ResetReply:
+        """Start what is not held yet; tell what is ready, and what went wrong."""
+        trace = trace_of(context.traceparent)
+        held = [self._hold(episode, request, trace) for episode in request.episodes]
+        await wait_for_some([episode.opening for episode in held], request.wait_s)
+        answer = ResetAnswer()
+        for episode in held:
+            answer.add(episode.opening)
+        return ResetReply(
+            host=self.name,
+            episodes=answer.episodes,
+            prompts=answer.prompts,
+            tools=self._tools,
+            data_source=self._data.source(request.split, request.sample),
+            lease_s=self._config.lease_s,
+        )
+
+    def _hold(self, episode: str, request: ResetRequest, trace: str) -> Held:
+        held = self._held.get(episode)
+        if held is None:
+            self._make_room()
+            begin = self._seat if request.table else self._begin
+            held = begin(episode, request)
+            held.trace = trace
+            held.opening.add_done_callback(_seen)
+            self._held[episode] = held
+        held.touch()
+        return held
+
+    def _seat(self, episode: str, request: ResetRequest) -> Held:
+        """Take a seat at a table that is held here."""
+        there = self._held.get(request.table or "")
+        if there is None or not isinstance(there.player, Table):
+            raise NotFoundError(f"host {self.name} holds no table {request.table!r}")
+        seat = there.player.sit(request.role)
+        record = self._data.record(request.split, request.sample)
+        return Held(asyncio.ensure_future(self._opened(episode, record, seat.prompt)), seat)
+
+    def _begin(self, episode: str, request: ResetRequest) -> Held:
+        """Start a game: an episode of its own, or the table of a game with roles."""
+        if self._roles:
+            player: Solo | Table = Table(self._games, episode, self._roles)
+        else:
+            player = Solo(self._games, episode)
+        return Held(asyncio.ensure_future(self._open(episode, request, player)), player)
+
+    async def _open(
+        self, episode: str, request: ResetRequest, player: Solo | Table
+    ) -> list[ChatMessage]:
+        self.counts.resets += 1
+        try:
+            record = self._data.record(request.split, request.sample)
+            opening = Opening(episode, request.seed, record, request.kwargs)
+            return await self._opened(episode, record, player.begin(opening))
+        except BaseException:
+            self.counts.failures += 1
+            self._held.pop(episode, None)
+            self._changed.set()
+            raise
+
+    async def _opened(
+        self, episode: str, record: Record | None, opening: Awaitable[list[ChatMessage]]
+    ) -> list[ChatMessage]:
+        """Return the first prompt of an episode that is to be rewarded from now on."""
+        messages = await opening
+        if self._rewards is not None and messages:
+            self._rewards.begin(episode, record, messages)
+        return messages
+
+    def _make_room(self) -> None:
+        if len(self._held) < self._max_episodes:
+            return
+        for episode in [name for name, held in self._held.items() if held.ended]:
+            self._free(episode)
+        if len(self._held) >= self._max_episodes:
+            raise StateError(
+                f"host {self.name} holds {self._max_episodes} episodes, its limit",
+                hint="add an environment host, or lower generator.max_episodes",
+            )
+
+    async def _step(self, request: StepRequest) -> StepReply:
+        """Play the actions; tell what is ready, and what went wrong."""
+        columns = zip(
+            request.episodes, request.turns, request.actions, request.is_final, strict=True
+        )
+        answers = [self._play(*action) for action in columns]
+        await wait_for_some([a for a in answers if isinstance(a, asyncio.Future)], request.wait_s)
+        collected = StepAnswer()
+        for answer in answers:
+            collected.add(answer)
+        return collected.reply()
+
+    def _play(
+        self, episode: str, turn: int, action: str, final: bool
+    ) -> "asyncio.Future[StepResult] | TinkermqError":
+        held = self._held.get(episode)
+        if held is None:
+            return NotFoundError(
+                f"host {self.name} holds no episode {episode!r}",
+                hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
+            )
+        held.touch()
+        try:
+            if not held.is_repeat(turn):
+                held.answer = self._answer(held.player, episode, action, final)
+                held.answer.add_done_callback(partial(self._settle, held))
+                held.turn += 1
+                self.counts.steps += 1
+        except TinkermqError as error:
+            return error
+        assert held.answer is not None
+        return held.answer
+
+    def _answer(
+        self, player: Player, episode: str, action: str, final: bool
+    ) -> "asyncio.Future[StepResult]":
+        """Play an action, or only reward an episode; with what the game's host adds to it."""
+        if self._rewards is None and not final:
+            return player.step(action)
+        if self._rewards is None:
+            raise StateError("the episode is to be rewarded, but its rewards are the game's own")
+        if final:
+            return asyncio.ensure_future(self._rewards.finish(episode))
+        played = player.step(action)
+        return asyncio.ensure_future(self._rewards.step(episode, action, played))
+
+    def _settle(self, held: Held, answer: "asyncio.Future[StepResult]") -> None:
+        """Take notice of the game's answer; an episode whose game failed has ended."""
+        if answer.cancelled():
+            return
+        if answer.exception() is not None:
+            self.counts.failures += not held.ended
+            held.ended = True
+        else:
+            held.ended = held.ended or answer.result().done
+            held.touch()
+        self._changed.set()
+
+    async def _close(self, request: CloseRequest) -> Empty:
+        self._free(request.episode)
+        return Empty()
+
+
+def _seen(future: "asyncio.Future[Any]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,264 @@
+"""Read a job's configuration: defaults, then the YAML file, then `key=value` overrides.
+
+An unknown key is an error that names the closest known one.
+"""
+
+import difflib
+import reprlib
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ..wire.errors import ConfigError
+from .job import JobConfig
+
+MAX_VALUES = 100_000
+"""Values of a configuration, far more than any job has."""
+MAX_DEPTH = 50
+_MAX_SHOWN = 2000
+_MAX_KEY = 200
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast
+_PLAIN = (str, int, float, bool, type(None), date)
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> JobConfig:
+    """Return the effective configuration of a YAML file and `section.key=value` overrides.
+
+    Raises ConfigError, naming the key, for anything that cannot be used.
+    """
+    values = read_yaml(path) if path is not None else {}
+    for override in overrides:
+        apply_override(values, override)
+    return parse_config(values)
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """Read a YAML map from a file."""
+    file = Path(path)
+    if not file.is_file():
+        raise ConfigError(
+            f"there is no configuration file {str(file)!r}",
+            hint="give the path of a YAML file; examples/ has one for each game",
+        )
+    return parse_yaml(file.read_text(encoding="utf-8"), str(file))
+
+
+def parse_yaml(text: str, what: str) -> dict[str, Any]:
+    """Return the YAML map that a text holds, none for an empty one; raises ConfigError."""
+    value = _load(text, what)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise ConfigError(
+            f"{what} holds a {type(value).__name__}, not a map of keys to values",
+            hint="begin with `model:` and `env:`; examples/ has one for each game",
+        )
+    return cast("dict[str, Any]", value)
+
+
+def _load(text: str, what: str) -> Any:
+    """Read YAML without aliases: a few lines of them stand for more than any memory holds.
+
+    libyaml's loader ends the process at a text that nests too deep, so the events are counted
+    before anything is built from them.
+    """
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=_LOADER):
+            if isinstance(event, yaml.AliasEvent):
+                raise ConfigError(
+                    f"{what} uses the alias *{str(event.anchor)[:64]}",
+                    hint="write out what it stands for",
+                )
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{what} nests deeper than {MAX_DEPTH} levels")
+        return yaml.load(text, Loader=_LOADER)  # noqa: S506  both are safe loaders
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{what} is not valid YAML: {str(error)[:_MAX_SHOWN]}") from error
+
+
+def apply_override(values: dict[str, Any], override: str) -> None:
+    """Set `section.key=value` in a tree of maps; the value is read as YAML."""
+    key, separator, text = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(
+            f"override {override!r} has no '='", hint="write it as key=value: learner.lr=1e-5"
+        )
+    *parents, last = key.strip().split(".")
+    place = values
+    for parent in parents:
+        inner = place.setdefault(parent, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"override {override!r}: {parent!r} is a value, not a section")
+        place = cast("dict[str, Any]", inner)
+    place[last] = _scalar(text, f"override {override!r}")
+
+
+def _scalar(text: str, what: str) -> Any:
+    """Read a value as YAML, taking 1e-5 as the number that people mean."""
+    value = _load(text, what) if text else ""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def parse_config(values: dict[str, Any]) -> JobConfig:
+    """Validate a tree of maps; ConfigError says which key is wrong and what it could be."""
+    check_keys(values)
+    try:
+        return JobConfig.model_validate(_numbers(values))
+    except ValidationError as error:
+        raise ConfigError(_explain(error.errors()), hint="see `tinkermq config schema`") from error
+
+
+def check_keys(values: dict[str, Any]) -> None:
+    """Refuse unknown keys and wrong values of a configuration that is not complete yet.
+
+    What keys say of one another is left for the complete one. Raises ConfigError, naming the
+    closest known key, or the key and its value.
+    """
+    _refuse_strange(values)
+    _refuse_unknown(values, JobConfig, "")
+    try:
+        JobConfig.model_validate(_numbers(values))
+    except ValidationError as error:
+        wrong = [problem for problem in error.errors() if not _may_be_mended(problem)]
+        if wrong:
+            raise ConfigError(_explain(wrong), hint="see `tinkermq config schema`") from error
+
+
+def _may_be_mended(problem: ErrorDetails) -> bool:
+    """Whether further keys can mend it: one is missing, or those of a section do not fit."""
+    if problem["type"] == "missing":
+        return True
+    model: Any = JobConfig
+    for part in problem["loc"]:
+        field = model.model_fields.get(part) if _is_section(model) else None
+        model = field.annotation if field is not None else None
+    return problem["type"] == "value_error" and _is_section(model)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _refuse_strange(values: dict[str, Any]) -> None:
+    """Raise ConfigError for what JSON could not say, and for more values than any job has.
+
+    A configuration may come from anybody as msgpack, with arrays, bytes and keys that are none.
+    """
+    left: list[tuple[str, int, Any]] = [("", 0, values)]
+    num_values = 0
+    while left:
+        (where, depth, value), num_values = left.pop(), num_values + 1
+        inner: list[tuple[Any, Any]] = []
+        if isinstance(value, dict):
+            inner = list(cast("dict[Any, Any]", value).items())
+            strange = next((key for key, _ in inner if not isinstance(key, str)), None)
+            if strange is not None:
+                raise ConfigError(f"{reprlib.repr(strange)} in {where or 'it'} cannot be a key")
+        elif isinstance(value, list | tuple):
+            inner = list(enumerate(cast("list[Any]", value)))
+        elif not isinstance(value, _PLAIN):
+            raise ConfigError(f"{where} cannot be a {type(value).__name__}")
+        if depth > MAX_DEPTH or num_values + len(left) + len(inner) > MAX_VALUES:
+            raise ConfigError(
+                f"the configuration holds more than {MAX_VALUES:,} values or {MAX_DEPTH} levels"
+            )
+        prefix = f"{where}." if where else ""
+        left += [(f"{prefix}{str(key)[:64]}"[:256], depth + 1, one) for key, one in inner]
+
+
+def _numbers(value: Any) -> Any:
+    """YAML 1.1 reads 1e-5 as a string; give such strings their number, except in free maps."""
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in cast("dict[str, Any]", value).items()}
+    if isinstance(value, str) and value[:1].isdigit() and "e" in value.lower():
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _refuse_unknown(values: dict[str, Any], model: type[BaseModel], prefix: str) -> None:
+    for key, value in values.items():
+        field = model.model_fields.get(key)
+        if field is None:
+            shown = _first_leaf(key, value)[:_MAX_KEY]
+            raise ConfigError(
+                f"unknown configuration key {prefix}{shown}", hint=_closest(shown, prefix)
+            )
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{prefix}{key} is a section, got {reprlib.repr(value)}")
+            _refuse_unknown(cast("dict[str, Any]", value), inner, f"{prefix}{key}.")
+
+
+def _first_leaf(key: str, value: Any) -> str:
+    """Return the key with the first one inside, as people write it: `trainig.num_steps`."""
+    while isinstance(value, dict) and value:
+        inner, value = next(iter(cast("dict[Any, Any]", value).items()))
+        key = f"{key}.{inner}"
+    return key
+
+
+def all_keys(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[str]:
+    """Return every dotted key of the tree, in order."""
+    keys: list[str] = []
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            keys += all_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(f"{prefix}{name}")
+    return keys
+
+
+def _closest(key: str, prefix: str) -> str:
+    keys = all_keys()
+    whole = f"{prefix}{key}"
+    by_last = {known.rsplit(".", 1)[-1]: known for known in reversed(keys)}
+    same_section = [known for known in keys if known.startswith(prefix)]
+    near = difflib.get_close_matches(whole, same_section, n=1, cutoff=0.6)
+    near = near or difflib.get_close_matches(whole, keys, n=1, cutoff=0.6)
+    if not near:
+        last = key.rsplit(".", 1)[-1]
+        near = [by_last[name] for name in difflib.get_close_matches(last, list(by_last), n=1)]
+    return f"did you mean {near[0]}?" if near else "see `tinkermq config schema` for all keys"
+
+
+def _explain(problems: Sequence[ErrorDetails]) -> str:
+    clauses: list[str] = []
+    for problem in problems[:10]:
+        where = ".".join(str(part) for part in problem["loc"])[:_MAX_KEY]
+        text = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "missing":
+            clauses.append(f"{where} is missing")
+        elif problem["type"] == "value_error":
+            clauses.append(f"{where}: {text}" if where else text)
+        else:
+            clauses.append(f"{where}={_shown(problem['input'])}: {text}")
+        if sum(map(len, clauses)) > _MAX_SHOWN:
+            break
+    return "; ".join(clauses)[: 2 * _MAX_SHOWN]
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_KEY else reprlib.repr(value)
