@@ -52,7 +52,7 @@ def test_a_broker_whose_disk_was_full_is_started_again_once_there_is_room(
             ballast = asyncio.run(_fill_stream(state.url, disk))
             findings = _until_told(cli)
             assert "is the disk of nats-server full?" in findings["detail"]
-            assert "make room on the disk" in findings["hint"]
+            assert "make room and restart it" in findings["hint"]
             ballast.unlink()
             deadline = time.monotonic() + PATIENCE_S
             while (state := Home(disk).running()) is None or state.restarts["broker"] != 1:

@@ -30,13 +30,13 @@ pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.asyncio(loop_sco
 SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
-async def _started(stack: Stack, model: Path) -> Job:
+async def _started(stack: Stack, model: Path, num_steps: int = 30) -> Job:
     job = await stack.submit(
         small_job(
             model,
             env=SLOW,
             generator={"segment_tokens": 3},
-            training={"num_steps": 30, "save_freq": 2},
+            training={"num_steps": num_steps, "save_freq": 2},
         )
     )
     await job.until_step(4)
@@ -93,7 +93,7 @@ async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
     tmp_path: Path, model: Path
 ) -> None:
     async with Stack(tmp_path) as stack:
-        job = await _started(stack, model)
+        job = await _started(stack, model, num_steps=80)
         for bucket in (BUCKET_ACTORS, BUCKET_NODES, BUCKET_REQUESTS, BUCKET_SECRETS):
             await delete_stream(stack.broker, f"KV_{bucket}")
         await stack.restart("scheduler")
