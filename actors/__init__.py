@@ -3,3 +3,6 @@
 `runtime` is what all of them have in common: start, logs, heartbeat, signals, end. torch is
 imported by the learner, the generator and the evaluator only.
 """
+
+if __name__ != "tinkermq.actors":
+    raise ImportError("this room is a part of the package tinkermq: write `tinkermq.actors`")

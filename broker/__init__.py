@@ -4,3 +4,6 @@
 `disk/` what is done when it is away, flooded or full. On them stand what the actors share: `tasks`,
 `rollouts`, `batches`, `segments`, `weights/`, `jobs`, `users/`, `feed` and `presence`.
 """
+
+if __name__ != "tinkermq.broker":
+    raise ImportError("this room is a part of the package tinkermq: write `tinkermq.broker`")

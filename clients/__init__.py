@@ -3,6 +3,9 @@
 The names below are imported when they are first used, so that the command line starts fast.
 """
 
+if __name__ != "tinkermq.clients":
+    raise ImportError("this room is a part of the package tinkermq: write `tinkermq.clients`")
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -115,10 +115,19 @@ def shipped_files() -> list[Path]:
     """Return what the gateway sends to browsers, or makes it of, and what `env new` writes."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
     places.append(ROOT / "clients" / "new_game")
-    return [path for place in places for path in place.iterdir()]
+    return [path for place in places for path in place.iterdir()] + [
+        ROOT / room / "py.typed" for room in ROOMS
+    ]
 
 
 # -- imports ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [["-c", "import schemas"], ["-m", "actors.scheduler"]], ids=str)
+def test_a_room_outside_of_the_package_says_how_it_is_meant(words: list[str]) -> None:
+    told = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert told.returncode == 1
+    assert "this room is a part of the package tinkermq: write `tinkermq." in told.stderr
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -290,6 +299,8 @@ def re_exports(node: ast.stmt) -> bool:
     if isinstance(node, ast.FunctionDef):
         return node.name == "__getattr__"
     if isinstance(node, ast.If):
+        if ast.unparse(node.test).startswith("__name__ != "):  # a room outside of the package
+            return True
         return ast.unparse(node.test) == "TYPE_CHECKING" and all(map(re_exports, node.body))
     return isinstance(node, ast.ImportFrom)
 
