@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 from tinkermq.broker.client.rpc import call
 from tinkermq.clients import make_trajectory
@@ -12,6 +13,10 @@ from tinkermq.schemas.task import Task
 from tests.jobs import Job
 from tests.processes import alive
 from tests.stack import Stack
+from tests.waiting import PATIENCE_S
+
+_WRITTEN_S = 5.0
+"""For how long a checkpoint is written, at most."""
 
 
 def episode(reward: float, last_token: int = 13) -> Trajectory:
@@ -36,21 +41,30 @@ async def append_untrainable(stack: Stack, job: Job) -> int:
     return task.task
 
 
-def kill_after_checkpoint(stack: Stack, job: Job, pid: int, step: int) -> None:
-    """Kill a learner between a checkpoint and whatever it does next.
+def kill_after_checkpoint(stack: Stack, job: Job, pid: int) -> int:
+    """Kill a learner between a checkpoint and whatever it does next; return the checkpoint's step.
 
-    The broker is halted while the checkpoint is written, so the learner can tell nobody of it.
+    The broker is halted while the checkpoint is written, so the learner can tell nobody of it. One
+    that is not whole by then, because the learner waits for the broker, is let go for the next.
     """
     folder, broker = job.run_dir / "checkpoints", stack.server.pid
     assert broker is not None
-    while not list(folder.glob(f".step_{step:06d}.*")):
-        pass
-    os.kill(broker, signal.SIGSTOP)
-    try:
-        while not (folder / f"step_{step:06d}").is_dir():
-            assert alive(pid)
-        os.kill(pid, signal.SIGKILL)
-        while alive(pid):
-            pass
-    finally:
-        os.kill(broker, signal.SIGCONT)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        begun = next(folder.glob(".step_*"), None)
+        if begun is None:
+            continue
+        whole = folder / begun.name[1 : len("step_000000") + 1]
+        os.kill(broker, signal.SIGSTOP)
+        try:
+            patience = time.monotonic() + _WRITTEN_S
+            while not whole.is_dir() and time.monotonic() < patience:
+                assert alive(pid)
+            if whole.is_dir():
+                os.kill(pid, signal.SIGKILL)
+                while alive(pid):
+                    pass
+                return int(whole.name.removeprefix("step_"))
+        finally:
+            os.kill(broker, signal.SIGCONT)
+    raise AssertionError(f"no checkpoint was written within {PATIENCE_S:g} s")
