@@ -141,7 +141,7 @@ def main() -> None:
     options.add_argument("--vocab", type=int, help="words (151936; quick: 4096)")
     options.add_argument("--side", choices=WAYS, help=argparse.SUPPRESS)
     arguments = options.parse_args()
-    lengths = arguments.tokens or ([128, 256] if arguments.quick else [1024, 4096])
+    lengths = arguments.tokens or ([256, 512] if arguments.quick else [1024, 4096])
     vocab = arguments.vocab or (4096 if arguments.quick else 151936)
     torch.set_num_threads(1)
     if arguments.side:

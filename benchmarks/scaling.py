@@ -188,7 +188,7 @@ def main() -> None:
     os.environ[REPLICAS_VARIABLE] = str(NUM_SERVERS)
     counts = GENERATORS
     if arguments.quick:
-        arguments.groups, arguments.short, arguments.rounds, counts = 2000, 2000, 1, (2, 4)
+        arguments.groups, arguments.short, arguments.rounds, counts = 1200, 1200, 1, (2, 4)
     report = Report("scaling", "one learner and hundreds of generators", quick=arguments.quick)
     task = Task(task=10_000, seed=10_000, group_size=GROUP_SIZE)
     group = make_group(0, GROUP_SIZE, arguments.tokens).model_copy(update={"task": task})

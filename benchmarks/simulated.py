@@ -4,8 +4,9 @@
     python -m benchmarks.simulated generators NATS_URL COUNT TOKENS
 
 The learner issues tasks, reads, checks and forgets groups, and trims the log, with the parts of the
-real one; it prints a line of JSON every two thousand groups. Each generator has a connection of its
-own: it pulls a task, appends its group, and says done. They end with their standard input.
+real one; it prints a line of JSON every two thousand groups, or four in all. Each generator has a
+connection of its own: it pulls a task, appends its group, and says done. They end with their
+standard input.
 """
 
 import asyncio
@@ -48,6 +49,7 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
         )
         reading = asyncio.create_task(intake.run())
         issued = taken = 0
+        tell_every = min(TELL_EVERY, num_groups // 4)
         while taken < num_groups:
             wanted = min(taken + in_flight, num_groups) - issued
             if wanted:
@@ -65,7 +67,7 @@ async def learn(url: str, num_groups: int, in_flight: int) -> None:
             intake.forget(entry.seq for entry in batch)
             await log.trim(intake.first_undecided())
             before, taken = taken, taken + len(batch)
-            if before // TELL_EVERY < taken // TELL_EVERY or taken == num_groups:
+            if before // tell_every < taken // tell_every or taken == num_groups:
                 tell(taken)
         reading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
