@@ -51,7 +51,7 @@ SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
 ERROR_CODE = "Nats-Service-Error-Code"
 NOBODY = frozenset({"weights.join"})
 """Nobody answers there, as the weights of these runs travel through the broker."""
-ENDS = frozenset({"stop", "profile", "checkpoint"})
+ENDS = frozenset({"stop", "hand_over", "profile", "checkpoint"})
 """Verbs that end an actor, or whose answer takes as long as training does."""
 OF_USERS = tuple(topic for topic in TOPICS if ".users." in topic.subject)
 OF_SERVICES = frozenset({"tmq.v1.rpc.node.keys.job"})
