@@ -1,8 +1,8 @@
 """Groups that are never trained: decided, accounted for, and told.
 
-What is dropped returns its credit; its task is issued again where that can help (`ledger.py`). The
-next batch record names all that was dropped since the one before, so that a learner that starts
-again decides the same.
+What is dropped returns its credit; its task is issued again where that can help
+(`tasks/ledger.py`). The next batch record names all that was dropped since the one before, so that
+a learner that starts again decides the same.
 """
 
 import time

@@ -1,6 +1,7 @@
 """The scheduler: accepts jobs, places their actors on nodes, and keeps both in step.
 
-`placement`, `roster`, `states` and `naming` are pure; `lease` decides which of several schedulers
-acts; `pool` talks to the nodes, `messenger` to learners; `submission` makes jobs, `desk` answers
-clients; `reconciler` is the loop over all live jobs, `scheduler` the life around it.
+`requests` answers clients, `submission/` makes jobs, `placement/` decides who runs where, `jobs/`
+is what is known of jobs and how they move; `lease` decides which of several schedulers acts;
+`messenger` talks to learners, `notifier` to users; `reconciler` is the loop over all live jobs,
+`scheduler` the life around it.
 """

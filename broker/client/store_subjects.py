@@ -1,7 +1,8 @@
-"""The caller's side of the door: where a connection asks for what is stored.
+"""Where a connection asks for what is stored.
 
-Services and connections without authentication ask JetStream itself. Guests ask the door for
-everything, processes of a job for the buckets that all jobs share; see `permissions.py` for why.
+Services and connections without authentication ask JetStream itself. Guests ask the auth service's
+store proxy for everything, processes of a job for the buckets that all jobs share; see
+`broker/users/permissions.py` for why.
 """
 
 import json

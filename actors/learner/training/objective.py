@@ -31,7 +31,7 @@ class StepInputs:
 
     batch: TrainingBatch
     sample_N: Tensor
-    """int64: the sample of each token (`samples.py`)."""
+    """int64: the sample of each token (`algorithms/samples.py`)."""
     version: int
     """The policy's version before the step."""
     advantages_N: Tensor
