@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinkermq.broker.client.rpc import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
@@ -227,6 +228,10 @@ def test_pyright_has_nothing_to_say() -> None:
 def test_no_folder_has_more_modules_than_a_reader_surveys() -> None:
     folders = Counter(path.parent for path in modules(*ROOMS) if path.name != "__init__.py")
     assert not {short(folder): n for folder, n in folders.items() if n > MAX_MODULES}
+
+
+def test_the_version_that_services_tell_is_that_of_the_package() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
 def test_no_two_public_classes_have_one_name() -> None:
