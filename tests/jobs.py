@@ -25,6 +25,7 @@ from tinkermq.schemas.job import (
 )
 from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.task import DeadLetter
+from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests import waiting
@@ -212,8 +213,16 @@ class Job:
         await self.stack.ask("pause", JobRequest(job=self.scope.job), JobReply)
 
     async def resume(self) -> None:
-        """Let the job go on after a pause or its end."""
-        await self.stack.ask("resume", JobRequest(job=self.scope.job), JobReply)
+        """Let the job go on after a pause or its end, once a learner that starts again listens."""
+
+        async def asked() -> bool:
+            try:
+                await self.stack.ask("resume", JobRequest(job=self.scope.job), JobReply)
+            except NotFoundError:
+                return False
+            return True
+
+        await self.eventually(asked, "the learner to listen")
 
     async def scale(self, role: str, count: int) -> None:
         """Change the number of generators or environment hosts."""
