@@ -2,7 +2,7 @@
 
 In the account of the callout it hears of each log-in; in the system account it closes connections;
 in the pool's own account it keeps the users and answers nodes. What users ask, of the service and
-at the door, comes over a fourth: a flood of it delays no log-in.
+of the store, comes over a fourth: a flood of it delays no log-in.
 """
 
 import asyncio
@@ -95,7 +95,7 @@ async def _answer(
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
     known = KnownUsers(broker)
     await known.open()
-    door = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
+    store = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
     connections = UserConnections(system, audit, known.get, look_s=times.load_s)
     logins = Logins(gate, issuer, audit, connections, known.get, job_secret)
     asking = await Service.start(
@@ -108,12 +108,12 @@ async def _answer(
         await connections.start()
         await UserRequests(users, audit, system, job_secret).open(asking)
         await JobKeys(jobs, job_secret).open(context.service)
-        await door.open()
+        await store.open()
         await listen(callout, CALLOUT, logins.take, queue="auth")
         context.set_state("working")
         async with asyncio.TaskGroup() as tasks:
             ends = JobEnds(system, jobs, every_s=times.look_s, grace_s=times.grace_s)
-            dropping = drop_old_requests(requests, asking.share, door.share)
+            dropping = drop_old_requests(requests, asking.share, store.share)
             looking = (
                 tasks.create_task(ends.run(), name="connections of ended jobs"),
                 tasks.create_task(connections.run(), name="load of connections"),
@@ -123,7 +123,7 @@ async def _answer(
             await context.stopping.wait()
             for task in looking:
                 task.cancel()
-        await door.close()
+        await store.close()
         await logins.settle(_SETTLE_S)
     finally:
         await asking.stop()

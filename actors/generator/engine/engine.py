@@ -6,16 +6,13 @@ transformers one. Nothing here imports torch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ....schemas.wire.errors import EngineError
 from ...models.weight_tensors import TensorSource
-
-if TYPE_CHECKING:
-    pass
 
 FinishReason = Literal["stop", "length", "cancelled"]
 KvOnSwap = Literal["keep", "recompute"]

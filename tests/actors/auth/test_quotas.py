@@ -218,15 +218,16 @@ async def test_stops_and_repairs_find_room_when_the_bucket_of_jobs_is_full(
         if room < 0:
             break
 
-    async def refused() -> QuotaError | None:
+    async def refused() -> bool:
         try:
             await submitted(scheduled, "ada", tmp_path)
-        except QuotaError as error:
-            return error
-        return None
+        except QuotaError:
+            return True
+        return False
 
-    error = await eventually(refused, "the scheduler to have read the records")
-    assert "the records of all jobs of the pool take" in error.message
+    await eventually(refused, "the scheduler to have read the records")
+    with pytest.raises(QuotaError, match="the records of all jobs of the pool take"):
+        await submitted(scheduled, "ada", tmp_path)
     assert (await submitted(scheduled, "root", tmp_path)).state == "QUEUED"
     with environment(**{AS_VARIABLE: "ada"}):
         as_ada = Pool(await scheduled.connected(scheduled.admin_key))

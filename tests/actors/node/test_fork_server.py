@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from tinkermq.actors.node.children import Child, ForkServer
 from tinkermq.actors.node.command import actor_environment
+from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.schemas.node import WantedActor
 
 from tests.processes import alive
@@ -79,8 +80,7 @@ async def test_a_forked_actor_is_one_like_any_other(server: ForkServer) -> None:
     await until(lambda: actor.takes(signal.SIGTERM), "the actor to be up")
     os.kill(actor.child.pid, signal.SIGTERM)
     await actor.until("actor_draining")
-    os.kill(actor.child.pid, signal.SIGTERM)
-    assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == 1
+    assert await asyncio.wait_for(actor.child.wait(), PATIENCE_S) == EXIT_DRAINED
 
 
 async def test_what_an_actor_says_and_how_it_ends_comes_back(server: ForkServer) -> None:
