@@ -3,12 +3,14 @@
 The packages are those of the extra `otel`; they are imported when somebody asks for this.
 """
 
-import importlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..broker.observe.spans import Span
 from ..schemas.wire.errors import BrokerError, ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
 
 _BATCH = 512
 _TIMEOUT_S = 10.0
@@ -19,19 +21,25 @@ def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -
 
     Raises ConfigError when the packages are not installed, BrokerError when nobody takes them.
     """
-    exporter = _package("opentelemetry.exporter.otlp.proto.http.trace_exporter")
-    sdk = _package("opentelemetry.sdk.trace.export")
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import SpanExportResult
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp needs a package that cannot be imported: {error}",
+            hint="pip install 'tinkermq[otel]'",
+        ) from error
     if not url.startswith(("http://", "https://")):
         raise ConfigError(
             f"{url!r} is no URL of a collector", hint="write it as http://127.0.0.1:4318"
         )
     endpoint = f"{url.rstrip('/')}/v1/traces"
-    sender = exporter.OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
+    sender = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
     readable = [_readable(span, attributes) for span in spans]
     try:
         for start in range(0, len(readable), _BATCH):
             result = sender.export(readable[start : start + _BATCH])
-            if result is not sdk.SpanExportResult.SUCCESS:
+            if result is not SpanExportResult.SUCCESS:
                 raise BrokerError(
                     f"nobody took the spans at {endpoint}",
                     hint="does the collector run, and does it listen for OTLP over HTTP?",
@@ -40,35 +48,25 @@ def send_spans(spans: Sequence[Span], url: str, attributes: Mapping[str, str]) -
         sender.shutdown()
 
 
-def _readable(span: Span, attributes: Mapping[str, str]) -> Any:
+def _readable(span: Span, attributes: Mapping[str, str]) -> "ReadableSpan":
     """Return a span as the SDK knows it, of the actor as its service's instance."""
-    api: Any = _package("opentelemetry.trace")
-    resources: Any = _package("opentelemetry.sdk.resources")
-    trace: Any = _package("opentelemetry.sdk.trace")
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, SpanContext, TraceFlags
 
-    def context(trace_id: str, span_id: str) -> Any:
-        sampled = api.TraceFlags(api.TraceFlags.SAMPLED)
-        return api.SpanContext(int(trace_id, 16), int(span_id, 16), True, sampled)
+    def context(trace_id: str, span_id: str) -> SpanContext:
+        sampled = TraceFlags(TraceFlags.SAMPLED)
+        return SpanContext(int(trace_id, 16), int(span_id, 16), True, sampled)
 
-    return trace.ReadableSpan(
+    return ReadableSpan(
         span.name,
         context=context(span.trace, span.span),
         parent=context(span.trace, span.parent) if span.parent else None,
-        resource=resources.Resource(
+        resource=Resource(
             {"service.name": "tinkermq", "service.instance.id": span.actor, **attributes}
         ),
         attributes=dict(span.attributes),
-        links=[api.Link(context(*link)) for link in span.links],
+        links=[Link(context(*link)) for link in span.links],
         start_time=int(span.start * 1e9),
         end_time=int(span.end * 1e9),
     )
-
-
-def _package(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp needs a package that cannot be imported: {error}",
-            hint="pip install 'tinkermq[otel]'",
-        ) from error

@@ -1,6 +1,5 @@
 """Write datasets: one writer for the data makers of all games."""
 
-import importlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,5 +34,7 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def _write_parquet(file: Path, rows: list[Mapping[str, Any]]) -> None:
-    pyarrow: Any = importlib.import_module("pyarrow")
-    importlib.import_module("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), file)
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, file)  # pyright: ignore[reportUnknownMemberType] - stubs

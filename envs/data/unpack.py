@@ -5,18 +5,21 @@ in an environment host; so a file is unpacked once, by a process that then ends.
 file of msgpack maps and a file of the places where they end.
 """
 
-import importlib
 import json
 import subprocess
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs] - it has none
 
 from ...schemas.wire.errors import DataError, StorageError, TinkermqError, error_from_reply
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
 
 BATCH_ROWS = 1024
 """Rows that are in memory at the same time."""
@@ -49,10 +52,10 @@ def unpack_parquet(path: Path, rows: Path, ends: Path) -> None:
 
 
 def _unpack(path: Path, rows: Path, ends: Path) -> None:
-    pyarrow: Any = importlib.import_module("pyarrow")
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    import pyarrow.parquet
+
     try:
-        with parquet.ParquetFile(path) as packed:
+        with pyarrow.parquet.ParquetFile(path) as packed:
             _write(packed, rows, ends)
     except DataError as error:
         raise DataError(f"{path}: {error.message}", hint=error.hint) from error
@@ -65,11 +68,12 @@ def _unpack(path: Path, rows: Path, ends: Path) -> None:
         ) from error
 
 
-def _write(packed: Any, rows: Path, ends: Path) -> None:
+def _write(packed: "ParquetFile", rows: Path, ends: Path) -> None:
     places = array("Q")
     place = 0
     with rows.open("wb") as file:
-        for batch in packed.iter_batches(batch_size=BATCH_ROWS):
+        batches = packed.iter_batches(BATCH_ROWS)  # pyright: ignore[reportUnknownMemberType] - stubs
+        for batch in batches:
             for row in _decoded(batch, len(places)):
                 place += file.write(_packb(row, default=str))
                 places.append(place)
@@ -77,7 +81,7 @@ def _write(packed: Any, rows: Path, ends: Path) -> None:
         places.tofile(file)
 
 
-def _decoded(batch: Any, first: int) -> list[dict[str, Any]]:
+def _decoded(batch: "RecordBatch", first: int) -> list[dict[str, Any]]:
     """Return the rows of a batch; DataError names the first that is not UTF-8, and its column."""
     try:
         return batch.to_pylist()
@@ -85,7 +89,7 @@ def _decoded(batch: Any, first: int) -> list[dict[str, Any]]:
         for number in range(len(batch)):
             for column in batch.schema.names:
                 try:
-                    batch.column(column)[number].as_py()
+                    batch.column(column).slice(number, 1).to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
                         f"column {column} of row {first + number} is text that is not UTF-8: "

@@ -10,20 +10,19 @@ import logging
 import resource
 import signal
 import sys
-from importlib import import_module
-from typing import Any
 
 
 def main() -> None:
     """Answer line by line until standard input ends."""
     seconds, most_bytes = float(sys.argv[1]), int(sys.argv[2])
-    math_verify: Any = import_module("math_verify")
+    import math_verify
+
     logging.disable()  # it warns of the limits being left to us
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     reading = [math_verify.LatexExtractionConfig(boxed_match_priority=0)]
 
-    def read(answer: str) -> list[Any]:
+    def read(answer: str) -> list[object]:
         return math_verify.parse(rf"\boxed{{{answer}}}", reading, parsing_timeout=None)
 
     sys.stdout.write("ready\n")
@@ -33,7 +32,7 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         right = math_verify.verify(read(gold), read(answer), timeout_seconds=None)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        sys.stdout.write(f"{json.dumps(bool(right))}\n")
+        sys.stdout.write(f"{json.dumps(right)}\n")
         sys.stdout.flush()
 
 

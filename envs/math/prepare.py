@@ -11,7 +11,6 @@ A set is a folder in which the files of a split have its name in theirs, or lie 
 name.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -222,11 +221,12 @@ def _object(line: str, file: Path) -> dict[str, Any]:
 
 
 def _parquet(file: Path) -> Iterator[dict[str, Any]]:
-    pyarrow: Any = importlib.import_module("pyarrow")
-    parquet: Any = importlib.import_module("pyarrow.parquet")
+    import pyarrow.parquet
+
     try:
-        with parquet.ParquetFile(file) as packed:
-            for batch in packed.iter_batches(batch_size=256):
+        with pyarrow.parquet.ParquetFile(file) as packed:
+            batches = packed.iter_batches(256)  # pyright: ignore[reportUnknownMemberType] - stubs
+            for batch in batches:
                 yield from batch.to_pylist()
     except pyarrow.ArrowInvalid as error:
         raise DataError(f"{file} is not a parquet file: {error}") from error
