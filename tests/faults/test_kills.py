@@ -156,6 +156,7 @@ async def assert_choices_are_those_of_the_log(job: Job) -> int:
     return num_right
 
 
+@pytest.mark.long
 async def test_an_evaluator_killed_in_the_middle_of_an_evaluation(
     stack: Stack, model: Path
 ) -> None:

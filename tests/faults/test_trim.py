@@ -19,7 +19,11 @@ from tests.jobs import Job
 from tests.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.stack import Stack
 
-pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
+pytestmark = [
+    pytest.mark.faults,
+    pytest.mark.long,
+    pytest.mark.asyncio(loop_scope="session"),
+]
 
 BACKUP = "rollout-backup"
 SAVED_STEP = 6

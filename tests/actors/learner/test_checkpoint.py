@@ -123,12 +123,13 @@ def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     assert "outputs/<run>/checkpoints/step_000040" in raised.value.hint
 
 
+@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.long)])
 def test_killed_while_saving_the_newest_whole_checkpoint_loads(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, num_kills: int
 ) -> None:
     rng, context, store = random.Random(1), fork_context(), make_store(tmp_path)
     newest = 0
-    for _ in range(6):
+    for _ in range(num_kills):
         listen, told = context.Pipe(duplex=False)
         child = context.Process(target=save_in_a_loop, args=(folder, tmp_path, told))
         child.start()
