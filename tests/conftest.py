@@ -13,6 +13,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.measured import measured_s
 from tests.stack_fixtures import model, shared_stack, stack
 
 __all__ = ["model", "shared_stack", "stack"]
@@ -24,35 +25,12 @@ settings.load_profile("any machine")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _numbers = itertools.count(1)
-_LONGEST = (
-    "test_quickstart",
-    "test_house",
-    "test_docs",
-    "test_tutorials",
-    "test_secured",
-    "test_kills",
-    "test_inference",
-    "test_serving",
-    "test_bad_input",
-    "test_units",
-    "test_stack",
-    "test_command_line",
-)
 
 
-_COMPUTING = ("learner", "generator", "schemas")
-"""Folders whose tests wait for nothing; beside the waiting of the others there is room for them."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest modules first, so that several workers end at about the same time."""
-
-    def rank(item: pytest.Item) -> int:
-        if item.path.stem in _LONGEST:
-            return _LONGEST.index(item.path.stem)
-        return len(_LONGEST) + int(item.path.parent.name in _COMPUTING)
-
-    items.sort(key=rank)
+    seconds = measured_s()
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(config.rootpath).as_posix(), 0))
 
 
 @pytest.fixture(scope="session")
