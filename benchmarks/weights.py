@@ -85,7 +85,7 @@ async def run_store(store: WeightStore, reader: WeightStore, version: int, tenso
 
 async def run_stock(broker: Any, payload: bytes) -> Any:
     """Put and get with nats-py's own object store, reading into memory through a buffer."""
-    objects = await broker.js.object_store(SCOPE.object_weights)
+    objects = await broker.nc.jetstream().object_store(SCOPE.object_weights)
     put, _ = await timed(lambda: objects.put("stock", payload))
     got, _ = await timed(lambda: objects.get("stock", writeinto=io.BytesIO()))
     await objects.delete("stock")

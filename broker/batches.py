@@ -6,15 +6,13 @@ learner is no longer the one that owns the job: it is fenced off and must end.
 
 import uuid
 
-from nats.js.errors import APIError
-
 from ..schemas.batch import BatchRecord
-from ..schemas.wire.errors import BrokerError, FencedError
+from ..schemas.wire.errors import FencedError
 from ..schemas.wire.subjects import JobScope
-from .client.connection import Broker, NoResponders
-from .client.faults import WRONG_SEQUENCE
+from .client.connection import Broker
+from .client.faults import Refused
 from .jetstream.kv import WRITE_ID
-from .jetstream.stored import StoredMessage, get_all, get_last_behind, missing
+from .jetstream.stored import StoredMessage, get_all, get_last_behind
 from .jetstream.streams import stream_info
 
 DEADLINE_S = 60.0
@@ -47,27 +45,21 @@ class BatchLog:
                 deadline_s=DEADLINE_S,
                 waiting_for=f"the batch record of step {record.step}",
             )
-        except APIError as error:
-            if error.err_code in WRONG_SEQUENCE:
-                return await self._mine(record, headers[WRITE_ID], expected_last_seq)
-            raise BrokerError(
-                f"the batch record of step {record.step} was refused: {error.description}",
-                hint="look at the log with `nats stream info`",
-            ) from error
+        except Refused as error:
+            if not error.is_overtaken:
+                raise
+        return await self._mine(record, headers[WRITE_ID], expected_last_seq)
 
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records with their sequences, in order.
 
         Raises MessageError for one that cannot be read: without it a run cannot be repeated.
         """
-        try:
-            messages = await self._broker.retry(
-                self._all,
-                deadline_s=DEADLINE_S,
-                waiting_for=f"the batch records of job {self._scope.job}",
-            )
-        except NoResponders as error:
-            raise missing(self._stream) from error
+        messages = await self._broker.retry(
+            self._all,
+            deadline_s=DEADLINE_S,
+            waiting_for=f"the batch records of job {self._scope.job}",
+        )
         return [(message.seq, BatchRecord.from_bytes(message.payload)) for message in messages]
 
     async def _all(self) -> list[StoredMessage]:

@@ -11,18 +11,16 @@ from contextlib import aclosing
 from typing import Literal, TypeAlias, TypeVar
 
 import structlog
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.metric import Event, LogLines, Metric
 from ..schemas.task import DeadLetter
-from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.errors import MessageError
 from ..schemas.wire.message import Message
 from ..schemas.wire.subjects import JobScope
 from ..schemas.wire.trace import StepTrace
-from .client.connection import Broker, NoResponders
+from .client.connection import Broker
 from .jetstream.reader import StreamReader
-from .jetstream.stored import StoredMessage, get_all, missing
+from .jetstream.stored import StoredMessage, get_all
 from .jetstream.streams import stream_info
 
 FeedKind: TypeAlias = Literal["metric", "event", "log"]
@@ -69,19 +67,13 @@ async def publish_dead(broker: Broker, scope: JobScope, letter: DeadLetter) -> N
 
 async def _publish(broker: Broker, subject: str, message: Message, message_id: str = "") -> None:
     """Store a message; the id keeps a repeated one from being stored twice."""
-    try:
-        await broker.append(
-            subject,
-            message.to_bytes(),
-            headers={"Nats-Msg-Id": message_id or uuid.uuid4().hex},
-            deadline_s=PUBLISH_DEADLINE_S,
-            waiting_for=f"a message on {subject} to be stored",
-        )
-    except APIError as error:
-        raise BrokerError(
-            f"a message on {subject} was refused: {error.description}",
-            hint="look at the stream with `nats stream info`",
-        ) from error
+    await broker.append(
+        subject,
+        message.to_bytes(),
+        headers={"Nats-Msg-Id": message_id or uuid.uuid4().hex},
+        deadline_s=PUBLISH_DEADLINE_S,
+        waiting_for=f"a message on {subject} to be stored",
+    )
 
 
 async def read_metrics(broker: Broker, scope: JobScope) -> list[Metric]:
@@ -96,15 +88,7 @@ async def read_events(broker: Broker, scope: JobScope) -> list[Event]:
 
 async def read_traces(broker: Broker, scope: JobScope, newest: int) -> list[StepTrace]:
     """Return so many of the newest traces, in order; malformed ones are left out and logged."""
-    try:
-        state = (await stream_info(broker, scope.stream_trace))["state"]
-    except NatsNotFound as error:
-        raise missing(scope.stream_trace) from error
-    except APIError as error:
-        raise BrokerError(
-            f"{scope.stream_trace} cannot be read: {error.description}",
-            hint="only the owner of a job, and admins, read its traces",
-        ) from error
+    state = (await stream_info(broker, scope.stream_trace))["state"]
     first = max(int(state["last_seq"]) - newest + 1, 1)
     return await _read_all(broker, scope.stream_trace, scope.trace, StepTrace, first)
 
@@ -117,14 +101,11 @@ async def read_dead(broker: Broker, scope: JobScope) -> list[DeadLetter]:
 async def _read_all(
     broker: Broker, stream: str, subject: str, model: type[M], from_seq: int = 1
 ) -> list[M]:
-    try:
-        messages = await broker.retry(
-            lambda: get_all(broker, stream, subject, from_seq),
-            deadline_s=_API_DEADLINE_S,
-            waiting_for=f"stream {stream}",
-        )
-    except NoResponders as error:
-        raise missing(stream) from error
+    messages = await broker.retry(
+        lambda: get_all(broker, stream, subject, from_seq),
+        deadline_s=_API_DEADLINE_S,
+        waiting_for=f"stream {stream}",
+    )
     parsed = (_parse(message, model) for message in messages)
     return [message for message in parsed if message is not None]
 

@@ -11,17 +11,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as NatsNotFound
-
 from ..schemas.rollout import Group
-from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
-from .client.connection import Broker, NoResponders
-from .client.faults import STORE_FAILED
+from .client.connection import Broker
 from .jetstream.reader import StreamReader
-from .jetstream.stored import StoredMessage, get_last, get_newest, get_seq, missing
+from .jetstream.stored import StoredMessage, get_last, get_newest, get_seq
 from .jetstream.streams import numbers_of, stream_info, stream_subjects
 from .outages.appending import append_once
 
@@ -91,9 +87,9 @@ class RolloutLog:
             payload,
             traceparent=traceparent,
             deadline_s=deadline_s,
-            waiting_for=f"the group of task {number} to be appended",
-            full_hint=f"the rollout log is full ({_FULL_HINT})",
-            refused=lambda error: self._refused(number, error, deadline_s),
+            what=f"the group of task {number} of job {self._scope.job}",
+            place="the rollout log",
+            full_hint=_FULL_HINT,
         )
 
     async def contains(self, number: int) -> bool:
@@ -111,11 +107,9 @@ class RolloutLog:
 
     async def numbers(self) -> set[int]:
         """Return the task numbers of all entries, without reading them."""
-        try:
-            subjects = await stream_subjects(self._broker, self._stream, self._scope.rollout("*"))
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
-        return numbers_of(subjects)
+        return numbers_of(
+            await stream_subjects(self._broker, self._stream, self._scope.rollout("*"))
+        )
 
     async def read(self, from_seq: int = 1) -> AsyncGenerator[LogEntry, None]:
         """Yield the entries from `from_seq` on, and new ones as they are appended, for ever.
@@ -153,10 +147,7 @@ class RolloutLog:
         return int((await self._state())["bytes"])
 
     async def _state(self) -> dict[str, Any]:
-        try:
-            return (await stream_info(self._broker, self._stream))["state"]
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
+        return (await stream_info(self._broker, self._stream))["state"]
 
     async def trim(self, before_seq: int, *, keep_bytes: int = 0) -> None:
         """Remove all entries before a sequence, but for about so many bytes of the newest."""
@@ -167,37 +158,19 @@ class RolloutLog:
             before_seq = min(before_seq, int(state["last_seq"]) + 1 - num_kept)
         if before_seq <= 1:  # the server takes 0 for all of them
             return
-        try:
-            await self._retry(
-                lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"seq": before_seq})
-            )
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
+        await self._retry(
+            lambda: self._broker.api(f"STREAM.PURGE.{self._stream}", {"seq": before_seq})
+        )
 
     async def _one(self, attempt: Callable[[], Awaitable[StoredMessage | None]]) -> LogEntry | None:
         message = await self._retry(attempt)
         return None if message is None else read_entry(message)
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await self._broker.retry(
-                attempt,
-                deadline_s=_API_DEADLINE_S,
-                waiting_for=f"the rollout log of job {self._scope.job}",
-            )
-        except NoResponders as error:
-            raise missing(self._stream) from error
-
-    def _refused(self, number: int, error: APIError, deadline_s: float) -> BrokerError:
-        if error.err_code == STORE_FAILED:
-            return BrokerError(
-                f"the group of task {number} waited {deadline_s:g} s for room in the rollout log "
-                f"of job {self._scope.job}: {error.description}",
-                hint=_FULL_HINT,
-            )
-        return BrokerError(
-            f"the group of task {number} of job {self._scope.job} was refused: {error.description}",
-            hint="look at the log with `nats stream info`",
+        return await self._broker.retry(
+            attempt,
+            deadline_s=_API_DEADLINE_S,
+            waiting_for=f"the rollout log of job {self._scope.job}",
         )
 
 

@@ -14,15 +14,13 @@ log's promise, with or without segments.
 import asyncio
 
 import structlog
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.segment import Segment
-from ..schemas.wire.errors import BrokerError, MessageError, TinkermqError
+from ..schemas.wire.errors import MessageError, TinkermqError
 from ..schemas.wire.subjects import JobScope
-from .client.connection import Broker, NoResponders
-from .client.faults import STORE_FAILED, WRONG_SEQUENCE
-from .jetstream.stored import StoredMessage, get_all, get_last_behind, missing
+from .client.connection import Broker
+from .client.faults import Refused
+from .jetstream.stored import StoredMessage, get_all, get_last_behind
 
 APPEND_DEADLINE_S = 60.0
 _PAUSE_S = 0.02
@@ -106,12 +104,12 @@ class SegmentWriter:
                     waiting_for=self._waiting_for,
                 )
                 return True
-            except APIError as error:
-                if error.err_code == STORE_FAILED:
+            except Refused as error:
+                if error.is_full:
                     _log.warning("segments_full", stream=self._stream, reason=error.description)
                     return False
-                if error.err_code not in WRONG_SEQUENCE:
-                    raise self._refused(error) from error
+                if not error.is_overtaken:
+                    raise
             found = await self._last()
             if found is None:
                 raise Fenced(f"{self._subject} was removed: somebody else has finished the task")
@@ -138,33 +136,21 @@ class SegmentWriter:
             )
 
     async def _read(self) -> list[StoredMessage]:
-        try:
-            return await self._broker.retry(
-                lambda: get_all(self._broker, self._stream, self._subject),
-                deadline_s=APPEND_DEADLINE_S,
-                waiting_for=self._waiting_for,
-            )
-        except NoResponders as error:
-            raise missing(self._stream) from error
-
-    def _refused(self, error: APIError) -> BrokerError:
-        return BrokerError(
-            f"a segment on {self._subject} was refused: {error.description}",
-            hint=f"look at it with `nats stream info {self._stream}`",
+        return await self._broker.retry(
+            lambda: get_all(self._broker, self._stream, self._subject),
+            deadline_s=APPEND_DEADLINE_S,
+            waiting_for=self._waiting_for,
         )
 
 
 async def purge_segments(broker: Broker, scope: JobScope, task: int) -> None:
     """Remove all segments of a task; harmless when there are none."""
     verb = f"STREAM.PURGE.{scope.stream_segment}"
-    try:
-        await broker.retry(
-            lambda: broker.api(verb, {"filter": scope.segment(task)}),
-            deadline_s=APPEND_DEADLINE_S,
-            waiting_for=f"segments of task {task} to be removed",
-        )
-    except NatsNotFound as error:
-        raise missing(scope.stream_segment) from error
+    await broker.retry(
+        lambda: broker.api(verb, {"filter": scope.segment(task)}),
+        deadline_s=APPEND_DEADLINE_S,
+        waiting_for=f"segments of task {task} to be removed",
+    )
 
 
 def unbroken(segments: list[Segment]) -> list[Segment]:

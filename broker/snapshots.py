@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError as StreamNotFound
 
-from ..schemas.wire.errors import BrokerError, StateError, StorageError
+from ..schemas.wire.errors import BrokerError, NotFoundError, StateError, StorageError
 from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
 from .client.connection import Broker, ConnectionLost
 from .jetstream.streams import delete_stream, num_replicas, stream_info
@@ -88,7 +87,7 @@ async def save_streams(broker: Broker, names: Sequence[str], folder: Path) -> No
     try:
         _begin(folder)
         for name in names:
-            with contextlib.suppress(StreamNotFound):
+            with contextlib.suppress(NotFoundError):
                 await _save(broker, name, folder)
     except OSError as error:
         raise _unusable(folder, error) from error
@@ -103,7 +102,7 @@ async def restore_streams(broker: Broker, names: Sequence[str], folder: Path) ->
         if (folder / f"{name}.json").is_file():
             try:
                 await stream_info(broker, name)
-            except StreamNotFound:
+            except NotFoundError:
                 await _restore(broker, name, folder)
 
 

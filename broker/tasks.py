@@ -13,16 +13,13 @@ from typing import Any
 
 import structlog
 from nats.aio.msg import Msg
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as NatsNotFound
 
 from ..schemas.task import Task
-from ..schemas.wire.errors import BrokerError, MessageError
+from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
 from .jetstream.pull import NS, ConsumerGone, PullInbox
-from .jetstream.stored import missing
 from .jetstream.streams import (
     MAX_LEASES,
     ensure_task_consumer,
@@ -39,7 +36,6 @@ _NEXT_S = 0.05  # the rest of a batch comes at once, or not: the number of lease
 _ACK_TIMEOUT_S = 2.0
 _API_DEADLINE_S = 60.0
 _MALFORMED_DELAY_S = 3600
-_REFUSED_HINT = "if its queue is full, raise limits.task_bytes or start more generators"
 
 _log = structlog.get_logger()
 
@@ -129,9 +125,9 @@ class TaskQueue:
             task.to_bytes(),
             traceparent=traceparent,
             deadline_s=deadline_s,
-            waiting_for=f"task {task.task} to be queued",
-            full_hint=_REFUSED_HINT,
-            refused=lambda error: self._refused(task, error),
+            what=f"task {task.task} of job {self._scope.job}",
+            place="the task queue",
+            full_hint="raise limits.task_bytes or start more generators",
         )
 
     async def pull(self, num: int, timeout_s: float) -> list[Lease]:
@@ -160,11 +156,7 @@ class TaskQueue:
 
     async def pending_numbers(self) -> set[int]:
         """Return the numbers of all tasks that are queued or held."""
-        try:
-            subjects = await stream_subjects(self._broker, self._stream, self._scope.task("*"))
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
-        return numbers_of(subjects)
+        return numbers_of(await stream_subjects(self._broker, self._stream, self._scope.task("*")))
 
     async def close(self) -> None:
         """Hand back what arrived but was not pulled."""
@@ -222,19 +214,10 @@ class TaskQueue:
 
     async def _make_consumer(self) -> None:
         """Make the consumer, or, without the right to, see that the stream is there."""
-        try:
-            if self._broker.is_limited:
-                await stream_info(self._broker, self._stream)
-            else:
-                await ensure_task_consumer(
-                    self._broker, self._scope, self._ack_wait_s, self._max_leases
-                )
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
+        if self._broker.is_limited:
+            await stream_info(self._broker, self._stream)
+        else:
+            await ensure_task_consumer(
+                self._broker, self._scope, self._ack_wait_s, self._max_leases
+            )
         self._has_consumer = True
-
-    def _refused(self, task: Task, error: APIError) -> BrokerError:
-        return BrokerError(
-            f"task {task.task} of job {self._scope.job} was refused: {error.description}",
-            hint=_REFUSED_HINT,
-        )

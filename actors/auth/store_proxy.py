@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import structlog
 from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.client.connection import Broker, ConnectionLost, Listening
 from ...broker.client.faults import NO_STREAM
@@ -157,7 +156,7 @@ class StoreProxy:
             return True
         try:
             await stream_info(self._broker, stream)
-        except StreamNotFound:
+        except NotFoundError:
             headers = {"Status": _NOT_THERE, NO_STREAM: stream}
             await self._requests.publish(message.reply, b"", headers)
             return False

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import structlog
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ...broker.client.connection import Broker
 from ...broker.observe.recent import recent_values
 from ...schemas.job import JobRecord
 from ...schemas.secret import NOTIFY_URL
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import NotFoundError, TinkermqError
 from .jobs.secrets import SecretStore
 
 _SEND_S = 30.0
@@ -93,7 +92,7 @@ class Notifier:
     async def _look_at(self, record: JobRecord, plateau: Plateau) -> None:
         try:
             values = await recent_values(self._broker, record.scope)
-        except (StreamNotFound, TimeoutError):
+        except (NotFoundError, TimeoutError):
             return
         if plateau.take(values):
             text = f"has not improved {plateau.measure} since step {plateau.best_step}"

@@ -20,16 +20,15 @@ from typing import Any, TypeVar, cast
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
-from nats.js.errors import APIError
 
 from ...schemas.wire.errors import BrokerError, DeadlineError
-from ...schemas.wire.subjects import DEFAULT_USER
+from ...schemas.wire.subjects import DEFAULT_USER, stream_of
 from ..outages.availability import Availability
 from ..outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
 from . import faults
 from .addresses import server_urls
 from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
-from .faults import ConnectionLost, NoResponders, shown_url
+from .faults import ConnectionLost, NoResponders, Refused, shown_url
 from .listening import Callbacks, Listening, listen
 from .login import Login, find_login, tls_options
 from .replies import Replies, checked
@@ -60,8 +59,6 @@ class Broker:
         self.login = login
         self._door = StoreSubjects("", is_guest=False)
         self.nc = CarefulClient()
-        self.js = cast("Any", self.nc).jetstream(timeout=REQUEST_TIMEOUT_S)
-        """nats-py's own JetStream calls, for what this package does not wrap."""
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, on purpose or not."""
         self._closing = False
@@ -163,7 +160,11 @@ class Broker:
     async def listen(
         self, subject: str, take: Callable[[Msg], None], *, queue: str = ""
     ) -> Listening:
-        """Call `take` with each message on `subject`, also after reconnects."""
+        """Call `take` with each message on `subject`, also after reconnects.
+
+        Raises BrokerError once the connection is closed for good.
+        """
+        self.check_open()
         return await listen(self.nc, subject, take, queue=queue)
 
     async def request(
@@ -206,10 +207,17 @@ class Broker:
     async def api(self, verb: str, request: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Ask the JetStream API (`verb` is what follows `$JS.API.`) and return its answer.
 
-        Raises nats' APIError for a refusal, and what `request` raises.
+        Raises NotFoundError when the stream that `verb` names is not there, Refused, and what
+        `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
-        return checked(await self.request(self._door.api(verb), payload))
+        reply = await self.request(self._door.api(verb), payload)
+        try:
+            return checked(reply.data, f"$JS.API.{verb}")
+        except Refused as error:
+            if error.is_absent:
+                raise faults.missing(verb.split(".")[2]) from error
+            raise
 
     def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
         """Subject and payload of the request for the last message on `subject`."""
@@ -235,8 +243,8 @@ class Broker:
         """Do something idempotent again and again until the broker answers.
 
         Raises DeadlineError, which names `waiting_for`, when it has not by then (never while the
-        connection is patient), and NoResponders when nobody listens, although whoever reconnects
-        or is elected has had the time to.
+        connection is patient), and, when nobody listens although whoever reconnects or is elected
+        has had the time to, NotFoundError for a stream, else NoResponders.
         """
         return await persist(self, attempt, deadline_s, waiting_for)
 
@@ -251,7 +259,7 @@ class Broker:
     ) -> int:
         """Store what may be sent twice in its stream until it is confirmed; return its sequence.
 
-        Raises NotFoundError when no stream takes the subject, DeadlineError, nats' APIError.
+        Raises NotFoundError when no stream takes the subject, DeadlineError, Refused.
         """
         place = self._door.store(subject)
 
@@ -261,12 +269,12 @@ class Broker:
             except TimeoutError:
                 await look_for_stream(self, self._door, subject)
                 raise
-            return int(checked(reply)["seq"])
+            return int(checked(reply.data, f"a message on {subject}")["seq"])
 
         try:
             return await self.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
         except NoResponders as error:
-            raise faults.not_stored(subject) from error
+            raise faults.missing(stream_of(subject)) from error
 
     def late(self, waiting_for: str) -> DeadlineError:
         """Return the error of a wait that ran out; raises BrokerError once it is closed."""
@@ -375,7 +383,7 @@ async def connect(
         await broker.retry(
             lambda: broker.api("INFO"), deadline_s=deadline_s, waiting_for="JetStream"
         )
-    except (NoResponders, DeadlineError, APIError) as error:
+    except (NoResponders, DeadlineError, Refused) as error:
         await broker.close()
         raise faults.without_jetstream(url) from error
     except BaseException:

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import nats.errors
-from nats.js.errors import APIError, NoStreamResponseError
 
 from ...schemas.wire.errors import (
     BrokerError,
@@ -14,7 +14,7 @@ from ...schemas.wire.errors import (
     MessageError,
     NotFoundError,
 )
-from ...schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, stream_of
+from ...schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS
 from .addresses import split_servers
 
 TRANSIENT = (
@@ -22,23 +22,21 @@ TRANSIENT = (
     nats.errors.NoRespondersError,
     nats.errors.TimeoutError,
     nats.errors.ConnectionReconnectingError,
-    NoStreamResponseError,
 )
 """Errors of nats-py after which the same request may succeed."""
 _UNSETTLED = frozenset({10004, 10005, 10008, 10009, 10118, 10119})
 """What a cluster answers while it has no leader, or too few servers for a new stream."""
 _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """What a cluster without a quorum answers, and a server whose storage is all in use."""
-WRONG_SEQUENCE = frozenset({10071, 10164})
-"""What the server answers when something else was written meanwhile."""
-STORE_FAILED = 10077
-"""What it answers when a stream is full."""
+_WRONG_SEQUENCE = frozenset({10071, 10164})
+_STORE_FAILED = 10077
 _STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
 INVITED = "invited"
 """Who logs in with an invitation."""
 NO_STREAM = "Tmq-No-Stream"
 """Header by which the door says that a stream is not there."""
+_STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _FROM_A_CHECKPOINT = (
     "restore it from a back-up, or go on in a new run from a checkpoint: `tinkermq fork RUN@STEP`"
@@ -68,7 +66,46 @@ class ConnectionLost(BrokerError):
 
 
 class NoResponders(BrokerError):
-    """Nobody listens on the subject of a request."""
+    """Nobody listens on the subject of a request, or for the `stream` that it asks for."""
+
+    def __init__(self, message: str, *, hint: str = "", stream: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.stream = stream
+
+
+class Refused(BrokerError):
+    """JetStream refused a request."""
+
+    def __init__(self, error: Mapping[str, Any], what: str) -> None:
+        """Tell of `error`, an answer of JetStream's, that it was `what` which was refused."""
+        self.description = str(error.get("description", ""))
+        self.err_code = int(error.get("err_code", 0))
+        self.is_absent = error.get("code") == 404
+        """Whether what was asked for is not there."""
+        super().__init__(
+            f"{what} was refused: {self.description}",
+            hint="look at the stream with `nats stream info`",
+        )
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether something else was written meanwhile."""
+        return self.err_code in _WRONG_SEQUENCE
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the stream has no room."""
+        return self.err_code == _STORE_FAILED
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether a cluster refuses only until it has elected a leader, or a server is back."""
+        return self.err_code in _UNSETTLED
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether the broker stores nothing now, and will once servers or room are back."""
+        return self.err_code in _PASSING
 
 
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
@@ -82,9 +119,11 @@ def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
             f"nobody answers at {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",
         )
+    asked = _STREAM_ASKED.match(subject)
     return NoResponders(
         f"nobody listens on {subject}",
         hint="see whether the actor that answers there runs (`nats micro ls`)",
+        stream=asked[1] if asked else headers.get(NO_STREAM, ""),
     )
 
 
@@ -103,16 +142,6 @@ def check_url(url: str) -> None:
             hint="write nats://host:port, such as nats://127.0.0.1:4222; the servers of a cluster "
             "with commas: tls://a:4222,b:4222,c:4222",
         ) from error
-
-
-def is_unsettled(error: APIError) -> bool:
-    """Whether a cluster refuses only until it has elected a leader, or a server is back."""
-    return error.err_code in _UNSETTLED
-
-
-def is_passing(error: APIError) -> bool:
-    """Whether the broker stores nothing now, and will once servers or room are back."""
-    return error.err_code in _PASSING
 
 
 def denied_subject(error: Exception) -> tuple[str, str] | None:
@@ -143,11 +172,6 @@ def too_large(what: str, size: int, most: int) -> MessageError:
         hint="make it smaller (shorter or fewer trajectories, a smaller group_size), or "
         "raise max_payload in the configuration of nats-server",
     )
-
-
-def not_stored(subject: str) -> NotFoundError:
-    """Return the error of a message that no stream takes."""
-    return missing(stream_of(subject))
 
 
 def missing(stream: str) -> NotFoundError:

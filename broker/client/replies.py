@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from nats.aio.msg import Msg
-from nats.js.errors import APIError
 
 from ...schemas.wire.errors import BrokerError, BusyError, TinkermqError
 from ...schemas.wire.reply import ErrorReply
-from .faults import nobody_listens
+from .faults import Refused, nobody_listens
 
 ERROR_CODE = "Nats-Service-Error-Code"
 ERROR_TEXT = "Nats-Service-Error"
@@ -95,12 +94,12 @@ def _expire(future: asyncio.Future[Msg]) -> None:
         future.set_exception(TimeoutError())
 
 
-def checked(reply: Msg) -> dict[str, Any]:
-    """Return the JSON answer of JetStream, or raise its error as nats' APIError."""
-    answer = cast("dict[str, Any]", json.loads(reply.data))
-    if "error" in answer:
-        APIError.from_error(answer["error"])
-    return answer
+def checked(answer: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON answer of JetStream; raises Refused, with `what` it refuses."""
+    told = cast("dict[str, Any]", json.loads(answer))
+    if "error" in told:
+        raise Refused(told["error"], what)
+    return told
 
 
 def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, str]]:

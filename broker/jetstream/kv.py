@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import structlog
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as NatsNotFound
 
-from ...schemas.wire.errors import BrokerError, ConflictError, MessageError, NotFoundError
+from ...schemas.wire.errors import ConflictError, MessageError
 from ...schemas.wire.message import Message
-from ..client.connection import Broker, NoResponders
-from ..client.faults import WRONG_SEQUENCE, missing
+from ..client.connection import Broker
+from ..client.faults import Refused
 from .stored import StoredMessage, get_all, get_last, get_last_behind
 
 M = TypeVar("M", bound=Message)
@@ -194,12 +192,9 @@ class Bucket(Generic[M]):
         return await self._read(lambda: get_last_behind(broker, stream, subject, behind))
 
     async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        try:
-            return await self._broker.retry(
-                attempt, deadline_s=self._deadline_s, waiting_for=f"bucket {self.name}"
-            )
-        except (NoResponders, NatsNotFound) as error:
-            raise self._missing() from error
+        return await self._broker.retry(
+            attempt, deadline_s=self._deadline_s, waiting_for=f"bucket {self.name}"
+        )
 
     async def _swap(
         self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
@@ -215,14 +210,14 @@ class Bucket(Generic[M]):
                 deadline_s=self._deadline_s,
                 waiting_for=f"key {key} of bucket {self.name}",
             )
-        except NotFoundError as error:
-            raise self._missing() from error
-        except APIError as error:
+        except Refused as error:
             found = await self._last(key, behind=revision)
             if revision is not None and _written_by(found) == headers[WRITE_ID]:
                 assert found is not None
                 return found.seq  # an earlier attempt of ours was stored, and its answer was lost
-            raise self._lost_or_refused(key, error) from error
+            if error.is_overtaken:
+                raise self._conflict(key, "somebody else wrote it first") from error
+            raise
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -247,17 +242,6 @@ class Bucket(Generic[M]):
             f"key {key!r} of bucket {self.name} was not written: {why}",
             hint="read it again and decide anew",
         )
-
-    def _lost_or_refused(self, key: str, error: APIError) -> BrokerError | ConflictError:
-        if error.err_code in WRONG_SEQUENCE:
-            return self._conflict(key, "somebody else wrote it first")
-        return BrokerError(
-            f"key {key!r} of bucket {self.name} was refused: {error.description}",
-            hint="look at the bucket with `nats kv info`",
-        )
-
-    def _missing(self) -> NotFoundError:
-        return missing(self._stream)
 
 
 def _tell_once(bucket: str, key: str, error: str) -> None:

@@ -17,16 +17,14 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, TypeVar, cast
-
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as StreamNotFound
+from typing import TypeVar
 
 from ...schemas.wire.errors import BrokerError, NotFoundError
 from ..client.connection import Broker, NoResponders
-from ..client.faults import STORE_FAILED
+from ..client.faults import Refused
+from ..client.replies import checked
 from .bulk import BulkLink, Incoming
-from .stored import get_all, get_last, missing
+from .stored import get_all, get_last
 
 T = TypeVar("T")
 
@@ -80,10 +78,10 @@ class ObjectStore:
             return await self._put_chunks(attempts[-1], views)
 
         try:
-            num_bytes, num_chunks = await self._persist(
+            num_bytes, num_chunks = await self._broker.retry(
                 attempt, deadline_s=deadline_s, waiting_for=f"object {name} to be stored"
             )
-        except APIError as error:
+        except Refused as error:
             await self._purge_chunks(attempts[-1])
             raise self._refused(name, error) from error
         info = ObjectInfo(name, attempts[-1], num_bytes, num_chunks, await digesting)
@@ -101,7 +99,7 @@ class ObjectStore:
         subject = self._chunk_subject(info.nuid)
         reading = _Reading(self._stream, asking, subject, buffer, lag_s)
         if info.num_bytes:
-            await self._persist(
+            await self._broker.retry(
                 lambda: self._with_link(reading.run),
                 deadline_s=deadline_s,
                 waiting_for=f"object {info.name} to be read",
@@ -137,8 +135,11 @@ class ObjectStore:
 
     async def _put_chunks(self, nuid: str, views: Sequence[memoryview]) -> tuple[int, int]:
         """Publish all chunks with a bounded number unconfirmed; return bytes and chunks."""
-        subject, chunk_bytes = self._chunk_subject(nuid), self._chunk_bytes
-        return await self._with_link(lambda link: _send(link, subject, views, chunk_bytes))
+        chunks, subject = chunks_of(views, self._chunk_bytes), self._chunk_subject(nuid)
+        window = max(2, PUT_WINDOW_BYTES // self._chunk_bytes)
+        return await self._with_link(
+            lambda link: _send(link, self._stream, subject, chunks, window)
+        )
 
     async def _with_link(self, work: Callable[[BulkLink], T]) -> T:
         """Run `work` in a thread with a connection of its own."""
@@ -174,7 +175,7 @@ class ObjectStore:
                 deadline_s=_API_DEADLINE_S,
                 waiting_for=f"the entry of object {info.name}",
             )
-        except APIError as error:
+        except Refused as error:
             raise self._refused(info.name, error) from error
         if old is not None and old.nuid != info.nuid:
             await self._purge_chunks(old.nuid)
@@ -188,17 +189,9 @@ class ObjectStore:
         )
 
     async def _retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        return await self._persist(
+        return await self._broker.retry(
             attempt, deadline_s=_API_DEADLINE_S, waiting_for=f"bucket {self._bucket}"
         )
-
-    async def _persist(
-        self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
-    ) -> T:
-        try:
-            return await self._broker.retry(attempt, deadline_s=deadline_s, waiting_for=waiting_for)
-        except (NoResponders, StreamNotFound) as error:
-            raise missing(self._stream) from error
 
     def _chunk_subject(self, nuid: str) -> str:
         return f"$O.{self._bucket}.C.{nuid}"
@@ -206,9 +199,9 @@ class ObjectStore:
     def _info_subject(self, name: str) -> str:
         return f"$O.{self._bucket}.M.{base64.urlsafe_b64encode(name.encode()).decode()}"
 
-    def _refused(self, name: str, error: APIError) -> BrokerError:
+    def _refused(self, name: str, error: Refused) -> BrokerError:
         hint = "look at the bucket with `nats object info`"
-        if error.err_code == STORE_FAILED:
+        if error.is_full:
             hint = "its bucket is full: old versions are not removed, or the bound is too small"
         return BrokerError(f"object {name} was refused: {error.description}", hint=hint)
 
@@ -265,7 +258,7 @@ class _Reading:
     def _check_end(self, message: Incoming) -> None:
         """Read the server's word at the end of a window."""
         if message.status == "503":
-            raise NoResponders(f"there is no stream {self._stream}")
+            raise NoResponders("nobody answers a read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
         if message.status != _END_OF_BATCH or (not complete and pending == 0):
@@ -280,32 +273,29 @@ class _Reading:
 
 
 def _send(
-    link: BulkLink, subject: str, views: Sequence[memoryview], chunk_bytes: int
+    link: BulkLink, stream: str, subject: str, chunks: Iterator[memoryview], window: int
 ) -> tuple[int, int]:
-    """Publish chunks with a bounded number unconfirmed; return bytes and chunks."""
-    window = max(2, PUT_WINDOW_BYTES // chunk_bytes)
+    """Publish chunks with at most `window` of them unconfirmed; return bytes and chunks."""
     num_bytes = num_chunks = num_confirmed = 0
-    for chunk in chunks_of(views, chunk_bytes):
+    for chunk in chunks:
         if num_chunks - num_confirmed == window:
-            _confirm(link)
+            _confirm(link, stream)
             num_confirmed += 1
         link.publish(subject, chunk, f"{link.inbox}.{num_chunks}")
         num_bytes += len(chunk)
         num_chunks += 1
     for _ in range(num_chunks - num_confirmed):
-        _confirm(link)
+        _confirm(link, stream)
     return num_bytes, num_chunks
 
 
-def _confirm(link: BulkLink) -> None:
-    """Read one confirmation; raise nats' APIError for a refusal."""
+def _confirm(link: BulkLink, stream: str) -> None:
+    """Read one confirmation; raises NoResponders, Refused."""
     message = link.next()
     payload = link.read(message.num_bytes)
     if message.status == "503":
-        raise NoResponders("there is no such bucket")
-    answer = cast("dict[str, Any]", json.loads(payload))
-    if "error" in answer:
-        APIError.from_error(answer["error"])
+        raise NoResponders("nobody stores a chunk", stream=stream)
+    checked(payload, "a chunk")
 
 
 def chunks_of(views: Sequence[memoryview], chunk_bytes: int) -> Iterator[memoryview]:

@@ -13,10 +13,9 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError as NatsNotFound
 
-from ..client.connection import Broker, Listening, NoResponders
-from .stored import Batch, BatchInbox, StoredMessage, missing
+from ..client.connection import Broker, Listening
+from .stored import Batch, BatchInbox, StoredMessage
 from .streams import stream_info
 
 FIRST_PAUSE_S = 0.005
@@ -59,13 +58,9 @@ class StreamReader:
         """
         if not self._listening:
             self._listening = [await self._broker.listen(s, self._hear) for s in self._signs]
-        if self._next_seq is not None:
-            return
-        try:
+        if self._next_seq is None:
             state = (await stream_info(self._broker, self._stream))["state"]
-        except NatsNotFound as error:
-            raise missing(self._stream) from error
-        self._next_seq = int(state["last_seq"]) + 1
+            self._next_seq = int(state["last_seq"]) + 1
 
     async def messages(self) -> AsyncGenerator[StoredMessage, None]:
         """Iterate for ever; leave the loop through `aclose`.
@@ -102,14 +97,11 @@ class StreamReader:
         """Return the next messages, and whether there may be more."""
         seq = max(self._next_seq or 1, 1)
         subject = self._subjects[0] if len(self._subjects) == 1 else _EVERYTHING
-        try:
-            return await self._broker.retry(
-                lambda: self._inbox.get(self._stream, seq, subject),
-                deadline_s=_DEADLINE_S,
-                waiting_for=f"stream {self._stream}",
-            )
-        except NoResponders as error:
-            raise missing(self._stream) from error
+        return await self._broker.retry(
+            lambda: self._inbox.get(self._stream, seq, subject),
+            deadline_s=_DEADLINE_S,
+            waiting_for=f"stream {self._stream}",
+        )
 
     def _is_wanted(self, message: StoredMessage) -> bool:
         return len(self._subjects) == 1 or message.subject in self._subjects

@@ -11,26 +11,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from nats.aio.msg import Msg
-from nats.js.errors import NotFoundError as NatsNotFound
 
 from ...schemas.wire.errors import BrokerError, DeniedError
 from ..client.connection import Broker, ConnectionLost, Listening, NoResponders
-from ..client.faults import missing, nobody_listens
+from ..client.faults import Refused, nobody_listens
 from ..client.replies import checked
-
-__all__ = [
-    "Batch",
-    "BatchInbox",
-    "StoredMessage",
-    "get_all",
-    "get_batch",
-    "get_last",
-    "get_last_behind",
-    "get_newest",
-    "get_seq",
-    "missing",
-    "stored_message",
-]
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
@@ -60,7 +45,7 @@ Batch: TypeAlias = tuple[list[StoredMessage], bool]
 async def get_last(broker: Broker, stream: str, subject: str) -> StoredMessage | None:
     """Return the last message on `subject`, or None; a single attempt."""
     place, request = broker.last_get(stream, subject)
-    return stored_message(await broker.request(place, request))
+    return stored_message(await broker.request(place, request), stream)
 
 
 async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessage | None:
@@ -71,7 +56,7 @@ async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessag
     api = f"$JS.API.STREAM.MSG.GET.{stream}"
     place = api if broker.is_clustered else broker.direct_get(stream)
     request = json.dumps({"last_by_subj": subjects}).encode()
-    return stored_message(await broker.request(place, request))
+    return stored_message(await broker.request(place, request), stream)
 
 
 async def get_last_behind(
@@ -93,14 +78,14 @@ async def get_last_behind(
 async def get_seq(broker: Broker, stream: str, seq: int) -> StoredMessage | None:
     """Return the message at `seq`, or None if there is none (any more); a single attempt."""
     request = json.dumps({"seq": seq}).encode()
-    return stored_message(await broker.request(broker.direct_get(stream), request))
+    return stored_message(await broker.request(broker.direct_get(stream), request), stream)
 
 
-def stored_message(reply: Msg) -> StoredMessage | None:
+def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
     """Turn the reply to a get, from a replica or the leader, into a message; None for none."""
     headers = reply.headers or {}
     if not headers:
-        return _of_leader(reply)
+        return _of_leader(reply, stream)
     subject = headers.get("Nats-Subject")
     if subject is not None:
         return StoredMessage(subject, int(headers["Nats-Sequence"]), reply.data, headers)
@@ -112,14 +97,16 @@ def stored_message(reply: Msg) -> StoredMessage | None:
     )
 
 
-def _of_leader(reply: Msg) -> StoredMessage | None:
+def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
     """Read the leader's answer: JSON, with the message inside."""
     try:
-        message = checked(reply)["message"]
-    except NatsNotFound as error:
+        message = checked(reply.data, f"a read of {stream}")["message"]
+    except Refused as error:
         if error.err_code == _NO_MESSAGE:
             return None
-        raise NoResponders("there is no such stream") from error
+        if error.is_absent:
+            raise NoResponders("nobody answers a read", stream=stream) from error
+        raise
     lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
     pairs = (line.split(":", 1) for line in lines if ":" in line)
     headers = {name.strip(): value.strip() for name, value in pairs}
@@ -220,7 +207,7 @@ class BatchInbox:
                 raise nobody_listens(self._broker.direct_get(stream), headers)
             if status == _END_OF_BATCH:
                 return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
-            message = stored_message(reply)
+            message = stored_message(reply, stream)
             if message is None:
                 return messages, False
             messages.append(message)

@@ -11,12 +11,15 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ...schemas.config.job import LimitsConfig
 from ...schemas.wire.codec import MAX_MESSAGE_BYTES
-from ...schemas.wire.errors import BrokerError, DeadlineError, MessageError, StateError
+from ...schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    StateError,
+)
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
@@ -30,6 +33,7 @@ from ...schemas.wire.subjects import (
     number_of,
 )
 from ..client.connection import Broker, ConnectionLost, NoResponders
+from ..client.faults import Refused
 
 PRESENCE_TTL_S = 10
 REQUEST_TTL_S = 24 * 3600
@@ -106,13 +110,8 @@ async def settle_job_streams(broker: Broker, scope: JobScope) -> int:
             if bound < info["config"]["max_bytes"]:
                 change = {"max_bytes": bound}
                 await _ask(broker, f"STREAM.UPDATE.{name}", info["config"] | change)
-        except StreamNotFound:  # the job never started, or somebody has removed it just now
+        except NotFoundError:  # the job never started, or somebody has removed it just now
             continue
-        except APIError as error:
-            raise BrokerError(
-                f"the server does not change the bounds of {name}: {error.description}",
-                hint=f"look at it with `nats stream info {name}`",
-            ) from error
     return stored
 
 
@@ -121,7 +120,7 @@ async def ensure_task_consumer(
 ) -> None:
     """Make the consumer from which generators pull tasks, or change it to this configuration.
 
-    Raises nats' NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
+    Raises NotFoundError when the job's streams are gone, BrokerError, DeadlineError.
     """
     config = {
         "durable_name": TASK_CONSUMER,
@@ -136,15 +135,7 @@ async def ensure_task_consumer(
     }
     stream = scope.stream_task
     verb = f"CONSUMER.CREATE.{stream}.{TASK_CONSUMER}.{scope.task('*')}"
-    try:
-        await _ask(broker, verb, {"stream_name": stream, "config": config})
-    except StreamNotFound:
-        raise
-    except APIError as error:
-        raise BrokerError(
-            f"the server refuses the consumer of {stream}: {error.description}",
-            hint="look at it with `nats consumer info`",
-        ) from error
+    await _ask(broker, verb, {"stream_name": stream, "config": config})
 
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
@@ -182,7 +173,7 @@ async def _refuse_without_records(broker: Broker) -> None:
     """
     try:
         await stream_info(broker, f"KV_{BUCKET_JOBS}")
-    except StreamNotFound:
+    except NotFoundError:
         answer = await _ask(broker, "STREAM.NAMES", {"subject": JobScope.all_batches()})
         if names := answer.get("streams"):
             raise StateError(
@@ -330,27 +321,25 @@ async def ensure_stream(broker: Broker, config: StreamConfig) -> None:
     name = config["name"]
     try:
         await _ask(broker, f"STREAM.CREATE.{name}", config)
-    except APIError as error:
+    except Refused as error:
         if error.err_code != _NAME_IN_USE:
             raise _refused(name, config, error) from error
         try:
             present = await stream_info(broker, name)
             replicas = max(config["num_replicas"], int(present["config"]["num_replicas"]))
             await _ask(broker, f"STREAM.UPDATE.{name}", {**config, "num_replicas": replicas})
-        except APIError as update_error:
+        except Refused as update_error:
             raise _refused(name, config, update_error) from update_error
 
 
 async def delete_stream(broker: Broker, name: str) -> None:
     """Delete a stream with all that it holds; harmless when it is gone."""
-    try:
+    with contextlib.suppress(NotFoundError):
         await _ask(broker, f"STREAM.DELETE.{name}", None)
-    except StreamNotFound:
-        return
 
 
 async def stream_info(broker: Broker, name: str) -> dict[str, Any]:
-    """Return what the server says of a stream; raises nats' NotFoundError when it is gone."""
+    """Return what the server says of a stream; raises NotFoundError when it is gone."""
     return await _ask(broker, f"STREAM.INFO.{name}", None)
 
 
@@ -381,7 +370,7 @@ async def _ask(broker: Broker, verb: str, request: StreamConfig | None) -> dict[
     )
 
 
-def _refused(name: str, config: StreamConfig, error: APIError) -> BrokerError:
+def _refused(name: str, config: StreamConfig, error: Refused) -> BrokerError:
     hint = "look at it with `nats stream info`"
     if error.err_code in _NO_SPACE:
         hint = (

@@ -18,7 +18,7 @@ RECENT_ENTRIES = 40
 async def recent_values(broker: Broker, scope: JobScope) -> dict[str, float]:
     """Return the newest value of each metric among the last entries of a run's feed.
 
-    Raises nats' NotFoundError when the run's streams are gone.
+    Raises NotFoundError when the run's streams are gone.
     """
     state = (await stream_info(broker, scope.stream_feed))["state"]
     first = max(int(state["first_seq"]), int(state["last_seq"]) - RECENT_ENTRIES, 1)

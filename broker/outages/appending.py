@@ -1,14 +1,11 @@
 """Appends a message under a subject that must have none, however long its stream is full."""
 
 import asyncio
-from collections.abc import Callable
-
-from nats.js.errors import APIError
 
 from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.trace import TRACEPARENT
 from ..client.connection import Broker
-from ..client.faults import STORE_FAILED, WRONG_SEQUENCE
+from ..client.faults import Refused
 from .availability import Unanswered
 
 _FULL_PAUSE_S = 0.2
@@ -21,15 +18,16 @@ async def append_once(
     *,
     traceparent: str,
     deadline_s: float,
-    waiting_for: str,
+    what: str,
+    place: str,
     full_hint: str,
-    refused: Callable[[APIError], BrokerError],
 ) -> bool:
-    """Append a message; return False if its subject has one already.
+    """Append `what` to its `place`; return False if its subject has a message already.
 
     Waits while the stream is full, on a patient connection for as long as it is, and says so with
-    `full_hint`. Raises DeadlineError, what `refused` makes of the server's refusal, NoResponders.
+    `full_hint`. Raises BrokerError when it stays full, DeadlineError, NotFoundError.
     """
+    waiting_for = f"{what} to be stored in {place}"
     headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
     if traceparent:
         headers[TRACEPARENT] = traceparent
@@ -45,16 +43,20 @@ async def append_once(
                     waiting_for=waiting_for,
                 )
                 return True
-            except APIError as error:
+            except Refused as error:
                 if _is_there(error):
                     return False
-                late = not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S
-                if error.err_code != STORE_FAILED or late:
-                    raise refused(error) from error
-                unanswered.note(full_hint)
+                if not error.is_full:
+                    raise
+                if not broker.is_patient and broker.clock() > deadline - _FULL_PAUSE_S:
+                    raise BrokerError(
+                        f"{what} waited {deadline_s:g} s for room in {place}: {error.description}",
+                        hint=full_hint,
+                    ) from error
+                unanswered.note(f"it is full ({full_hint})")
             await asyncio.sleep(_FULL_PAUSE_S)
 
 
-def _is_there(error: APIError) -> bool:
+def _is_there(error: Refused) -> bool:
     # one message per subject is refused by the code of a full stream: only the words differ
-    return error.err_code in WRONG_SEQUENCE or "per subject" in (error.description or "")
+    return error.is_overtaken or "per subject" in error.description

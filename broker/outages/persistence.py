@@ -4,13 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.subjects import stream_of
 from ..client import faults
-from ..client.faults import ConnectionLost, NoResponders
+from ..client.faults import ConnectionLost, NoResponders, Refused, missing
 from ..client.replies import checked
 from .availability import Unanswered
 
@@ -36,17 +33,19 @@ async def persist(
             await broker.wait_connected(deadline, waiting_for=waiting_for)
             try:
                 return await attempt()
-            except NoResponders:
+            except NoResponders as error:
                 missed = min(missed, broker.clock())
                 if not _is_absent(broker, missed, deadline):
                     await asyncio.sleep(RETRY_PAUSE_S)
                     continue
                 if not broker.is_patient or await _has_jetstream(broker):
+                    if error.stream:
+                        raise missing(error.stream) from error
                     raise
                 unanswered.note("its JetStream is off")
-            except APIError as error:
-                waits = broker.is_patient and faults.is_passing(error)
-                if not waits and (not faults.is_unsettled(error) or _is_over(broker, deadline)):
+            except Refused as error:
+                waits = broker.is_patient and error.is_passing
+                if not waits and (not error.is_unsettled or _is_over(broker, deadline)):
                     raise
                 unanswered.note(f"{error.description}: is the storage of nats-server full?")
             except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
@@ -73,12 +72,12 @@ async def look_for_stream(broker: "Broker", door: "StoreSubjects", subject: str)
             await broker.request(f"{door.direct_get(stream)}.{subject}", timeout_s=_LOOK_S)
         else:
             place = door.api(f"STREAM.INFO.{stream}")
-            checked(await broker.request(place, timeout_s=_LOOK_S))
+            checked((await broker.request(place, timeout_s=_LOOK_S)).data, place)
     except NoResponders:
         raise
-    except StreamNotFound as error:
-        raise NoResponders(f"no stream stores {subject}") from error
-    except (APIError, BrokerError, TimeoutError):
+    except (BrokerError, TimeoutError) as error:
+        if isinstance(error, Refused) and error.is_absent:
+            raise NoResponders(f"no stream stores {subject}") from error
         return  # the broker is slow, or away: the same is asked again
 
 
@@ -100,6 +99,6 @@ async def _has_jetstream(broker: "Broker") -> bool:
         await broker.api("INFO")
     except NoResponders:
         return False
-    except (APIError, BrokerError, TimeoutError):
+    except (BrokerError, TimeoutError):
         return True
     return True

@@ -43,14 +43,14 @@ async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
     door = StoreSubjects("", is_guest=False)
     replica, leader = (door.last_get(stream, key, of_leader=one) for one in (False, True))
     assert replica[0] != leader[0]
-    found = [stored_message(await broker.request(*asked)) for asked in (replica, leader)]
+    found = [stored_message(await broker.request(*asked), stream) for asked in (replica, leader)]
     assert found[0] is not None
     assert found[1] is not None
     assert found[0].payload == found[1].payload
     assert found[0].seq == found[1].seq
     assert WRITE_ID in found[1].headers
     nothing = door.last_get(stream, f"{key}.not", of_leader=True)
-    assert stored_message(await broker.request(*nothing)) is None
+    assert stored_message(await broker.request(*nothing), stream) is None
 
 
 async def test_an_update_from_an_old_revision_loses(bucket: Bucket[RequestRecord]) -> None:

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nats.js.errors import NotFoundError as StreamNotFound
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jetstream.streams import create_job_streams, delete_job_streams, stream_info
 from tinkermq.broker.segments import Fenced, SegmentWriter, purge_segments, unbroken
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.segment import Segment
+from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 
@@ -157,5 +157,5 @@ async def _let_holders_come_and_wake(
 async def test_a_job_that_does_not_ask_for_it_has_no_stream(
     broker: Broker, scope: JobScope
 ) -> None:
-    with pytest.raises(StreamNotFound):
+    with pytest.raises(NotFoundError):
         await stream_info(broker, scope.stream_segment)

@@ -72,7 +72,7 @@ async def test_a_damaged_archive_is_refused_and_leaves_no_stream(
     async with await connect(other_server.url, name="test") as other:
         with pytest.raises(BrokerError):
             await restore_all(other, tmp_path / "backup")
-        with pytest.raises(Exception, match="stream not found"):
+        with pytest.raises(Exception, match="there is no stream"):
             await stream_info(other, scope.stream_batch)
 
 

@@ -67,11 +67,11 @@ async def test_the_consumer_of_tasks_is_seen_with_its_description(
 async def test_the_stock_clients_of_keys_and_objects_open_our_buckets(
     broker: Broker, scope: JobScope
 ) -> None:
-    kv = await broker.js.key_value(BUCKET_JOBS)
+    kv = await broker.nc.jetstream().key_value(BUCKET_JOBS)
     await kv.put("seen.by.the.tools", b"yes")
     assert (await kv.get("seen.by.the.tools")).value == b"yes"
     await kv.purge("seen.by.the.tools")
-    objects = await broker.js.object_store(scope.object_weights)
+    objects = await broker.nc.jetstream().object_store(scope.object_weights)
     await objects.put("thing", b"some bytes")
     assert (await objects.get("thing")).data == b"some bytes"
 

@@ -279,7 +279,7 @@ async def test_the_stock_object_store_reads_what_was_published(
 ) -> None:
     tensors = _tensors(0, num_values=50_000)
     manifest = await WeightStore(broker, scope, chunk_bytes=1 << 16).publish(0, tensors)
-    objects = await broker.js.object_store(scope.object_weights)
+    objects = await broker.nc.jetstream().object_store(scope.object_weights)
     stored = await objects.get(manifest.location)
     assert stored.data == b"".join(tensor.data for tensor in tensors.values())
 

@@ -11,7 +11,6 @@ from contextlib import aclosing
 from typing import Any
 
 import structlog
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.kv import Bucket
@@ -19,7 +18,7 @@ from ....broker.jetstream.reader import StreamReader
 from ....broker.jetstream.stored import StoredMessage, get_batch, get_last, stored_message
 from ....broker.jetstream.streams import stream_info
 from ....schemas.metric import EvalRecord, Metric
-from ....schemas.wire.errors import MessageError, TinkermqError
+from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
 from .curves import Curves
 
@@ -68,7 +67,7 @@ class History:
     async def _catch_up(self, broker: Broker) -> None:
         try:
             state = (await stream_info(broker, self._scope.stream_feed))["state"]
-        except StreamNotFound:
+        except NotFoundError:
             return  # the job's streams were removed
         first, last = int(state["first_seq"]), int(state["last_seq"])
         start = max(self._next_seq, first)
@@ -137,10 +136,11 @@ class History:
         stride = max(1, (last - first) // SAMPLES)
 
         async def one(seq: int) -> StoredMessage | None:
+            stream = self._scope.stream_feed
             request = f'{{"seq":{seq},"next_by_subj":"{self._scope.metric}"}}'.encode()
             async with free:
-                reply = await broker.request(broker.direct_get(self._scope.stream_feed), request)
-            return stored_message(reply)
+                reply = await broker.request(broker.direct_get(stream), request)
+            return stored_message(reply, stream)
 
         found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
         curves = Curves()

@@ -10,8 +10,6 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from nats.errors import Error as NatsError
-from nats.js.errors import NotFoundError as StreamNotFound
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.requests import Request
 
@@ -105,11 +103,11 @@ class _Updates:
                     told = _told(stored, scope)
                     if told is not None:
                         await self._put(told[0], told[1], stored.seq)
-        except (NotFoundError, StreamNotFound):
+        except NotFoundError:
             return self._record.has_streams or self._record.state in FINAL_STATES
         except MessageError:
             return True
-        except (TinkermqError, NatsError):  # the connection is gone: the browser comes again
+        except TinkermqError:  # the connection is gone: the browser comes again
             await self._queue.put(None)
         return True
 

@@ -3,15 +3,13 @@
 import re
 from typing import Any, TypeVar
 
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ....broker.client.connection import Broker
 from ....broker.jetstream.stored import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import JobRecord
 from ....schemas.log_line import readable
 from ....schemas.metric import Event, LogLines
-from ....schemas.wire.errors import MessageError
+from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope
 
@@ -79,7 +77,7 @@ async def _tail(broker: Broker, stream: str, subject: str, limit: int) -> list[S
     """Return the last messages on a subject, by looking at ever more of the stream's end."""
     try:
         state = (await stream_info(broker, stream))["state"]
-    except StreamNotFound:
+    except NotFoundError:
         return []
     first, last = max(int(state["first_seq"]), 1), int(state["last_seq"])
     found: list[StoredMessage] = []

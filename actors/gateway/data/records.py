@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ....broker.client.connection import Broker
 from ....broker.observe.recent import recent_values, run_row
 from ....schemas.job import FINAL_STATES, JobRecord
@@ -124,7 +122,7 @@ class Figures:
             return {}
         try:
             values = await recent_values(broker, record.scope)
-        except (StreamNotFound, TinkermqError, TimeoutError):
+        except (TinkermqError, TimeoutError):
             values = {}
         age_s = FIGURES_AGE_S if record.state not in FINAL_STATES else float("inf")
         self._kept[key] = (time.monotonic() + age_s, values)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ....broker.client.connection import Broker, NoResponders
 from ....broker.jetstream.stored import get_batch
 from ....broker.jetstream.streams import stream_info
@@ -107,7 +105,7 @@ async def _recent_steps(broker: Broker, scope: JobScope) -> dict[int, int]:
     """Return the step that trained each of the log's newest entries."""
     try:
         last = int((await stream_info(broker, scope.stream_batch))["state"]["last_seq"])
-    except StreamNotFound:
+    except NotFoundError:
         return {}
     records = await _batch_records(broker, scope, max(1, last - _BATCH_WINDOW))
     return {seq: record.step for record in records for seq in record.seqs}

@@ -7,7 +7,6 @@ import json
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from nats.js.errors import NotFoundError as StreamNotFound
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
@@ -17,7 +16,7 @@ from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
 from ....broker.scheduler_calls import new_request_id
 from ....schemas.job import JobRecord
-from ....schemas.wire.errors import MessageError, TinkermqError
+from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ..data import checkpoints, logs
 from ..data.curves import CHARTS
 from ..data.overview import glance
@@ -195,7 +194,7 @@ async def _last_seq(broker: Broker, stream: str) -> int:
     """Return where live updates begin: what is stored later is not on the page yet."""
     try:
         return int((await stream_info(broker, stream))["state"]["last_seq"])
-    except StreamNotFound:  # the job's streams were removed: there is nothing to follow
+    except NotFoundError:  # the job's streams were removed: there is nothing to follow
         return 0
 
 

@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Iterable
 
 import structlog
-from nats.js.errors import APIError
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ....broker.client.connection import Broker
 from ....broker.jetstream.streams import settle_job_streams, stream_info
@@ -22,7 +20,7 @@ from ....schemas.wire.errors import NotFoundError, TinkermqError
 from .versions import last_version
 
 _TELL_S = 10.0
-_LATER = (TinkermqError, TimeoutError, APIError)
+_LATER = (TinkermqError, TimeoutError)
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -71,5 +69,5 @@ class MoveEvents:
         with contextlib.suppress(*_LATER):
             try:
                 await stream_info(self._broker, record.scope.stream_feed)
-            except StreamNotFound:
+            except NotFoundError:
                 await self._jobs.told(record)

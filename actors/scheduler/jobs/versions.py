@@ -5,8 +5,6 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from nats.js.errors import NotFoundError as StreamNotFound
-
 from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore
 from ....broker.observe.recent import recent_values
@@ -54,6 +52,6 @@ async def last_version(broker: Broker, record: JobRecord) -> int:
         return record.version
     try:
         values = await recent_values(broker, record.scope)
-    except (StreamNotFound, TimeoutError):
+    except (NotFoundError, TimeoutError):
         return record.version
     return max(record.version, int(values.get("step", 0)))

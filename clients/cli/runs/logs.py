@@ -6,7 +6,6 @@ from contextlib import aclosing
 from typing import Annotated
 
 from cyclopts import Parameter
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ....broker.feed import follow
 from ....broker.jetstream.streams import stream_info
@@ -96,7 +95,7 @@ async def _num_stored(pool: Pool, scope: JobScope) -> int | None:
     """Return how many batches of lines are stored, None while there is no stream for them."""
     try:
         return int((await stream_info(pool.broker, scope.stream_log))["state"]["messages"])
-    except StreamNotFound:
+    except NotFoundError:
         return None
 
 

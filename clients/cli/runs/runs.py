@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from nats.js.errors import NotFoundError as StreamNotFound
 
 from ....broker.learner_calls import write_checkpoint
 from ....broker.observe.recent import recent_values, run_row
@@ -15,7 +14,7 @@ from ....broker.presence import list_presences
 from ....schemas.config.load_config import apply_override
 from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.metric import Presence
-from ....schemas.wire.errors import BrokerError, ConfigError
+from ....schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 from ...pool import Pool, new_request_id
 from ...progress import RunProgress
 from ...secrets import secrets_for
@@ -131,7 +130,7 @@ async def _row(pool: Pool, record: JobRecord) -> dict[str, Any]:
     values: dict[str, float] = {}
     actors: list[Presence] = []
     if record.user == pool.broker.user:
-        with contextlib.suppress(StreamNotFound):  # its streams were removed
+        with contextlib.suppress(NotFoundError):  # its streams were removed
             values = await recent_values(pool.broker, record.scope)
         if record.state not in FINAL_STATES:
             actors = [one.value for one in await list_presences(pool.broker, record.scope.key)]
