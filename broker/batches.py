@@ -11,7 +11,7 @@ from ..schemas.wire.errors import FencedError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .client.faults import Refused
-from .jetstream.kv import WRITE_ID
+from .client.headers import EXPECTED_SEQ, WRITE_ID
 from .jetstream.stored import StoredMessage, get_all, get_last_behind
 from .jetstream.streams import stream_info
 
@@ -34,7 +34,7 @@ class BatchLog:
         NotFoundError when the job is gone.
         """
         headers = {
-            "Nats-Expected-Last-Subject-Sequence": str(expected_last_seq),
+            EXPECTED_SEQ: str(expected_last_seq),
             WRITE_ID: uuid.uuid4().hex,
         }
         try:

@@ -19,6 +19,7 @@ from ..schemas.wire.message import Message
 from ..schemas.wire.subjects import JobScope
 from ..schemas.wire.trace import StepTrace
 from .client.connection import Broker
+from .client.headers import MESSAGE_ID
 from .jetstream.reader import StreamReader
 from .jetstream.stored import StoredMessage, get_all
 from .jetstream.streams import stream_info
@@ -70,7 +71,7 @@ async def _publish(broker: Broker, subject: str, message: Message, message_id: s
     await broker.append(
         subject,
         message.to_bytes(),
-        headers={"Nats-Msg-Id": message_id or uuid.uuid4().hex},
+        headers={MESSAGE_ID: message_id or uuid.uuid4().hex},
         deadline_s=PUBLISH_DEADLINE_S,
         waiting_for=f"a message on {subject} to be stored",
     )

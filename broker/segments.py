@@ -20,11 +20,11 @@ from ..schemas.wire.errors import MessageError, TinkermqError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .client.faults import Refused
+from .client.headers import EXPECTED_SEQ
 from .jetstream.stored import StoredMessage, get_all, get_last_behind
 
 APPEND_DEADLINE_S = 60.0
 _PAUSE_S = 0.02
-_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
 
 _log = structlog.get_logger()
 
@@ -99,7 +99,7 @@ class SegmentWriter:
                 self._last_seq = await self._broker.append(
                     self._subject,
                     payload,
-                    headers={_EXPECTED: str(self._last_seq)},
+                    headers={EXPECTED_SEQ: str(self._last_seq)},
                     deadline_s=APPEND_DEADLINE_S,
                     waiting_for=self._waiting_for,
                 )

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from nats.aio.msg import Msg
-
 from ..schemas.wire.errors import BrokerError, NotFoundError, StateError, StorageError
 from ..schemas.wire.subjects import BUCKET_ACTORS, BUCKET_LEASES, BUCKET_NODES
-from .client.connection import Broker, ConnectionLost
+from .client.connection import Broker, ConnectionLost, Msg
+from .client.headers import DESCRIPTION, END_OF_BATCH, header, status_of
+from .client.inbox import Inbox
 from .jetstream.streams import delete_stream, num_replicas, stream_info
 
 MANIFEST = "backup.json"
@@ -145,37 +145,29 @@ async def _stream_names(broker: Broker) -> list[str]:
 
 
 async def _save(broker: Broker, name: str, folder: Path) -> Saved:
-    chunks: asyncio.Queue[Msg | None] = asyncio.Queue()
-    inbox = broker.nc.new_inbox()
-    listening = await broker.listen(inbox, chunks.put_nowait)
-    remove = broker.on_disconnect(lambda: chunks.put_nowait(None))
+    inbox = Inbox(broker)
     try:
-        request = {"deliver_subject": inbox, "chunk_size": CHUNK_BYTES}
+        request = {"deliver_subject": await inbox.new_subject(), "chunk_size": CHUNK_BYTES}
         answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
         with (folder / f"{name}.snapshot").open("wb") as file:
-            while (chunk := await _next(chunks, name)).data != _END:
+            while (chunk := await _next(inbox, name)).data != _END:
                 await asyncio.to_thread(file.write, chunk.data)
                 if chunk.reply:
                     await broker.publish(chunk.reply)
         if error := _error_in(chunk):
             raise BrokerError(f"the snapshot of {name} broke off: {error}", hint="try again")
     finally:
-        remove()
-        await listening.stop()
+        await inbox.close()
     told = {"config": answer["config"], "state": answer["state"]}
     (folder / f"{name}.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
     return _saved(name, answer["state"])
 
 
-async def _next(chunks: "asyncio.Queue[Msg | None]", name: str) -> Msg:
+async def _next(inbox: Inbox, name: str) -> Msg:
     try:
-        async with asyncio.timeout(_SILENCE_S):
-            chunk = await chunks.get()
-    except TimeoutError:
-        chunk = None
-    if chunk is None:
-        raise ConnectionLost(f"the snapshot of {name} broke off", hint="try again")
-    return chunk
+        return await inbox.next(_SILENCE_S)
+    except (ConnectionLost, TimeoutError):
+        raise ConnectionLost(f"the snapshot of {name} broke off", hint="try again") from None
 
 
 async def _restore(broker: Broker, name: str, folder: Path) -> Saved:
@@ -209,9 +201,9 @@ def _chunks_of(file: IO[bytes]) -> Iterator[bytes]:
 
 def _error_in(message: Msg) -> str:
     """Return what the server says went wrong, in whichever of its ways."""
-    status = (message.headers or {}).get("Status", "")
-    if status and status != "204":
-        return f"{status} {(message.headers or {}).get('Description', '')}".strip()
+    status = status_of(message)
+    if status and status != END_OF_BATCH:
+        return f"{status} {header(message, DESCRIPTION)}".strip()
     if message.data.startswith(b"-ERR"):
         return message.data.decode(errors="replace")
     if message.data.startswith(b"{"):

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-from nats.aio.msg import Msg
 
 from ..schemas.task import Task
 from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
-from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoResponders
+from .client.headers import header
 from .jetstream.pull import NS, ConsumerGone, PullInbox
 from .jetstream.streams import (
     MAX_LEASES,
@@ -53,7 +53,7 @@ class Lease:
     @property
     def traceparent(self) -> str:
         """W3C trace context that came with the task; empty for none."""
-        return (self._message.headers or {}).get(TRACEPARENT, "")
+        return header(self._message, TRACEPARENT)
 
     def replace(self, newer: "Lease") -> None:
         """Go on with a later delivery of the same task to the same holder.
@@ -170,7 +170,6 @@ class TaskQueue:
             self._broker.clock() + _API_DEADLINE_S,
             waiting_for=f"tasks of job {self._scope.job}",
         )
-        await self._inbox.open()
         if not self._has_consumer:
             await self._make_consumer()
         messages = await self._request({"batch": num, "no_wait": True}, num, 0.0)
@@ -186,12 +185,12 @@ class TaskQueue:
 
     async def _request(self, request: dict[str, Any], num: int, wait_s: float) -> list[Msg]:
         """Send one pull request and return what it brings; a later straggler is pulled next."""
-        await self._inbox.ask(self._stream, TASK_CONSUMER, request)
+        await self._inbox.pull(self._stream, TASK_CONSUMER, request)
         messages: list[Msg] = []
         try:
             while len(messages) < num:
                 patience_s = _NEXT_S if messages else wait_s + _PULL_GRACE_S
-                message = await self._inbox.next(patience_s)
+                message = await self._inbox.next_pulled(patience_s)
                 if message is None:
                     break
                 messages.append(message)

@@ -15,9 +15,19 @@ import structlog
 from nats.aio.msg import Msg
 
 from ...broker.client.connection import Broker, ConnectionLost, Listening
-from ...broker.client.faults import NO_STREAM
+from ...broker.client.headers import (
+    DESCRIPTION,
+    EXPECTED_SEQ,
+    FORBIDDEN,
+    MESSAGE_ID,
+    NO_RESPONDERS,
+    NO_STREAM,
+    OPERATION,
+    STATUS,
+    TTL,
+    WRITE_ID,
+)
 from ...broker.client.rpc import INBOXES
-from ...broker.jetstream.kv import WRITE_ID
 from ...broker.jetstream.streams import stream_info
 from ...broker.load.fair_queue import FairQueue
 from ...broker.users.audit import Audit
@@ -34,18 +44,8 @@ _SETTLE_S = 1.0
 _MAX_KNOWN = 10_000
 _MAX_MESSAGES = 1000
 _MAX_BYTES = 32 * 2**20
-_FORBIDDEN = "403"
-_NOT_THERE = "503"
-_HEADERS = (
-    "Nats-Expected-Last-Subject-Sequence",
-    "Nats-TTL",
-    "KV-Operation",
-    WRITE_ID,
-    TRACEPARENT,
-)
+_HEADERS = (EXPECTED_SEQ, TTL, OPERATION, WRITE_ID, TRACEPARENT)
 """Headers that a guest's message keeps; others could do more than store it."""
-_MESSAGE_ID = "Nats-Msg-Id"
-"""Kept in the streams of the guest's own jobs: a stream keeps one message of each id."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -143,8 +143,8 @@ class StoreProxy:
         if await self._exists(stream, message):
             given = message.headers or {}
             headers = {name: given[name] for name in _HEADERS if name in given}
-            if _MESSAGE_ID in given and is_stream_of(guest.user, stream):
-                headers[_MESSAGE_ID] = f"{guest.role or 'user'}.{given[_MESSAGE_ID]}"
+            if MESSAGE_ID in given and is_stream_of(guest.user, stream):  # one of each id is kept
+                headers[MESSAGE_ID] = f"{guest.role or 'user'}.{given[MESSAGE_ID]}"
             await self._requests.send(
                 subject, message.data, reply=message.reply, headers=headers or None
             )
@@ -157,7 +157,7 @@ class StoreProxy:
         try:
             await stream_info(self._broker, stream)
         except NotFoundError:
-            headers = {"Status": _NOT_THERE, NO_STREAM: stream}
+            headers = {STATUS: NO_RESPONDERS, NO_STREAM: stream}
             await self._requests.publish(message.reply, b"", headers)
             return False
         if len(self._known) >= _MAX_KNOWN:
@@ -168,7 +168,7 @@ class StoreProxy:
     async def _refuse(self, message: Msg, why: str) -> None:
         """Answer in the form of the request that was made: a read, or a call of the API."""
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
-        headers = {"Status": _FORBIDDEN, "Description": why}
+        headers = {STATUS: FORBIDDEN, DESCRIPTION: why}
         await self._requests.publish(message.reply, body, headers)
         await self._audit.refused(caller_of_rpc(message.subject), "store", why)
 

@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from nats.aio.msg import Msg
-
+from ...broker.client.connection import Msg
 from ...broker.client.parts import PartsService, Tell
 from ...schemas.config.job import JobConfig
 from ...schemas.infer import (

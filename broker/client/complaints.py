@@ -1,4 +1,4 @@
-"""What nats-py tells only to a callback, turned into errors; and what it should have refused.
+"""What nats-py tells only to a callback, turned into errors.
 
 A server that refuses a user who was let in before is asked again more slowly, for its auth service
 may be starting; after half a minute the connection is closed for good, unless it is an actor's.
@@ -7,7 +7,6 @@ may be starting; after half a minute the connection is closed for good, unless i
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, cast
 
 import nats.errors
 import structlog
@@ -27,66 +26,6 @@ _DROPPED_S = 5.0
 """Between two complaints about messages of one subscription that were dropped."""
 
 _log = structlog.get_logger()
-
-
-class CarefulClient(Client):
-    """nats-py's client, which leaves no socket of a refused attempt behind, sends no secret in
-    clear text to a `tls://` URL, asks again when it is refused after a reconnect, and reads on when
-    a ping is answered late.
-    """
-
-    async def _select_next_server(self) -> None:
-        self._drop_socket()
-        await super()._select_next_server()
-
-    async def _process_err(self, err_msg: str) -> None:
-        """Take a refusal for a loss of the connection: who checks keys may not be back yet.
-
-        One that lasts is ended by `Complaints`.
-        """
-        if "authorization violation" not in err_msg.lower():
-            await super()._process_err(err_msg)
-            return
-        error = nats.errors.AuthorizationError()
-        await self._error_cb(error)
-        await self._process_op_err(error)
-
-    async def _process_connect_init(self) -> None:
-        """Begin to read anew: of the connection before, half a message may have come since."""
-        self._ps.reset()
-        await super()._process_connect_init()
-
-    async def _process_pong(self) -> None:
-        """Take the answer to a ping, also to one whose flush has run out of time."""
-        pongs = cast("list[asyncio.Future[Any]]", cast("Any", self)._pongs)
-        if pongs and pongs[0].done():
-            pongs[0] = asyncio.get_running_loop().create_future()
-        await super()._process_pong()
-
-    async def close(self) -> None:
-        """Close for good, with the socket below TLS."""
-        try:
-            await super().close()
-        except ConnectionError:  # the server was first: nothing is left to be sent, close the rest
-            self._status = Client.DISCONNECTED
-            await super().close()
-        self._drop_socket()
-
-    def _drop_socket(self) -> None:
-        """Close the connection, and under TLS the socket below, which nobody else closes."""
-        if self._transport is None:
-            return
-        self._transport.close()
-        below = getattr(self._transport, "_bare_io_writer", None)
-        if below is not None:
-            below.transport.abort()
-
-    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        await super()._process_info(info, initial_connection)
-        server = self._current_server
-        demanded = server is not None and server.uri.scheme == "tls"
-        if initial_connection and demanded and not info.get("tls_required"):
-            raise nats.errors.Error("the server does not encrypt, as its tls:// URL demands")
 
 
 class Complaints:

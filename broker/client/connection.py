@@ -27,14 +27,23 @@ from ..outages.availability import Availability
 from ..outages.persistence import RETRY_PAUSE_S, look_for_stream, persist
 from . import faults
 from .addresses import server_urls
-from .complaints import RECONNECT_WAIT_S, CarefulClient, Complaints
+from .complaints import RECONNECT_WAIT_S, Complaints
 from .faults import ConnectionLost, NoResponders, Refused, shown_url
 from .listening import Callbacks, Listening, listen
 from .login import Login, find_login, tls_options
+from .nats_internals import CarefulClient, reconnection, server_info
 from .replies import Replies, checked
 from .store_subjects import StoreSubjects
 
-__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
+__all__ = [
+    "RETRY_PAUSE_S",
+    "Broker",
+    "ConnectionLost",
+    "Listening",
+    "Msg",
+    "NoResponders",
+    "connect",
+]
 
 T = TypeVar("T")
 
@@ -84,7 +93,7 @@ class Broker:
     @property
     def is_clustered(self) -> bool:
         """Whether the server is one of several: streams change their leaders, replicas lag."""
-        return bool(cast("Any", self.nc)._server_info.get("cluster"))
+        return bool(server_info(self.nc).get("cluster"))
 
     @property
     def settled(self) -> bool:
@@ -119,7 +128,7 @@ class Broker:
             with contextlib.suppress(nats.errors.Error, TimeoutError):
                 await self.nc.flush(timeout=2)
         await self.nc.close()
-        await _end(cast("Any", self.nc)._reconnection_task)
+        await _end(reconnection(self.nc))
 
     async def __aenter__(self) -> "Broker":
         return self
@@ -320,7 +329,7 @@ class Broker:
         except asyncio.CancelledError:
             await self.nc.close()
             raise
-        if cast("Any", self.nc)._server_info.get("auth_required"):
+        if server_info(self.nc).get("auth_required"):
             self._door = StoreSubjects(self.login.door, is_guest=self.login.is_guest)
         elif self.login.is_guest:
             await self.nc.close()

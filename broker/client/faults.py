@@ -16,6 +16,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS
 from .addresses import split_servers
+from .headers import NO_STREAM
 
 TRANSIENT = (
     nats.errors.OutboundBufferLimitError,
@@ -34,8 +35,6 @@ _STOPPING_S, _ELECTION_S = 2.0, 20.0
 DOOR = "store"
 INVITED = "invited"
 """Who logs in with an invitation."""
-NO_STREAM = "Tmq-No-Stream"
-"""Header by which the door says that a stream is not there."""
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
 _DENIED = re.compile(r'permissions violation for (\w+) to "([^"]+)"')
 _FROM_A_CHECKPOINT = (

@@ -9,10 +9,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 import structlog
-from nats.aio.msg import Msg
 from nats.micro.request import Request
 
 from ...schemas.wire.errors import (
@@ -26,7 +25,9 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Message
 from ...schemas.wire.reply import ErrorReply, Part
 from .connection import Broker, ConnectionLost
-from .rpc import INBOXES, Service
+from .headers import NO_RESPONDERS, status_of
+from .inbox import Inbox
+from .rpc import Service, allowed_reply
 
 Q = TypeVar("Q", bound=Message)
 P = TypeVar("P", bound=Part)
@@ -40,7 +41,6 @@ ALIVE_S = 1.0
 """The longest time without a part."""
 SILENCE_S = 10.0
 """After this time without a part the service is taken for dead."""
-_NO_RESPONDERS = "503"
 _AGAIN = "ask again; another server answers if there is one"
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -75,14 +75,9 @@ class PartsService:
         """
 
         async def answer(request: Request) -> None:
-            raw: Any = cast("Any", request)._msg
-            if not raw.reply:
-                return
-            if not raw.reply.startswith(INBOXES):  # we may publish where the caller may not
-                _log.warning("reply_refused", subject=subject, reply=raw.reply)
-            else:
-                sender = _Sender(self._broker, raw.reply, part_model, self._alive_s)
-                await self._answer(sender, handler, request_model, raw.data)
+            if reply := allowed_reply(request):
+                sender = _Sender(self._broker, reply, part_model, self._alive_s)
+                await self._answer(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
 
@@ -182,18 +177,16 @@ async def ask_parts(
     Raises the error that the service raised, NotFoundError when nobody answers on the subject,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
     """
-    arrived: asyncio.Queue[Msg] = asyncio.Queue()
-    inbox = broker.nc.new_inbox()
-    listening = await broker.listen(inbox, arrived.put_nowait)
+    inbox = Inbox(broker, ends_with_connection=False)  # the parts' numbers tell if one was lost
     ended = False
     try:
         await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)
         payload = request.to_bytes()
         broker.check_size(len(payload), what=f"a request on {subject}")
-        await broker.send(subject, payload, reply=inbox)
+        await inbox.ask(subject, payload)
         index = 0
         while not ended:
-            part = part_model.from_bytes(await _next(arrived, subject, waiting_for, silence_s))
+            part = part_model.from_bytes(await _next(inbox, subject, waiting_for, silence_s))
             if part.index != index:
                 raise ConnectionLost(f"a part of the answer of {waiting_for} was lost", hint=_AGAIN)
             index += 1
@@ -203,7 +196,7 @@ async def ask_parts(
             if part.last or part != part_model(index=part.index):
                 yield part
     finally:
-        await listening.stop()
+        await inbox.close()
         if not ended and cancel is not None:
             with contextlib.suppress(TinkermqError):
                 await broker.publish(cancel[0], cancel[1].to_bytes())
@@ -218,17 +211,14 @@ async def last_part(parts: AsyncGenerator[P, None]) -> P:
     raise BrokerError("an answer ended without its last part", hint=_AGAIN)
 
 
-async def _next(
-    arrived: "asyncio.Queue[Msg]", subject: str, waiting_for: str, silence_s: float
-) -> bytes:
+async def _next(inbox: Inbox, subject: str, waiting_for: str, silence_s: float) -> bytes:
     try:
-        async with asyncio.timeout(silence_s):
-            message = await arrived.get()
+        message = await inbox.next(silence_s)
     except TimeoutError:
         raise DeadlineError(
             f"nothing was heard of {waiting_for} for {silence_s:g} s", hint=_AGAIN
         ) from None
-    if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
+    if status_of(message) == NO_RESPONDERS:
         raise NotFoundError(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `tinkermq ps`",

@@ -15,12 +15,9 @@ from nats.aio.msg import Msg
 from ...schemas.wire.errors import BrokerError, BusyError, TinkermqError
 from ...schemas.wire.reply import ErrorReply
 from .faults import Refused, nobody_listens
+from .headers import ERROR_CODE, ERROR_TEXT, NO_RESPONDERS, RETRY_AFTER, header, status_of
 
-ERROR_CODE = "Nats-Service-Error-Code"
-ERROR_TEXT = "Nats-Service-Error"
-_RETRY_AFTER = "Retry-After"
 _MAX_ERROR_CHARS = 200
-_NO_RESPONDERS = "503"
 
 
 class _Waiting(NamedTuple):
@@ -70,7 +67,7 @@ class Replies:
         waiting = self._waiting.get(message.subject)
         if waiting is None or waiting.future.done():
             return
-        if not message.data and (message.headers or {}).get("Status") == _NO_RESPONDERS:
+        if status_of(message) == NO_RESPONDERS:
             error = nobody_listens(waiting.subject, message.headers or {})
             waiting.future.set_exception(error)
         else:
@@ -108,16 +105,15 @@ def error_reply(code: str, message: str, hint: str) -> tuple[bytes, dict[str, st
     body = ErrorReply.of(code, message, hint).to_bytes()
     headers = {ERROR_CODE: code, ERROR_TEXT: line or code}
     if code == BusyError.code:
-        headers[_RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
+        headers[RETRY_AFTER] = f"{BusyError.retry_after_s:g}"
     return body, headers
 
 
 def error_of(reply: Msg) -> TinkermqError:
     """Return the error that such an answer tells of, as the same class."""
-    headers = reply.headers or {}
     try:
         error = ErrorReply.from_bytes(reply.data)
     except ValueError:  # a service of other make: only the headers are common
-        text = headers.get(ERROR_TEXT, "")
-        return BrokerError(f"the request was refused: {headers[ERROR_CODE]} {text}".strip())
+        text = f"{header(reply, ERROR_CODE)} {header(reply, ERROR_TEXT)}"
+        return BrokerError(f"the request was refused: {text}".strip())
     return error.to_error()

@@ -14,7 +14,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import nats.errors
 import structlog
@@ -32,8 +32,10 @@ from ..load.fair_queue import FairQueue
 from ..load.rates import Rates
 from ..outages.flushing import flush
 from .connection import RETRY_PAUSE_S, Broker, ConnectionLost, NoResponders
+from .headers import ERROR_CODE, ERROR_TEXT, header
 from .listening import is_behind
-from .replies import ERROR_CODE, ERROR_TEXT, error_of, error_reply
+from .nats_internals import MicroEndpoint, reply_of, subscriptions
+from .replies import error_of, error_reply
 
 Q = TypeVar("Q", bound=Message)
 R = TypeVar("R", bound=Message)
@@ -43,7 +45,6 @@ INBOXES = "_INBOX"
 VERSION = "0.1.0"
 """Of the package; to read its metadata takes a tenth of an actor's start."""
 _DRAIN_S = 5.0
-_MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 _BUSY_S = 50.0
 
 _log = structlog.get_logger()
@@ -135,18 +136,15 @@ class Service:
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
         listen = self.raw_endpoint if share is None else self._listen
         take = endpoint.answer if share is None else endpoint.take_turn
-        micro = await listen(name, subject, take, queue=queue)
+        micro = await listen(name, subject, take, queue)
         endpoint.micro.set_result(micro)
         if share is not None:
-            await self._bound_pending(micro, subject, queue)
+            await micro.bound_pending(self._broker.nc, subject, queue)
 
     async def raw_endpoint(
-        self, name: str, subject: str, answer: RawHandler, *, queue: str = "q"
-    ) -> Any:
-        """Answer requests on `subject` with a coroutine that sends its replies itself.
-
-        Returns nats-py's endpoint, which counts them.
-        """
+        self, name: str, subject: str, answer: RawHandler, queue: str = "q"
+    ) -> MicroEndpoint:
+        """Answer requests on `subject` with a coroutine that sends its replies itself."""
 
         async def take(request: Request) -> None:
             await self._free.acquire()
@@ -156,26 +154,11 @@ class Service:
 
         return await self._listen(name, subject, take, queue)
 
-    async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> Any:
+    async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> MicroEndpoint:
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
-        endpoint = cast("Any", self._micro)._endpoints[-1]
+        endpoint = MicroEndpoint(self._micro)
         await flush(self._broker, waiting_for=f"the server to know of {subject}")
         return endpoint
-
-    async def _bound_pending(self, micro: Any, subject: str, queue: str) -> None:
-        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
-        before = micro._subscription
-        micro._subscription = await cast("Any", self._broker.nc).subscribe(
-            subject,
-            queue=queue,
-            cb=micro._handle_request,
-            pending_msgs_limit=_MAX_PENDING,
-            pending_bytes_limit=_MAX_PENDING_BYTES,
-        )
-        try:
-            await before.drain()
-        except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
-            cast("Any", self._broker.nc)._remove_sub(before._id)
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._running.discard(task)
@@ -184,7 +167,9 @@ class Service:
     async def stop(self, drain_s: float = _DRAIN_S) -> None:
         """Take no more requests, and give those that run `drain_s` to finish."""
         if not self._broker.nc.is_closed:
-            await self._unsubscribe()
+            for subscription in subscriptions(self._micro):
+                with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
+                    await subscription.unsubscribe()
         await self.share.settle(drain_s)
         running = set(self._running)
         if running:
@@ -192,16 +177,6 @@ class Service:
             for task in late:
                 task.cancel()
             await asyncio.wait(running)
-
-    async def _unsubscribe(self) -> None:
-        """Not nats-py's `stop`: it waits for the server, which may be gone."""
-        micro = cast("Any", self._micro)
-        for one in (
-            *(each._subscription for each in micro._endpoints),
-            *micro._subscriptions.values(),
-        ):
-            with contextlib.suppress(nats.errors.BadSubscriptionError):  # ended already
-                await one.unsubscribe()
 
     async def __aenter__(self) -> "Service":
         return self
@@ -225,7 +200,7 @@ class _Endpoint:
         self._busy = Rates(_BUSY_S, int(_BUSY_S))
         self._request_model = request_model
         self._handler = handler
-        self.micro: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.micro: asyncio.Future[MicroEndpoint] = asyncio.get_running_loop().create_future()
         """nats-py's endpoint; the first requests may come before it is known."""
 
     async def take_turn(self, request: Request) -> None:
@@ -253,7 +228,7 @@ class _Endpoint:
     @property
     def _is_behind(self) -> bool:
         """Whether so much waits, of all users, that the next of them would be dropped."""
-        return self.micro.done() and is_behind(self.micro.result()._subscription)
+        return self.micro.done() and is_behind(self.micro.result().subscription)
 
     async def answer(self, request: Request) -> None:
         """Handle one request; nothing that it holds or causes comes out of here as an error."""
@@ -263,13 +238,10 @@ class _Endpoint:
         await self._send(request, payload, headers)
 
     async def _send(self, request: Request, payload: bytes, headers: dict[str, str] | None) -> None:
-        reply = _reply_of(request)
+        reply = allowed_reply(request)
         if not reply:
             return
-        if not reply.startswith(INBOXES):  # we may publish where the caller may not
-            _log.warning("reply_refused", subject=request.subject, reply=reply)
-            return
-        try:  # not `respond`, which echoes the request's headers
+        try:
             await self._broker.publish(reply, payload, headers)
         except Exception as error:  # noqa: BLE001  the caller is gone or the connection is down
             _log.warning("reply_failed", subject=request.subject, error=repr(error))
@@ -293,16 +265,17 @@ class _Endpoint:
             )
 
     async def _count(self, duration_ns: int, headers: dict[str, str] | None) -> None:
-        """Count what nats.micro cannot see, as the handlers run in tasks of their own."""
-        micro = await self.micro
-        micro._processing_time += duration_ns
-        if headers is not None:
-            micro._num_errors += 1
-            micro._last_error = f"{headers[ERROR_CODE]}: {headers[ERROR_TEXT]}"
+        error = f"{headers[ERROR_CODE]}: {headers[ERROR_TEXT]}" if headers else ""
+        (await self.micro).count(duration_ns, error)
 
 
-def _reply_of(request: Request) -> str:
-    return cast("Any", request)._msg.reply
+def allowed_reply(request: Request) -> str:
+    """Return where to send the reply to a request; empty where there shall be none."""
+    reply = reply_of(request)
+    if reply and not reply.startswith(INBOXES):  # we may publish where the caller may not
+        _log.warning("reply_refused", subject=request.subject, reply=reply)
+        return ""
+    return reply
 
 
 def _with_context(handler: Handler) -> Callable[[Any, RequestContext], Awaitable[Message]]:
@@ -350,7 +323,7 @@ async def call(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `nats micro ls`, `tinkermq ps`",
         ) from None
-    if ERROR_CODE in (reply.headers or {}):
+    if header(reply, ERROR_CODE):
         raise error_of(reply)
     return reply_model.from_bytes(reply.data)
 

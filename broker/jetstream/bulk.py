@@ -7,18 +7,18 @@ credentials of the broker that it belongs to; `close` from another thread ends a
 """
 
 import contextlib
-import copy
 import json
 import socket
 import ssl
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 from ...schemas.wire.errors import BrokerError
 from ..client import faults
 from ..client.connection import Broker, ConnectionLost
+from ..client.headers import parse_headers
+from ..client.nats_internals import connect_command
 
 _TIMEOUT_S = 10.0
 _BUFFER_BYTES = 1 << 16
@@ -67,7 +67,7 @@ class BulkLink:
             if info.get("tls_required"):
                 context: ssl.SSLContext = self._broker.nc.ssl_context
                 self._socket = context.wrap_socket(self._socket, server_hostname=url.hostname)
-            self._send(_connect_command(self._broker, info))
+            self._send(connect_command(self._broker.nc, info))
             self._send(b"SUB %s.* %d\r\nPING\r\n" % (self.inbox.encode(), _SID))
             while self._line() != b"PONG":
                 pass
@@ -94,7 +94,7 @@ class BulkLink:
                 words = self._line().split(b" ")
                 if words[0] == b"HMSG":
                     head_bytes, total_bytes = int(words[-2]), int(words[-1])
-                    status, headers = _parse_headers(self._take(head_bytes))
+                    status, headers = parse_headers(self._take(head_bytes))
                     return Incoming(headers, status, total_bytes - head_bytes)
                 if words[0] == b"MSG":
                     return Incoming({}, "", int(words[-1]))
@@ -178,17 +178,3 @@ class _AsLost:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if isinstance(error, OSError):
             raise ConnectionLost(f"a bulk connection broke: {error}", hint="try again") from error
-
-
-def _connect_command(broker: Broker, info: Mapping[str, Any]) -> bytes:
-    """Let nats-py write the login, with whatever credentials it has, for this server's nonce."""
-    client = copy.copy(cast("Any", broker.nc))
-    client._server_info = info
-    return cast("bytes", client._connect_command())
-
-
-def _parse_headers(head: bytes) -> tuple[str, dict[str, str]]:
-    first, *lines = head.decode(errors="replace").split("\r\n")
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    status = first.removeprefix("NATS/1.0").strip().split(" ", 1)[0]
-    return status, {name.strip(): value.strip() for name, value in pairs}

@@ -21,6 +21,7 @@ from ...schemas.wire.errors import ConflictError, MessageError
 from ...schemas.wire.message import Message
 from ..client.connection import Broker
 from ..client.faults import Refused
+from ..client.headers import EXPECTED_SEQ, OPERATION, TTL, WRITE_ID
 from .stored import StoredMessage, get_all, get_last, get_last_behind
 
 M = TypeVar("M", bound=Message)
@@ -29,13 +30,7 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 _TOMBSTONE_TTL_S = 3600
 _AT_ONCE = 50
-_EXPECTED = "Nats-Expected-Last-Subject-Sequence"
-_OPERATION = "KV-Operation"
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
-_TTL = "Nats-TTL"
-WRITE_ID = "Tmq-Write"
-"""Header with a random id, by which a writer whose answer was lost recognises its own write."""
-
 _MAX_TOLD = 1024
 
 _told: dict[tuple[str, str], str] = {}
@@ -123,7 +118,7 @@ class Bucket(Generic[M]):
 
         Raises ConflictError if somebody else wrote first.
         """
-        headers = {_OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
+        headers = {OPERATION: "DEL", **_ttl_header(_TOMBSTONE_TTL_S)}
         await self._swap(key, b"", revision, headers)
 
     async def purge(self, key: str) -> None:
@@ -201,7 +196,7 @@ class Bucket(Generic[M]):
     ) -> int:
         """Write if the key is at `revision` (None: whatever it is at); return the new one."""
         if revision is not None:
-            headers |= {_EXPECTED: str(revision), WRITE_ID: uuid.uuid4().hex}
+            headers |= {EXPECTED_SEQ: str(revision), WRITE_ID: uuid.uuid4().hex}
         try:
             return await self._broker.append(
                 self._subject(key),
@@ -259,8 +254,8 @@ def _written_by(message: StoredMessage | None) -> str | None:
 
 
 def _is_deleted(message: StoredMessage) -> bool:
-    return _OPERATION in message.headers or "Nats-Marker-Reason" in message.headers
+    return OPERATION in message.headers or "Nats-Marker-Reason" in message.headers
 
 
 def _ttl_header(ttl_s: int | None) -> dict[str, str]:
-    return {} if ttl_s is None else {_TTL: f"{ttl_s}s"}
+    return {} if ttl_s is None else {TTL: f"{ttl_s}s"}

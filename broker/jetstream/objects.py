@@ -22,6 +22,7 @@ from typing import TypeVar
 from ...schemas.wire.errors import BrokerError, NotFoundError
 from ..client.connection import Broker, NoResponders
 from ..client.faults import Refused
+from ..client.headers import END_OF_BATCH, NO_RESPONDERS
 from ..client.replies import checked
 from .bulk import BulkLink, Incoming
 from .stored import get_all, get_last
@@ -32,7 +33,6 @@ CHUNK_BYTES = 1 << 20
 PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
-_END_OF_BATCH = "204"
 _LAG_S = 3.0
 _LAG_PAUSE_S = 0.05
 
@@ -257,11 +257,11 @@ class _Reading:
 
     def _check_end(self, message: Incoming) -> None:
         """Read the server's word at the end of a window."""
-        if message.status == "503":
+        if message.status == NO_RESPONDERS:
             raise NoResponders("nobody answers a read", stream=self._stream)
         pending = int(message.headers.get("Nats-Num-Pending", "0"))
         complete = self._num_bytes == len(self._buffer)
-        if message.status != _END_OF_BATCH or (not complete and pending == 0):
+        if message.status != END_OF_BATCH or (not complete and pending == 0):
             if self._lag_s > 0:
                 self._lag_s -= _LAG_PAUSE_S
                 time.sleep(_LAG_PAUSE_S)  # in the thread of this transfer
@@ -293,7 +293,7 @@ def _confirm(link: BulkLink, stream: str) -> None:
     """Read one confirmation; raises NoResponders, Refused."""
     message = link.next()
     payload = link.read(message.num_bytes)
-    if message.status == "503":
+    if message.status == NO_RESPONDERS:
         raise NoResponders("nobody stores a chunk", stream=stream)
     checked(payload, "a chunk")
 

@@ -8,21 +8,29 @@ import asyncio
 import base64
 import json
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from nats.aio.msg import Msg
 
-from ...schemas.wire.errors import BrokerError, DeniedError
-from ..client.connection import Broker, ConnectionLost, Listening, NoResponders
+from ...schemas.wire.errors import BrokerError
+from ..client.connection import Broker, NoResponders
 from ..client.faults import Refused, nobody_listens
+from ..client.headers import (
+    DESCRIPTION,
+    END_OF_BATCH,
+    NO_RESPONDERS,
+    NOT_FOUND,
+    STATUS,
+    header,
+    parse_headers,
+    status_of,
+)
+from ..client.inbox import Inbox
 from ..client.replies import checked
 
 BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
 _BATCH_TIMEOUT_S = 5.0
-_END_OF_BATCH = "204"
-_NOT_FOUND = "404"
-_NO_RESPONDERS = "503"
 _NO_MESSAGE = 10037
 _IN_FLIGHT_S = 3.0
 _IN_FLIGHT_PAUSE_S = 0.02
@@ -89,10 +97,10 @@ def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
     subject = headers.get("Nats-Subject")
     if subject is not None:
         return StoredMessage(subject, int(headers["Nats-Sequence"]), reply.data, headers)
-    if headers.get("Status") == _NOT_FOUND:
+    if (status := header(reply, STATUS)) == NOT_FOUND:
         return None
     raise BrokerError(
-        f"a direct get was refused: {headers.get('Status')} {headers.get('Description', '')}",
+        f"a direct get was refused: {status} {header(reply, DESCRIPTION)}",
         hint="look at the stream with `nats stream info`",
     )
 
@@ -107,9 +115,7 @@ def _of_leader(reply: Msg, stream: str) -> StoredMessage | None:
         if error.is_absent:
             raise NoResponders("nobody answers a read", stream=stream) from error
         raise
-    lines = base64.b64decode(message.get("hdrs", "")).decode(errors="replace").split("\r\n")
-    pairs = (line.split(":", 1) for line in lines if ":" in line)
-    headers = {name.strip(): value.strip() for name, value in pairs}
+    _, headers = parse_headers(base64.b64decode(message.get("hdrs", "")))
     payload = base64.b64decode(message.get("data", ""))
     return StoredMessage(message["subject"], int(message["seq"]), payload, headers)
 
@@ -147,19 +153,10 @@ class BatchInbox:
     def __init__(
         self, broker: Broker, max_messages: int = BATCH_MESSAGES, max_bytes: int = BATCH_BYTES
     ) -> None:
-        """Bound the batches; the first `get` subscribes."""
+        """Bound the batches."""
         self._broker = broker
-        self._max_messages = max_messages
-        self._max_bytes = max_bytes
-        self._inbox = broker.nc.new_inbox()
-        self._replies: asyncio.Queue[Msg | BrokerError | None] = asyncio.Queue()
-        self._asked = ""
-        self._number = 0
-        self._listening: Listening | None = None
-        self._removals = (
-            broker.on_disconnect(lambda: self._replies.put_nowait(None)),
-            broker.on_error(self._complain),
-        )
+        self._bounds = {"batch": max_messages, "max_bytes": max_bytes}
+        self._inbox = Inbox(broker)
 
     async def get(self, stream: str, seq: int, subject: str) -> Batch:
         """Return the next messages on `subject` from `seq` on, and whether there may be more.
@@ -167,58 +164,25 @@ class BatchInbox:
         A single attempt: raises ConnectionLost, NoResponders, TimeoutError, and BrokerError for
         a user who may not ask.
         """
-        if self._listening is None:
-            take = self._replies.put_nowait
-            self._listening = await self._broker.listen(f"{self._inbox}.*", take)
-        while not self._replies.empty():
-            self._replies.get_nowait()  # of an attempt that was given up
-        self._number += 1
-        request: dict[str, Any] = {
-            "seq": seq,
-            "next_by_subj": subject,
-            "batch": self._max_messages,
-            "max_bytes": self._max_bytes,
-        }
-        reply = f"{self._inbox}.{self._number}"
-        self._asked = self._broker.direct_get(stream)
-        await self._broker.send(self._asked, json.dumps(request).encode(), reply=reply)
-        return await self._collect(stream, reply)
-
-    async def close(self) -> None:
-        """Unsubscribe."""
-        for remove in self._removals:
-            remove()
-        listening, self._listening = self._listening, None
-        if listening is not None:
-            await listening.stop()
-
-    def _complain(self, error: BrokerError) -> None:
-        """End the wait for an answer that was denied."""
-        if isinstance(error, DeniedError) and error.subject == self._asked.lower():
-            self._replies.put_nowait(error)
-
-    async def _collect(self, stream: str, inbox: str) -> Batch:
+        self._inbox.drain()  # of an attempt that was given up
+        request = {"seq": seq, "next_by_subj": subject, **self._bounds}
+        place = self._broker.direct_get(stream)
+        answers = await self._inbox.ask(place, json.dumps(request).encode())
         messages: list[StoredMessage] = []
         while True:
-            reply = await self._next(inbox)
-            headers = reply.headers or {}
-            status = headers.get("Status")
-            if status == _NO_RESPONDERS:
-                raise nobody_listens(self._broker.direct_get(stream), headers)
-            if status == _END_OF_BATCH:
-                return messages, int(headers.get("Nats-Num-Pending", "0")) > 0
+            reply = await self._inbox.next(_BATCH_TIMEOUT_S)
+            if reply.subject != answers:
+                continue
+            status = status_of(reply)
+            if status == NO_RESPONDERS:
+                raise nobody_listens(place, reply.headers or {})
+            if status == END_OF_BATCH:
+                return messages, int(header(reply, "Nats-Num-Pending") or 0) > 0
             message = stored_message(reply, stream)
             if message is None:
                 return messages, False
             messages.append(message)
 
-    async def _next(self, inbox: str) -> Msg:
-        while True:
-            async with asyncio.timeout(_BATCH_TIMEOUT_S):
-                reply = await self._replies.get()
-            if isinstance(reply, BrokerError):
-                raise reply
-            if reply is None:
-                raise ConnectionLost("the connection broke during a batched read", hint="try again")
-            if reply.subject == inbox:
-                return reply
+    async def close(self) -> None:
+        """Unsubscribe."""
+        await self._inbox.close()

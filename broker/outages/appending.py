@@ -6,6 +6,7 @@ from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.trace import TRACEPARENT
 from ..client.connection import Broker
 from ..client.faults import Refused
+from ..client.headers import EXPECTED_SEQ
 from .availability import Unanswered
 
 _FULL_PAUSE_S = 0.2
@@ -28,7 +29,7 @@ async def append_once(
     `full_hint`. Raises BrokerError when it stays full, DeadlineError, NotFoundError.
     """
     waiting_for = f"{what} to be stored in {place}"
-    headers = {"Nats-Expected-Last-Subject-Sequence": "0"}
+    headers = {EXPECTED_SEQ: "0"}
     if traceparent:
         headers[TRACEPARENT] = traceparent
     deadline = broker.clock() + deadline_s

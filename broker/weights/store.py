@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Literal, cast
 
-from nats.aio.msg import Msg
-
 from ...schemas.weights import (
     LATEST,
     Difference,
@@ -33,7 +31,7 @@ from ...schemas.weights import (
 )
 from ...schemas.wire.errors import BrokerError, ConfigError, ConflictError, NotFoundError
 from ...schemas.wire.subjects import JobScope
-from ..client.connection import Broker, Listening
+from ..client.connection import Broker, Listening, Msg
 from ..jetstream.kv import Bucket, DamagedEntry
 from ..jetstream.objects import CHUNK_BYTES, DigestMismatch
 from .history import Step, WeightHistory, Whole, digest_of, joined, make

@@ -5,8 +5,9 @@ import time
 
 import pytest
 from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.headers import WRITE_ID
 from tinkermq.broker.client.store_subjects import StoreSubjects
-from tinkermq.broker.jetstream.kv import WRITE_ID, Bucket
+from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.stored import stored_message
 from tinkermq.broker.jetstream.streams import stream_subjects
 from tinkermq.broker.programs.server import NatsServer

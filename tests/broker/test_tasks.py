@@ -149,7 +149,9 @@ async def test_a_full_queue_makes_the_publisher_wait(broker: Broker, scope: JobS
             await queue.publish(make_task(number), deadline_s=0.3)
             number += 1
 
-    with pytest.raises(BrokerError, match="for room in the task queue: maximum bytes exceeded") as raised:
+    with pytest.raises(
+        BrokerError, match="for room in the task queue: maximum bytes exceeded"
+    ) as raised:
         await fill()
     assert "limits.task_bytes" in raised.value.hint
     waiting = asyncio.create_task(queue.publish(make_task(number), deadline_s=10))
@@ -193,7 +195,7 @@ async def test_a_publish_without_a_server_ends_at_its_deadline(
     own_server: NatsServer, own_broker: Broker, own_scope: JobScope
 ) -> None:
     own_server.kill()
-    with pytest.raises(DeadlineError, match="task 1 of job .* to be stored in the task queue"):
+    with pytest.raises(DeadlineError, match=r"task 1 of job .* to be stored in the task queue"):
         await TaskQueue(own_broker, own_scope).publish(make_task(1), deadline_s=0.3)
 
 

@@ -1,0 +1,156 @@
+"""What we use of nats-py although it is private there, each with its reason; nothing else does.
+
+An upstream change would remove it:
+
+- `CarefulClient`, method by method: a client that closes the socket of a refused attempt, that can
+  be told to ask again when it is refused after a reconnect, that drops half a message with its
+  connection, that takes a PONG whose flush has given up, and that refuses a `tls://` server which
+  does not encrypt.
+- `server_info`: a public property, as `max_payload` is one.
+- `connect_command`: a client that signs in once more without connecting anew.
+- `reconnection`: a `close` that waits for the task which reconnects.
+- `reply_of`: a public `Request.reply`.
+- `MicroEndpoint`, `subscriptions`: `add_endpoint` that returns the endpoint, with bounds of what
+  may wait, counters for handlers that run in tasks of their own, and a `stop` that does not wait
+  for the server.
+"""
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any, cast
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.subscription import Subscription
+from nats.micro.request import Request
+from nats.micro.service import Service
+
+_MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
+
+
+class CarefulClient(Client):
+    """nats-py's client, which leaves no socket of a refused attempt behind, sends no secret in
+    clear text to a `tls://` URL, asks again when it is refused after a reconnect, and reads on when
+    a ping is answered late.
+    """
+
+    async def _select_next_server(self) -> None:
+        self._drop_socket()
+        await super()._select_next_server()
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Take a refusal for a loss of the connection: who checks keys may not be back yet.
+
+        One that lasts is ended by `Complaints`.
+        """
+        if "authorization violation" not in err_msg.lower():
+            await super()._process_err(err_msg)
+            return
+        error = nats.errors.AuthorizationError()
+        await self._error_cb(error)
+        await self._process_op_err(error)
+
+    async def _process_connect_init(self) -> None:
+        """Begin to read anew: of the connection before, half a message may have come since."""
+        self._ps.reset()
+        await super()._process_connect_init()
+
+    async def _process_pong(self) -> None:
+        """Take the answer to a ping, also to one whose flush has run out of time."""
+        pongs = cast("list[asyncio.Future[Any]]", cast("Any", self)._pongs)
+        if pongs and pongs[0].done():
+            pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
+    async def close(self) -> None:
+        """Close for good, with the socket below TLS."""
+        try:
+            await super().close()
+        except ConnectionError:  # the server was first: nothing is left to be sent, close the rest
+            self._status = Client.DISCONNECTED
+            await super().close()
+        self._drop_socket()
+
+    def _drop_socket(self) -> None:
+        """Close the connection, and under TLS the socket below, which nobody else closes."""
+        if self._transport is None:
+            return
+        self._transport.close()
+        below = getattr(self._transport, "_bare_io_writer", None)
+        if below is not None:
+            below.transport.abort()
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        await super()._process_info(info, initial_connection)
+        server = self._current_server
+        demanded = server is not None and server.uri.scheme == "tls"
+        if initial_connection and demanded and not info.get("tls_required"):
+            raise nats.errors.Error("the server does not encrypt, as its tls:// URL demands")
+
+
+def server_info(client: Client) -> Mapping[str, Any]:
+    """Return what the server says of itself: whether it is one of a cluster, who may log in."""
+    return cast("Any", client)._server_info
+
+
+def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
+    """Return what logs in once more, with the client's credentials, where a server tells `info`.
+
+    The signature is of a number that the server draws for each connection.
+    """
+    other = copy.copy(cast("Any", client))
+    other._server_info = info
+    return other._connect_command()
+
+
+def reconnection(client: Client) -> "asyncio.Task[None] | None":
+    """Return the task that reconnects, which `close` leaves to end by itself."""
+    return cast("Any", client)._reconnection_task
+
+
+def reply_of(request: Request) -> str:
+    """Return where a reply goes: `respond` would echo headers to whatever stands there."""
+    return cast("Any", request)._msg.reply
+
+
+class MicroEndpoint:
+    """An endpoint of a micro service, whose handlers run in tasks of their own."""
+
+    def __init__(self, service: Service) -> None:
+        """Take the one that was added last, which `add_endpoint` does not return."""
+        self._micro = cast("Any", service)._endpoints[-1]
+
+    @property
+    def subscription(self) -> Subscription:
+        """What brings its requests."""
+        return self._micro._subscription
+
+    def count(self, duration_ns: int, error: str = "") -> None:
+        """Count what nats-py cannot see, for `nats micro stats`."""
+        self._micro._processing_time += duration_ns
+        if error:
+            self._micro._num_errors += 1
+            self._micro._last_error = error
+
+    async def bound_pending(self, client: Client, subject: str, queue: str) -> None:
+        """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
+        before = self.subscription
+        self._micro._subscription = await cast("Any", client).subscribe(
+            subject,
+            queue=queue,
+            cb=self._micro._handle_request,
+            pending_msgs_limit=_MAX_PENDING,
+            pending_bytes_limit=_MAX_PENDING_BYTES,
+        )
+        try:
+            await before.drain()
+        except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
+            cast("Any", client)._remove_sub(cast("Any", before)._id)
+
+
+def subscriptions(service: Service) -> list[Subscription]:
+    """Return all subscriptions of a service: its `stop` waits for a server that may be gone."""
+    micro = cast("Any", service)
+    own = [endpoint._subscription for endpoint in micro._endpoints]
+    return [*own, *micro._subscriptions.values()]
