@@ -53,6 +53,7 @@ WAITERS = frozenset({"node", "gateway"})
 """Services without the right to make the buckets that all jobs share: they wait for them."""
 _SHARED_DEADLINE_S = 60.0
 
+S = TypeVar("S")
 T = TypeVar("T")
 ControlHandler = Callable[[ControlRequest], Awaitable[dict[str, Any]]]
 
@@ -108,13 +109,13 @@ class ActorContext:
         finally:
             self._waits.remove(wait)
 
-    async def unless_stopping(self, awaitable: Coroutine[Any, Any, T]) -> T | None:
-        """Await something, but no longer than until `stopping` is set; None if that came first."""
+    async def unless_stopping(self, awaitable: Coroutine[Any, Any, T], stopped: S) -> T | S:
+        """Await something, but no longer than until `stopping` is set: then return `stopped`."""
         work = asyncio.ensure_future(awaitable)
         stop = asyncio.ensure_future(self.stopping.wait())
         try:
             await asyncio.wait({work, stop}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
+            return work.result() if work.done() else stopped
         finally:
             for task in (work, stop):
                 task.cancel()

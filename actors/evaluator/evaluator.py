@@ -93,16 +93,16 @@ class Evaluator:
             record = await self._next()
             if record is None:
                 with context.waiting("the learner to ask for an evaluation"):
-                    await context.unless_stopping(asyncio.sleep(_POLL_S))
+                    await context.unless_stopping(asyncio.sleep(_POLL_S), None)
                 continue
             context.set_state("working", version=record.version)
-            await context.unless_stopping(self._evaluate(record))
+            await context.unless_stopping(self._evaluate(record), None)
             context.set_state("waiting")
 
     async def evaluate_model(self) -> None:
         """Evaluate the job's model once, as version 0; tell every episode."""
         context = self._context
-        results = await context.unless_stopping(self._play(0))
+        results = await context.unless_stopping(self._play(0), stopped=None)
         if results is None:
             return
         for start in range(0, len(results), _TOLD_AT_ONCE):

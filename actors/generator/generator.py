@@ -7,7 +7,6 @@ time, and hands the rest back.
 """
 
 import asyncio
-import contextlib
 import random
 import secrets
 import time
@@ -34,7 +33,8 @@ from .episodes.agent_loop import EpisodeSampling
 from .episodes.chat import make_chat
 from .episodes.groups import GroupFailed, GroupRunner, append_given_up
 from .episodes.players import Players
-from .episodes.recording import TaskRecorder
+from .episodes.recorder import TaskRecorder
+from .episodes.recording import TaskSegments
 from .past import PastFollower
 
 _PULL_TIMEOUT_S = 2.0
@@ -109,6 +109,7 @@ class Generator:
         self._keep_s = config.generator.ack_wait_s / 3
         self._process = secrets.token_hex(4)
         self._held: dict[int, Lease] = {}
+        self._handling: set[asyncio.Task[None]] = set()
         self._freed = asyncio.Event()
         self._num_groups = 0
 
@@ -121,7 +122,7 @@ class Generator:
                 background.create_task(self._tell(), name="statistics"),
             ]
             with context.waiting("the learner's first weights"):
-                await context.unless_stopping(self._follower.wait_for(0))
+                await context.unless_stopping(self._follower.wait_for(0), None)
             settle_memory()
             self._time_use.take()
             context.set_state("working", version=self._follower.version)
@@ -139,15 +140,17 @@ class Generator:
             free = self._max_groups - len(self._held)
             if free < 1:
                 self._freed.clear()
-                await context.unless_stopping(self._freed.wait())
+                await context.unless_stopping(self._freed.wait(), None)
                 continue
-            leases = await context.unless_stopping(self._queue.pull(free, _PULL_TIMEOUT_S))
-            for lease in leases or []:
+            pulling = self._queue.pull(free, _PULL_TIMEOUT_S)
+            for lease in await context.unless_stopping(pulling, stopped=list[Lease]()):
                 if (held := self._held.get(lease.task.task)) is not None:
                     held.replace(lease)
                     continue
                 self._held[lease.task.task] = lease
-                groups.create_task(self._handle(lease), name=f"task {lease.task.task}")
+                handling = groups.create_task(self._handle(lease), name=f"task {lease.task.task}")
+                self._handling.add(handling)
+                handling.add_done_callback(self._handling.discard)
 
     async def _handle(self, lease: Lease) -> None:
         """Roll one task out and append its group, renewing the lease meanwhile."""
@@ -158,8 +161,7 @@ class Generator:
             with self._time_use.doing("other"):
                 if not await self._log.contains(number):
                     await self._roll_out(lease, await self._wait_for_weights(lease), recorder)
-                if recorder is not None:
-                    await recorder.end()
+                await recorder.end()
                 await lease.done()
         except Fenced as fenced:  # the lease is somebody else's: neither done nor given back
             await self._context.event("task_fenced", fenced.message, task=number)
@@ -186,12 +188,12 @@ class Generator:
     def _attempt(self, lease: Lease) -> str:
         return f"{self._context.name}-{self._process}-{lease.num_delivered}"
 
-    def _recorder(self, lease: Lease) -> TaskRecorder | None:
-        """Return what writes the task's episodes down, where that is asked for."""
+    def _recorder(self, lease: Lease) -> TaskRecorder:
+        """Return what is told of the task's episodes: it writes them down where that is asked."""
         context, every = self._context, self._context.config.generator.segment_tokens
         if not every:
-            return None
-        return TaskRecorder(
+            return TaskRecorder()
+        return TaskSegments(
             context.broker,
             context.scope,
             self._environments,
@@ -201,9 +203,7 @@ class Generator:
             every,
         )
 
-    async def _roll_out(
-        self, lease: Lease, weights_s: float, recorder: TaskRecorder | None
-    ) -> None:
+    async def _roll_out(self, lease: Lease, weights_s: float, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)
         try:
             group = await self._runner.run(task, attempt, lease.traceparent, recorder)
@@ -241,14 +241,10 @@ class Generator:
 
     async def _drain(self) -> None:
         """Finish what runs within the grace time, hand back the rest."""
-        deadline = time.monotonic() + _DRAIN_S
-        while self._held and time.monotonic() < deadline:
-            self._freed.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._freed.wait(), deadline - time.monotonic())
-        for task in asyncio.all_tasks():
-            if task.get_name().startswith("task "):
-                task.cancel()
+        if self._handling:
+            await asyncio.wait(self._handling, timeout=_DRAIN_S)
+        for handling in self._handling:
+            handling.cancel()
 
     async def _tell(self) -> None:
         """Put the engine's figures into the heartbeat."""

@@ -235,7 +235,7 @@ class Learner:
     async def _look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""
         try:
-            await asyncio.wait_for(self.context.unless_stopping(event.wait()), _LOOK_S)
+            await asyncio.wait_for(self.context.unless_stopping(event.wait(), None), _LOOK_S)
         except TimeoutError:
             return
 
@@ -361,7 +361,7 @@ class Learner:
         try:
             with self.context.waiting("the evaluator's last results"):
                 await asyncio.wait_for(
-                    self.context.unless_stopping(self.evaluations.wait_all()), _EVALUATION_S
+                    self.context.unless_stopping(self.evaluations.wait_all(), None), _EVALUATION_S
                 )
         except TimeoutError:
             await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")

@@ -90,7 +90,7 @@ class Saver:
         with self._context.missing("room on the disk for a checkpoint"):
             self._intake.changed.clear()
             with contextlib.suppress(TimeoutError):
-                coming = self._context.unless_stopping(self._intake.changed.wait())
+                coming = self._context.unless_stopping(self._intake.changed.wait(), None)
                 await asyncio.wait_for(coming, _LOOK_S)
         return True
 

@@ -35,7 +35,7 @@ async def run_learner(context: JobContext) -> int:
     await context.serve_control()
     ranks = Ranks.start(context.config)
     try:
-        learner = await context.unless_stopping(make_learner(context, ranks))
+        learner = await context.unless_stopping(make_learner(context, ranks), stopped=None)
         if learner is None:
             return EXIT_DONE if context.stop_asked else EXIT_DRAINED
         async with asyncio.TaskGroup() as group:

@@ -150,7 +150,7 @@ class Server:
                 follower = self._follower(context.record.follow)
                 helpers.append(background.create_task(follower.run(), name="weight follower"))
                 with context.waiting(f"the first weights of run {context.record.serves}"):
-                    await context.unless_stopping(follower.wait_for(0))
+                    await context.unless_stopping(follower.wait_for(0), None)
             if not context.stopping.is_set():
                 await self._serve()
                 await context.stopping.wait()

@@ -4,19 +4,21 @@ The state machine is PENDING (reset) → GENERATING ⇄ INTERACTING → TERMINAT
 come out of the engine; what was generated is never re-tokenised. Every generated turn reaches the
 game, and limits bind at generation: no token is generated that is cut off afterwards.
 
-With a recorder the episode is written down as it goes, and one that another generator has begun is
-gone on with: it enters the machine where it was left.
+A recorder is told how it goes; an episode that it knows, for another generator has begun it, enters
+the machine where it was left.
 """
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, TypeAlias
 
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
 from ....envs.game import StepResult
-from ....envs.serving.remote import Environments, Start, Started
+from ....envs.serving.remote import Environments, Start
 from ....schemas.config.job import RolloutConfig
 from ....schemas.rollout import Trajectory
 from ....schemas.task import Blame
@@ -31,9 +33,10 @@ from ....schemas.wire.errors import (
 )
 from ..engine.engine import Drawn, Engine, Generation, OnToken, Sampling, nothing
 from .chat import ChatTokenizer
-from .continuing import GameAt, find_game, retell
-from .recording import EpisodeRecorder, Recorded
+from .recorder import EpisodeRecorder, GameAt
 from .transcript import Transcript
+
+Finish: TypeAlias = Literal["done", "turns", "length"]
 
 
 class EpisodeFailed(TinkermqError):
@@ -110,84 +113,60 @@ class AgentLoop:
         self,
         plan: EpisodePlan,
         transcript: Transcript | None = None,
-        record: EpisodeRecorder | None = None,
+        recorder: EpisodeRecorder | None = None,
     ) -> Trajectory:
         """Run one episode to its end.
 
-        With a fresh `transcript` the caller can see token by token how far it is; with `record` it
-        is written down, and what that has found is gone on with. Who gives a recorder closes the
-        episode at its host.
+        With a fresh `transcript` the caller can see token by token how far it is; `recorder` is
+        told, and what it knows of the episode is gone on with.
 
         Raises EpisodeFailed, naming the boundary to blame, when there is no trajectory; NoTurn for
         a role whose turn never came; Fenced when somebody else has taken the episode over.
         """
-        told = transcript is not None or record is not None
+        recorder = recorder or EpisodeRecorder()
+        by_token = transcript is not None or recorder.follows_tokens
         transcript = Transcript() if transcript is None else transcript
-        open_at: GameAt | None = None
-        boundary: Boundary = "environment"
+        game: GameAt | None = None
+        finish: Finish | None = None
         try:
-            found = None if record is None else record.take_found()
-            game = open_at = await self._start(plan, transcript, found)
-            boundary = "task"
-            self._open(plan, game.started, transcript, found)
-            if record is not None:
-                boundary = "broker"
-                await record.begin(transcript, game.host, game.episode, found)
-            while True:
+            with blaming("environment", transcript):
+                game = await self._start(plan, transcript, recorder)
+            with blaming("task", transcript):
+                self._open(plan, game, transcript)
+            with blaming("broker", transcript):
+                await recorder.begin(transcript, game)
+            while finish is None:
                 if not transcript.awaits_answer:
-                    boundary = "engine"
-                    await self._generate(plan, transcript, record, told=told)
-                if record is not None:
-                    boundary = "broker"
-                    await record.turn_ended(transcript)
-                boundary = "environment"
-                reply = await self._interact(plan, game, transcript)
-                finish = self._finish(transcript, reply)
-                if finish is None and not self._observe(transcript, reply):
-                    finish = "length"
-                if finish is not None:
-                    if finish != "done" and self._environments.rewards_ends:
-                        await self._reward_end(game, transcript)
-                    trajectory = self._trajectory(plan, transcript, finish, game.host)
-                    if finish == "done":
-                        open_at = None  # the game has ended: its host frees it by itself
-                    return trajectory
-        except (Fenced, NoTurn):
-            raise
-        except TinkermqError as error:
-            raise failure_of(boundary, error, transcript.num_generated) from error
+                    with blaming("engine", transcript):
+                        await self._generate(plan, transcript, recorder, by_token=by_token)
+                with blaming("broker", transcript):
+                    await recorder.end_turn(transcript)
+                with blaming("environment", transcript):
+                    finish = await self._interact(plan, game, transcript)
+            return self._trajectory(plan, transcript, finish, game.host)
         finally:
             self._engine.release(plan.episode)
-            if record is not None:
-                record.stop()
-            elif open_at is not None:
-                self._environments.close(open_at.host, open_at.episode)
+            recorder.stop()
+            if game is not None and finish != "done" and not recorder.keeps_game:
+                self._environments.close(game.host, game.episode)  # one that is done frees itself
 
     async def _start(
-        self, plan: EpisodePlan, transcript: Transcript, found: Recorded | None
+        self, plan: EpisodePlan, transcript: Transcript, recorder: EpisodeRecorder
     ) -> GameAt:
         """PENDING: start the game, or find the one that another generator has begun."""
-        begun = time.perf_counter()
-        with self._time_use.doing("environment"):
-            if found is None:
+        with self._in_environment(transcript):
+            game = await recorder.rejoin(self._chat, plan.episode, plan.start, transcript)
+            if game is None:
                 started = await self._environments.reset(plan.episode, plan.start)
                 game = GameAt(started, plan.episode)
-            else:
-                transcript.continue_from(found.transcript)
-                game = await find_game(
-                    self._environments, self._chat, found, plan.episode, plan.start
-                )
-        transcript.environment_s += time.perf_counter() - begun
         return game
 
-    def _open(
-        self, plan: EpisodePlan, started: Started, transcript: Transcript, found: Recorded | None
-    ) -> None:
-        """Give the transcript its first prompt, or its messages where it has its tokens already."""
+    def _open(self, plan: EpisodePlan, game: GameAt, transcript: Transcript) -> None:
+        """Give the transcript its first prompt, unless the episode is gone on with."""
+        started = game.started
         if not started.messages:
             _refuse_table(plan)
-        if found is not None:
-            retell(transcript, self._chat, started)
+        if transcript.token_ids:
             return
         prompt = self._chat.first_prompt(started.messages, started.tools).tolist()
         self._check_prompt(prompt)
@@ -197,9 +176,9 @@ class AgentLoop:
         self,
         plan: EpisodePlan,
         transcript: Transcript,
-        record: EpisodeRecorder | None,
+        recorder: EpisodeRecorder,
         *,
-        told: bool,
+        by_token: bool,
     ) -> None:
         """GENERATING: one turn of the policy, within the turn's and the episode's limits.
 
@@ -217,15 +196,16 @@ class AgentLoop:
                 top_p=1.0 if plan.greedy else self._sampling.top_p,
                 top_k=0 if plan.greedy else self._sampling.top_k,
                 stop_token_ids=self._chat.stop_token_ids,
-                seed=None if record is None else record.seed + turn,
+                seed=recorder.seed(turn),
                 num_drawn=len(begun),
             )
             request = f"{plan.episode}.{turn}"
-            on_token = partial(self._take, request, transcript, record) if told else None
-            rest = await self._ask_engine(plan, transcript, sampling, request, on_token)
+            on_token = partial(self._note_token, request, transcript, recorder)
+            rest = await self._ask_engine(
+                plan, transcript, sampling, request, on_token if by_token else None
+            )
             if rest.finish_reason == "cancelled" or not len(rest.token_ids):
-                if record is not None:
-                    await record.settle()  # tells why, if somebody has taken the episode over
+                await recorder.settle()  # tells why, if somebody has taken the episode over
                 raise EngineError(f"the engine ended request {request} without a turn")
         transcript.end_turn(begun, rest)
         transcript.say(self._chat.decode(transcript.turn_ids(turn)))
@@ -241,7 +221,7 @@ class AgentLoop:
         started = time.perf_counter()
         with self._time_use.doing("generate"):
             generation = await self._engine.generate(
-                [*transcript.token_ids, *(one.token_id for one in transcript.open)],
+                [*transcript.token_ids, *(drawn.token_id for drawn in transcript.open)],
                 sampling,
                 request_id=request,
                 conversation=plan.episode if self._config.max_turns > 1 else None,
@@ -251,48 +231,53 @@ class AgentLoop:
         transcript.generate_s += time.perf_counter() - started
         return generation
 
-    def _take(
-        self, request: str, transcript: Transcript, record: EpisodeRecorder | None, drawn: Drawn
+    def _note_token(
+        self, request: str, transcript: Transcript, recorder: EpisodeRecorder, drawn: Drawn
     ) -> None:
         """Take notice of one token of the turn that is being generated."""
         transcript.open.append(drawn)
-        if record is not None and not record.take(transcript):
+        if not recorder.note_token(transcript):
             self._engine.cancel(request)
 
     async def _interact(
         self, plan: EpisodePlan, game: GameAt, transcript: Transcript
-    ) -> StepResult:
-        """INTERACTING: the game's answer to the last turn."""
-        started = time.perf_counter()
+    ) -> Finish | None:
+        """INTERACTING: let the game answer the last turn; say why the episode is over, or None."""
         turn, text = len(transcript.rewards), transcript.last_text
         seated = plan.start.seat is not None
-        with self._time_use.doing("environment"):
+        with self._in_environment(transcript):
             reply = await self._environments.step(
                 game.host, game.episode, turn, text, seated=seated
             )
-        transcript.environment_s += time.perf_counter() - started
         transcript.add_reply(reply)
-        return reply
+        finish = self._finish(transcript, reply)
+        if finish in ("turns", "length") and self._environments.rewards_ends:
+            await self._reward_end(game, transcript)
+        return finish
 
     async def _reward_end(self, game: GameAt, transcript: Transcript) -> None:
         """Add what an episode earns at its end though its game has not ended."""
-        started = time.perf_counter()
         turn = len(transcript.rewards)
-        with self._time_use.doing("environment"):
+        with self._in_environment(transcript):
             reply = await self._environments.finish(game.host, game.episode, turn)
-        transcript.environment_s += time.perf_counter() - started
         transcript.rewards[-1] += reply.reward
         transcript.info = reply.info
 
-    def _finish(
-        self, transcript: Transcript, reply: StepResult
-    ) -> Literal["done", "turns", "length"] | None:
-        """Say why the episode is over, or None."""
+    @contextmanager
+    def _in_environment(self, transcript: Transcript) -> Iterator[None]:
+        """Count the time that an episode waits for its game."""
+        started = time.perf_counter()
+        with self._time_use.doing("environment"):
+            yield
+        transcript.environment_s += time.perf_counter() - started
+
+    def _finish(self, transcript: Transcript, reply: StepResult) -> Finish | None:
+        """Say why the episode is over; None: the observation is appended, and a turn follows."""
         if reply.done:
             return "done"
         if len(transcript.turn_ends) >= self._config.max_turns:
             return "turns"
-        return None
+        return None if self._observe(transcript, reply) else "length"
 
     def _observe(self, transcript: Transcript, reply: StepResult) -> bool:
         """Append the observation; False when it leaves no room for another turn."""
@@ -308,7 +293,7 @@ class AgentLoop:
         self,
         plan: EpisodePlan,
         transcript: Transcript,
-        finish: Literal["done", "turns", "length"],
+        finish: Finish,
         host: str,
     ) -> Trajectory:
         return transcript.trajectory(
@@ -337,12 +322,22 @@ class PromptTooLong(TinkermqError, ValueError):
     is_mistake = True
 
 
-def failure_of(boundary: Boundary, error: TinkermqError, num_generated: int = 0) -> EpisodeFailed:
-    """Blame a boundary, or the one that the error names, for what cost `num_generated` tokens."""
-    is_image = boundary == "engine" and isinstance(error, DataError)  # one that cannot be read
-    if is_image or isinstance(error, SandboxError | RewardError):
-        boundary = error.boundary or boundary
-    return EpisodeFailed(error, boundary, num_generated)
+@contextmanager
+def blaming(boundary: Boundary, transcript: Transcript | None = None) -> Iterator[None]:
+    """Blame a boundary for the errors in here, or the one that an error names, by EpisodeFailed.
+
+    `transcript` says what the failure has cost.
+    """
+    try:
+        yield
+    except (Fenced, NoTurn):
+        raise
+    except TinkermqError as error:
+        is_image = boundary == "engine" and isinstance(error, DataError)  # one that cannot be read
+        if is_image or isinstance(error, SandboxError | RewardError):
+            boundary = error.boundary or boundary
+        wasted = 0 if transcript is None else transcript.num_generated
+        raise EpisodeFailed(error, boundary, wasted) from error
 
 
 def _refuse_table(plan: EpisodePlan) -> NoReturn:

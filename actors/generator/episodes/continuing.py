@@ -6,29 +6,61 @@ episode, is made up for by a reset with the same seed on any host and the record
 game that answers them as it did before nothing is lost. With another one the episode starts again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....envs.game import StepResult
 from ....envs.serving.remote import Environments, HostGone, Start, Started
+from ....schemas.segment import Segment
 from ....schemas.wire.errors import NotFoundError, StateError, TinkermqError
+from ..engine.engine import Drawn
 from .chat import ChatTokenizer
-from .recording import Recorded
+from .recorder import GameAt
 from .transcript import Transcript
 
 
 @dataclass(frozen=True)
-class GameAt:
-    """The game of an episode, and where it is played."""
+class Recorded:
+    """An episode as its last holder wrote it down."""
 
-    started: Started
-    """Its first prompt, and the host that holds it now."""
     episode: str
-    """Its id there."""
+    """Its id at the environment host."""
+    host: str
+    seed: int
+    transcript: Transcript
+    """Without messages but the observations, images and data source: the game's host has them."""
 
-    @property
-    def host(self) -> str:
-        """The environment host."""
-        return self.started.host
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> "Recorded | None":
+        """Put segments together; None when nothing was generated."""
+        if not any(segment.mask.any() for segment in segments):
+            return None
+        made = Transcript()
+        for segment in segments:
+            made.token_ids += segment.token_ids.tolist()
+            made.mask += segment.mask.tolist()
+            made.logprobs += segment.logprobs.tolist()
+            made.versions += segment.versions.tolist()
+            made.turn_ends += segment.turn_ends
+            made.rewards += segment.rewards
+            made.observations += segment.observations
+        made.num_prompt = made.mask.index(1)
+        if not made.awaits_answer:
+            _reopen(made)
+        last = segments[-1]
+        return cls(last.episode, last.host, last.seed, made)
+
+
+def _reopen(made: Transcript) -> None:
+    """Take the tokens behind the last prompt or observation as those of the open turn."""
+    closed = len(made.mask)
+    while made.mask[closed - 1]:
+        closed -= 1
+    columns = (made.token_ids, made.logprobs, made.versions)
+    tokens = zip(*(column[closed:] for column in columns), strict=True)
+    made.open = [Drawn(*token) for token in tokens]
+    for column in (*columns, made.mask):
+        del column[closed:]
 
 
 async def find_game(

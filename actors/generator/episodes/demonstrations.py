@@ -59,7 +59,7 @@ class Demonstrations:
         await context.event("generator_ready")
         while not context.stopping.is_set():
             pulling = self._queue.pull(_AT_ONCE, _PULL_TIMEOUT_S)
-            leases = await context.unless_stopping(pulling) or []
+            leases = await context.unless_stopping(pulling, stopped=list[Lease]())
             async with asyncio.TaskGroup() as appending:
                 for lease in leases:
                     appending.create_task(self._append(lease), name=f"task {lease.task.task}")

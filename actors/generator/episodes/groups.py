@@ -8,7 +8,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
 
 import structlog
 
@@ -19,17 +18,15 @@ from ....envs.serving.remote import Environments, Start
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, DeadLetter, Task
-from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.errors import TinkermqError, root_cause
 from ....schemas.wire.trace import trace_of
 from ...runtime import JobContext
 from ...self_play import learning_roles
 from .agent_loop import EpisodeFailed, EpisodePlan
 from .players import Players
-from .recording import EpisodeRecorder, TaskRecorder
+from .recorder import EpisodeRecorder, TaskRecorder
 from .tables import play_table
 from .transcript import Transcript
-
-F = TypeVar("F", bound=BaseException)
 
 _NO_TURN = Blame(
     boundary="task",
@@ -58,14 +55,16 @@ class _Cost:
     attempts: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Episode:
     """One episode of a group, whichever try it is."""
 
     plan: EpisodePlan
-    record: EpisodeRecorder | None
+    recorder: EpisodeRecorder
     transcript: Transcript = field(default_factory=Transcript)
     """How far the present try is."""
+    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    """What it became: one for each role that learns and had a turn."""
 
 
 class GroupRunner:
@@ -109,30 +108,17 @@ class GroupRunner:
         misfit = _misfit(self._config, self._roles)
         if misfit is not None:
             raise self._given_up(task, misfit, cost, started)
-        plans = self._plans(task, attempt, traceparent)
+        recorder = recorder or TaskRecorder()
         episodes = [
-            _Episode(plan, None if recorder is None else await recorder.open(number))
-            for number, plan in enumerate(plans)
+            _Episode(plan, await recorder.open(number))
+            for number, plan in enumerate(self._plans(task, attempt, traceparent))
         ]
         learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._episode(one, learning, cost), name=one.plan.episode)
-                    for one in episodes
-                ]
-                kept = await _first_to_end(running, len(plans) - self._config.rollout.oversample)
-        except BaseExceptionGroup as raised:
-            if fenced := raised.split(Fenced)[0]:
-                raise _first(fenced, Fenced) from raised
-            failed, rest = raised.split(EpisodeFailed)
-            if failed is None or rest is not None:
-                raise
-            raise self._given_up(
-                task, _first(failed, EpisodeFailed).blame, cost, started
-            ) from raised
-        trajectories = [item for number in sorted(kept) for item in running[number].result()]
-        cut = [one for number, one in enumerate(episodes) if number not in kept]
+            kept = await self._play_all(episodes, learning, cost)
+        except EpisodeFailed as failure:
+            raise self._given_up(task, failure.blame, cost, started) from failure
+        trajectories = [item for episode in kept for item in episode.trajectories]
         if not trajectories:
             raise self._given_up(task, _NO_TURN, cost, started)
         return Group(
@@ -143,13 +129,36 @@ class GroupRunner:
             started=started,
             finished=time.time(),
             tokens_wasted=cost.tokens,
-            tokens_cut=[one.transcript.num_generated for one in cut],
-            tokens_continued=sum(
-                one.record.num_continued
-                for number, one in enumerate(episodes)
-                if one.record is not None and number in kept
-            ),
+            tokens_cut=[
+                episode.transcript.num_generated for episode in episodes if episode not in kept
+            ],
+            tokens_continued=sum(episode.recorder.num_continued for episode in kept),
         )
+
+    async def _play_all(
+        self, episodes: Sequence[_Episode], learning: Sequence[str], cost: _Cost
+    ) -> list[_Episode]:
+        """Play episodes at once; return those of the group, the others are cut.
+
+        Raises what ended one of them.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(
+                        self._play(episode, learning, cost), name=episode.plan.episode
+                    )
+                    for episode in episodes
+                ]
+                kept = await _first_to_end(running, len(running) - self._config.rollout.oversample)
+        except BaseExceptionGroup as raised:
+            if fenced := raised.split(Fenced)[0]:
+                raise root_cause(fenced) from raised
+            failed, rest = raised.split(EpisodeFailed)
+            if failed is None or rest is not None:
+                raise
+            raise root_cause(failed) from raised
+        return [episodes[number] for number in sorted(kept)]
 
     def _plans(self, task: Task, attempt: str, traceparent: str) -> list[EpisodePlan]:
         """All episodes of a group start from the same state: the prompt is what they share."""
@@ -166,51 +175,46 @@ class GroupRunner:
     def _num_episodes(self, task: Task) -> int:
         return task.group_size + int(task.greedy_baseline) + self._config.rollout.oversample
 
-    async def _episode(
-        self, one: _Episode, learning: Sequence[str], cost: _Cost
-    ) -> list[Trajectory]:
-        """Try one episode until it succeeds; a host that vanished does not count as a try."""
-        plan = one.plan
+    async def _play(self, episode: _Episode, learning: Sequence[str], cost: _Cost) -> None:
+        """Try an episode until it succeeds; a host that vanished does not count as a try."""
         blames: list[Blame] = []
-        tries = 0
         while True:
-            tries += 1
-            episode = f"{plan.episode}-{tries}"
-            one.transcript = Transcript()
+            tried = f"{episode.plan.episode}-{len(blames) + 1}"
+            episode.transcript = Transcript()
             try:
-                found = await self._play(one, replace(plan, episode=episode), learning)
+                played = await self._try(episode, tried, learning)
             except EpisodeFailed as failure:
                 self._players.check_engines()
                 if self._past is not None:
                     self._past.check_engines()
                 cost.tokens += failure.tokens_wasted
                 cost.attempts += 1
-                trace = trace_of(plan.start.traceparent)
+                trace = trace_of(episode.plan.start.traceparent)
                 blame = failure.blame.model_dump()
-                _log.warning("episode_failed", episode=episode, trace=trace, **blame)
+                _log.warning("episode_failed", episode=tried, trace=trace, **blame)
                 blames.append(failure.blame)
-                counted = len([blame for blame in blames if blame.code != "host_gone"])
-                if failure.is_final or counted >= self._config.rollout.max_tries:
+                num_counted = len([blame for blame in blames if blame.code != "host_gone"])
+                if failure.is_final or num_counted >= self._config.rollout.max_tries:
                     raise
                 continue
-            if not blames:
-                return found
-            told = {"num_tries": tries, "failures": blames}
-            return [trajectory.model_copy(update=told) for trajectory in found]
+            told = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
+            episode.trajectories = [item.model_copy(update=told) for item in played]
+            return
 
-    async def _play(
-        self, one: _Episode, plan: EpisodePlan, learning: Sequence[str]
-    ) -> list[Trajectory]:
-        """Play one episode; one conversation for each role that learns and had a turn."""
+    async def _try(self, episode: _Episode, name: str, learning: Sequence[str]) -> list[Trajectory]:
+        """Play an episode once; one conversation for each role that learns and had a turn."""
+        plan = replace(episode.plan, episode=name)
         if not self._roles:
-            told = one.transcript if self._config.rollout.oversample else None
-            return [await self._players.main.run(plan, told, one.record)]
+            told = episode.transcript if self._config.rollout.oversample else None
+            return [await self._players.main.run(plan, told, episode.recorder)]
         loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
-        found = await play_table(self._environments, plan, loops)
-        opponents = {role: item.min_version for role, item in found.items() if role not in learning}
+        by_role = await play_table(self._environments, plan, loops)
+        opponents = {
+            role: item.min_version for role, item in by_role.items() if role not in learning
+        }
         return [
             item.model_copy(update={"opponents": opponents})
-            for role, item in found.items()
+            for role, item in by_role.items()
             if role in learning
         ]
 
@@ -284,7 +288,7 @@ def _wrong_key(message: str, hint: str) -> Blame:
     return Blame(boundary="task", code="config", message=message, hint=hint)
 
 
-async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: int) -> set[int]:
+async def _first_to_end(running: Sequence[asyncio.Task[None]], num: int) -> set[int]:
     """Wait until `num` have ended, cut the others, and return the places of those `num`."""
     ended: list[int] = []
     enough = asyncio.Event()
@@ -302,11 +306,3 @@ async def _first_to_end(running: Sequence[asyncio.Task[list[Trajectory]]], num: 
         if number not in kept:
             task.cancel()
     return kept
-
-
-def _first(failed: BaseExceptionGroup[F], kind: type[F]) -> F:
-    first: BaseException = failed
-    while isinstance(first, BaseExceptionGroup):
-        first = cast("BaseExceptionGroup[BaseException]", first).exceptions[0]
-    assert isinstance(first, kind)
-    return first

@@ -1,4 +1,4 @@
-"""Writing running episodes down, and reading what the task's last holder has written.
+"""Writing running episodes down, so that the task's next holder goes on with them.
 
 A segment is appended while the next tokens are generated, one at a time per episode. The end of a
 turn is different: it is stored before the game sees the turn. So whoever goes on with the episode
@@ -8,7 +8,7 @@ holder that was overtaken never plays another.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -17,118 +17,85 @@ import structlog
 
 from ....broker.client.connection import Broker
 from ....broker.segments import SegmentWriter, purge_segments
-from ....envs.serving.remote import Environments
+from ....envs.serving.remote import Environments, Start
 from ....schemas.segment import Segment
 from ....schemas.task import Task
 from ....schemas.wire.errors import DeadlineError
 from ....schemas.wire.subjects import JobScope
-from ..engine.engine import Drawn
+from .chat import ChatTokenizer
+from .continuing import Recorded, find_game, retell
+from .recorder import EpisodeRecorder, GameAt, TaskRecorder
 from .transcript import Transcript
 
 _log = structlog.get_logger()
 
 
-@dataclass(frozen=True)
-class Recorded:
-    """An episode as its last holder wrote it down."""
-
-    episode: str
-    """Its id at the environment host."""
-    host: str
-    seed: int
-    transcript: Transcript
-    """Without messages but the observations, images and data source: the game's host has them."""
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> "Recorded | None":
-        """Put segments together; None when nothing was generated."""
-        if not any(segment.mask.any() for segment in segments):
-            return None
-        made = Transcript()
-        for segment in segments:
-            made.token_ids += segment.token_ids.tolist()
-            made.mask += segment.mask.tolist()
-            made.logprobs += segment.logprobs.tolist()
-            made.versions += segment.versions.tolist()
-            made.turn_ends += segment.turn_ends
-            made.rewards += segment.rewards
-            made.observations += segment.observations
-        made.num_prompt = made.mask.index(1)
-        if not made.awaits_answer:
-            _reopen(made)
-        last = segments[-1]
-        return cls(last.episode, last.host, last.seed, made)
-
-
-def _reopen(made: Transcript) -> None:
-    """Take the tokens behind the last prompt or observation as those of the open turn."""
-    closed = len(made.mask)
-    while made.mask[closed - 1]:
-        closed -= 1
-    columns = (made.token_ids, made.logprobs, made.versions)
-    made.open = [Drawn(*one) for one in zip(*(column[closed:] for column in columns), strict=True)]
-    for column in (*columns, made.mask):
-        del column[closed:]
-
-
-class EpisodeRecorder:
+class EpisodeSegments(EpisodeRecorder):
     """Writes one episode down."""
 
+    follows_tokens = True
+    keeps_game = True
+
     def __init__(
-        self,
-        writer: SegmentWriter,
-        every: int,
-        found: Recorded | None,
-        sessions: dict[str, str],
-        name: str,
+        self, task: "TaskSegments", name: str, writer: SegmentWriter, recorded: Recorded | None
     ) -> None:
-        """`sessions` is told of the episodes at environment hosts, which are closed later; `name`
-        decides what the episode draws, whoever plays it.
-        """
-        self._found = found
-        self.num_continued = 0
-        """Generated tokens that were not generated again."""
-        self.seed = 0
-        """Seed of the first turn's sampling; the turns count up from it."""
-        self._writer = writer
-        self._every = every
-        self._sessions = sessions
+        """`name` decides what the episode draws, whoever plays it."""
+        self._task = task
         self._name, self._num_begun = name, 0
+        self._writer = writer
+        self._recorded = recorded
+        self._rejoined: Recorded | None = None
+        self._seed = 0
+        """Of the first turn's sampling; the turns count up from it."""
         self._episode, self._host = "", ""
         self._stored = self._turns = self._answers = 0
         self._appending: asyncio.Task[None] | None = None
         self._has_room = True
 
-    def take_found(self) -> Recorded | None:
-        """Return what there is to go on with; nothing more the next time: it is tried once."""
-        found, self._found = self._found, None
-        return found
+    async def rejoin(
+        self, chat: ChatTokenizer, episode: str, start: Start, transcript: Transcript
+    ) -> GameAt | None:
+        """Find the recorded game, or play it again; it is tried once.
 
-    async def begin(
-        self, transcript: Transcript, host: str, episode: str, found: Recorded | None
-    ) -> None:
-        """Go on with what was found, or begin anew: then what was written before is void."""
+        Raises HostGone when neither is possible, GameError when the game failed.
+        """
+        recorded, self._recorded = self._recorded, None
+        self._rejoined = recorded
+        if recorded is None:
+            return None
+        transcript.continue_from(recorded.transcript)
+        game = await find_game(self._task.environments, chat, recorded, episode, start)
+        retell(transcript, chat, game.started)
+        return game
+
+    async def begin(self, transcript: Transcript, game: GameAt) -> None:
+        """Go on with what was recorded, or begin anew: then what was written before is void."""
         await self.settle()
-        self._num_begun += found is None
-        self.seed = self._fresh_seed() if found is None else found.seed
-        self.num_continued = 0 if found is None else transcript.num_generated
-        self._stored = 0 if found is None else transcript.num_tokens
+        rejoined = self._rejoined
+        self._num_begun += rejoined is None
+        self._seed = self._fresh_seed() if rejoined is None else rejoined.seed
+        self.num_continued = 0 if rejoined is None else transcript.num_generated
+        self._stored = 0 if rejoined is None else transcript.num_tokens
         self._turns, self._answers = len(transcript.turn_ends), len(transcript.rewards)
-        self._host, self._episode = host, episode
-        self._sessions[episode] = host
-        if found is not None and (host, episode) != (found.host, found.episode):
+        self._host, self._episode = game.host, game.episode
+        self._task.hosts[game.episode] = game.host
+        if rejoined is not None and (game.host, game.episode) != (rejoined.host, rejoined.episode):
             await self._append(transcript)
 
-    def take(self, transcript: Transcript) -> bool:
-        """Take notice of a token of the open turn; False when the episode was taken over."""
+    def seed(self, turn: int) -> int:
+        """Return the seed of a turn's sampling."""
+        return self._seed + turn
+
+    def note_token(self, transcript: Transcript) -> bool:
+        """Begin to store a segment once it is due; False when the episode was taken over."""
         appending = self._appending
         if appending is None or (appending.done() and appending.exception() is None):
-            if self._has_room and transcript.num_tokens - self._stored >= self._every:
+            if self._has_room and transcript.num_tokens - self._stored >= self._task.every:
                 self._appending = asyncio.create_task(self._append(transcript), name="segment")
             return True
         return not appending.done()
 
-    async def turn_ended(self, transcript: Transcript) -> None:
+    async def end_turn(self, transcript: Transcript) -> None:
         """Store all that is not yet; raises Fenced when the episode was taken over."""
         await self.settle()
         if len(transcript.turn_ends) > self._turns:
@@ -163,7 +130,7 @@ class EpisodeRecorder:
         rest = transcript.open[max(0, at - closed) :]
 
         def column(given: Sequence[Any], name: str, dtype: Any) -> Any:
-            return np.array([*given[at:], *(getattr(one, name) for one in rest)], dtype)
+            return np.array([*given[at:], *(getattr(drawn, name) for drawn in rest)], dtype)
 
         mask = np.array([*transcript.mask[at:], *(1 for _ in rest)], np.uint8)
         return Segment(
@@ -171,7 +138,7 @@ class EpisodeRecorder:
             writer=self._writer.writer,
             episode=self._episode,
             host=self._host,
-            seed=self.seed,
+            seed=self._seed,
             start=at,
             token_ids=column(transcript.token_ids, "token_id", np.int32),
             mask=mask,
@@ -184,7 +151,7 @@ class EpisodeRecorder:
 
 
 @dataclass
-class TaskRecorder:
+class TaskSegments(TaskRecorder):
     """Writes the episodes of one lease of a task down."""
 
     broker: Broker
@@ -197,11 +164,10 @@ class TaskRecorder:
     """Names the lease, uniquely."""
     every: int
     """Tokens of a segment."""
+    hosts: dict[str, str] = field(default_factory=dict[str, str])
+    """Which environment host holds each episode, until the task's end."""
 
-    def __post_init__(self) -> None:
-        self._sessions: dict[str, str] = {}
-
-    async def open(self, number: int) -> EpisodeRecorder:
+    async def open(self, number: int) -> EpisodeSegments:
         """Take over an episode of the task; raises Fenced when somebody else has."""
         writer = SegmentWriter(
             self.broker,
@@ -211,13 +177,13 @@ class TaskRecorder:
             delivery=self.delivery,
             writer=self.writer,
         )
-        found = Recorded.of(await writer.take_over())
+        recorded = Recorded.of(await writer.take_over())
         name = f"{self.task.seed} {self.task.task} {number}"
-        return EpisodeRecorder(writer, self.every, found, self._sessions, name)
+        return EpisodeSegments(self, name, writer, recorded)
 
     async def end(self) -> None:
         """Forget the episodes and free them at their hosts: the task's group is in the log."""
-        for episode, host in self._sessions.items():
+        for episode, host in self.hosts.items():
             self.environments.close(host, episode)
         task = self.task.task
         try:

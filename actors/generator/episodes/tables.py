@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from ....envs.serving.remote import Environments, SeatAt
 from ....schemas.rollout import Trajectory
-from ....schemas.wire.errors import TinkermqError
-from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, failure_of
+from .agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, NoTurn, blaming
 
 
 async def play_table(
@@ -23,10 +22,8 @@ async def play_table(
     A role whose turn never came has none. Raises EpisodeFailed when a seat failed: then the whole
     game did.
     """
-    try:
+    with blaming("environment"):
         started = await environments.reset(plan.episode, plan.start)
-    except TinkermqError as error:
-        raise failure_of("environment", error) from error
     try:
         outcomes = await asyncio.gather(
             *(
@@ -36,14 +33,14 @@ async def play_table(
         )
     finally:
         environments.close(started.host, plan.episode)
-    failures = [one for one in outcomes if isinstance(one, EpisodeFailed)]
-    found = {item.role: item for item in outcomes if isinstance(item, Trajectory)}
+    failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
+    by_role = {played.role: played for played in outcomes if isinstance(played, Trajectory)}
     if failures:
-        wasted = sum(one.tokens_wasted for one in failures)
-        wasted += sum(item.num_generated for item in found.values())
+        wasted = sum(failure.tokens_wasted for failure in failures)
+        wasted += sum(trajectory.num_generated for trajectory in by_role.values())
         first = failures[0]
         raise EpisodeFailed(first.cause, first.blame.boundary, wasted) from first
-    return found
+    return by_role
 
 
 async def _seat(loop: AgentLoop, plan: EpisodePlan, seat: SeatAt) -> Trajectory | Exception:

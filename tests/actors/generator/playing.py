@@ -13,7 +13,7 @@ from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.generator.episodes.groups import GroupRunner
 from tinkermq.actors.generator.episodes.players import Players
-from tinkermq.actors.generator.episodes.recording import TaskRecorder
+from tinkermq.actors.generator.episodes.recording import TaskSegments
 from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.stored import get_all
@@ -57,11 +57,11 @@ class Playing:
         stopping.set()
         await running
 
-    def recorder(self, task: Task, delivery: int) -> TaskRecorder:
+    def recorder(self, task: Task, delivery: int) -> TaskSegments:
         """Return what writes a delivery of a task down."""
         every = self.config.generator.segment_tokens
         name = f"holder-{delivery}"
-        return TaskRecorder(self.broker, self.scope, self.hosts, task, delivery, name, every)
+        return TaskSegments(self.broker, self.scope, self.hosts, task, delivery, name, every)
 
     async def run(self, task: Task, delivery: int = 1) -> Group:
         """Roll a task out as the holder of one of its deliveries, written down."""
