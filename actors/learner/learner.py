@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
@@ -57,7 +59,7 @@ class Learner:
         self,
         context: JobContext,
         policies: Policies,
-        tokenizer: Any,
+        save_models: Callable[[Path], None],
         state: LearnerState,
         order: TaskOrder,
         checkpoints: CheckpointStore,
@@ -128,16 +130,9 @@ class Learner:
         self._left_alone: float | None = None
         self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._time_use = learner_time_use()
-        self._saver = Saver(
-            context,
-            checkpoints,
-            policies,
-            tokenizer,
-            state,
-            self.intake,
-            [self.intake, self.ledger, self.issuer, self._drops, reporter, order],
-            self._in_torch,
-        )
+        self._checkpoints = checkpoints
+        self._save_models = save_models
+        self._saver = Saver(context, checkpoints, state, self.intake, self._write_checkpoint)
 
     async def run(self) -> int:
         """Train until the last step is done or `stopping` is set; return the exit code."""
@@ -213,7 +208,10 @@ class Learner:
             await self.issuer.issue(self.state.step)
             if entries:
                 return entries
-            if decision.dropped or await self._saver.catches_up(self._save, self._failures.heard):
+            if decision.dropped:
+                continue
+            if self._saver.lacks_room:
+                await self._wait_for_room()
                 continue
             if (error := self._failures.idle()) is not None:
                 await self._save()
@@ -222,6 +220,18 @@ class Learner:
             with self._named_wait(max(missing, 0)):
                 await self._look_again(self.intake.changed)
         return None
+
+    async def _wait_for_room(self) -> None:
+        """Try the checkpoint again for which there was no room, and look what has come meanwhile.
+
+        Without one the log is not trimmed, and the groups of the next step may be waiting for room
+        in it: the job is not idle.
+        """
+        self._failures.heard()
+        if self._saver.is_to_be_tried_again:
+            await self._save()
+        with self.context.missing("room on the disk for a checkpoint"):
+            await self._look_again(self.intake.changed)
 
     def _named_wait(self, missing: int) -> AbstractContextManager[None]:
         """Name the wait for so many groups; where it is for somebody outside, with its begin."""
@@ -335,6 +345,13 @@ class Learner:
         self._notice_arrivals()
         with self._time_use.doing("checkpoint"):
             return await self._saver.save()
+
+    async def _write_checkpoint(self) -> Path:
+        """Write a checkpoint of all that is remembered and of the models; return its folder."""
+        parts = (self.intake, self.ledger, self.issuer, self._drops, self._reporter, self._order)
+        for part in parts:
+            part.write_to(self.state)
+        return await self._in_torch(partial(self._checkpoints.save, self.state, self._save_models))
 
     async def _in_torch(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)

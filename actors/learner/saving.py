@@ -1,11 +1,9 @@
 """When the learner writes a checkpoint, and what it does with the log behind one."""
 
 import asyncio
-import contextlib
-import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from ...broker.rollouts import RolloutLog
 from ...schemas.wire.errors import StorageError
@@ -13,22 +11,11 @@ from ..runtime import JobContext
 from .tasks.intake import Intake
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore
-from .training.policies import Policies
 
 _FINAL_TRIES = 12
 _LAST_ROLLOUTS_BYTES = 16 << 20
 """Of the log of a run that has ended so much stays, to be read by people."""
 _PAUSE_S = 5.0
-_LOOK_S = 1.0
-InTorch = Callable[[Callable[[], Any]], Awaitable[Any]]
-
-
-class Remembering(Protocol):
-    """A part of the learner that remembers something besides the weights."""
-
-    def write_to(self, state: LearnerState) -> None:
-        """Put it into the state of a checkpoint."""
-        ...
 
 
 class Saver:
@@ -38,22 +25,16 @@ class Saver:
         self,
         context: JobContext,
         checkpoints: CheckpointStore,
-        policies: Policies,
-        tokenizer: Any,
         state: LearnerState,
         intake: Intake,
-        parts: Sequence[Remembering],
-        in_torch: InTorch,
+        write: Callable[[], Awaitable[Path]],
     ) -> None:
-        """`parts` write what they remember into the state of a checkpoint."""
+        """`write` brings the state up to date and writes a checkpoint; it returns its folder."""
         self._context = context
         self._checkpoints = checkpoints
-        self._policies = policies
-        self._tokenizer = tokenizer
         self._state = state
         self._intake = intake
-        self._parts = parts
-        self._in_torch = in_torch
+        self._write = write
         self._due_bytes = context.config.limits.rollout_bytes // 4
         self._most_bytes = context.config.limits.rollout_bytes * 3 // 4
         self._failed: StorageError | None = None
@@ -63,7 +44,7 @@ class Saver:
     def is_due(self) -> bool:
         """Whether a checkpoint is due after this step, or the log must be trimmed."""
         training, step = self._context.config.training, self._state.step
-        if step == self._policies.total_steps:
+        if step == self._state.total_steps:
             return False  # the last one is written when the learner ends
         log_is_filling = self._intake.bytes_held > self._due_bytes and not training.keep_rollouts
         return log_is_filling or bool(training.save_freq and step % training.save_freq == 0)
@@ -73,26 +54,10 @@ class Saver:
         """Whether the last checkpoint is missing because its disk is full."""
         return self._failed is not None and self._failed.is_full
 
-    async def catches_up(
-        self, save: Callable[[], Awaitable[str | None]], heard: Callable[[], None]
-    ) -> bool:
-        """Try now and then to write the checkpoint for which there was no room; False if none was.
-
-        Without one the log is not trimmed, and the groups of the next step may be waiting for room
-        in it: `heard` is told that the job is not idle. Returns after a moment, so that whoever
-        calls looks at what has come meanwhile.
-        """
-        if not self.lacks_room:
-            return False
-        heard()
-        if time.monotonic() >= self._next_try:
-            await save()
-        with self._context.missing("room on the disk for a checkpoint"):
-            self._intake.changed.clear()
-            with contextlib.suppress(TimeoutError):
-                coming = self._context.unless_stopping(self._intake.changed.wait(), None)
-                await asyncio.wait_for(coming, _LOOK_S)
-        return True
+    @property
+    def is_to_be_tried_again(self) -> bool:
+        """Whether a checkpoint for which there was no room may be tried again now."""
+        return self.lacks_room and time.monotonic() >= self._next_try
 
     async def save(self, *, keep_bytes: int = 0) -> str | None:
         """Write a checkpoint and trim the log behind it; return its folder.
@@ -102,15 +67,8 @@ class Saver:
         A full disk does not end the run: the first failure is an event, and None is returned.
         """
         context, state = self._context, self._state
-        for part in self._parts:
-            part.write_to(state)
-        write = functools.partial(
-            self._checkpoints.save,
-            state,
-            lambda folder: self._policies.save(folder, self._tokenizer),
-        )
         try:
-            folder = await self._in_torch(write)
+            folder = await self._write()
         except StorageError as error:
             first, self._failed = self._failed is None, error
             self._next_try = time.monotonic() + _PAUSE_S

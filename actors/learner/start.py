@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
     return Learner(
         context,
         policies,
-        tokenizer,
+        partial(policies.save, tokenizer=tokenizer),
         state,
         task_order(config, num_rows, state),
         checkpoints,
