@@ -27,7 +27,8 @@ from rich.progress import Progress
 from ..schemas.images import images_of
 from ..schemas.wire.errors import TinkermqError
 from .generator.episodes.chat import ChatTokenizer
-from .learner.packing.packing import TokenSequence, pack
+from .learner.packing.micro_batch import TokenSequence
+from .learner.packing.packing import pack
 from .learner.training.model import Scorer
 from .models.model_folder import load_causal_lm, load_tokenizer
 from .models.tiny_model import save_tiny_model

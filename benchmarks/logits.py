@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tinkermq.actors.learner.packing.packing import Packed, TokenSequence, pack
+from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
+from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -47,7 +48,7 @@ def make_model(vocab: int) -> Any:
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def make_rows(tokens: int, vocab: int) -> Packed:
+def make_rows(tokens: int, vocab: int) -> MicroBatch:
     """Make one row of generated tokens behind short prompts."""
     rng = np.random.default_rng(0)
     length = 256
@@ -59,7 +60,7 @@ def make_rows(tokens: int, vocab: int) -> Packed:
     return packed
 
 
-def all_logits(scorer: Scorer, packed: Packed) -> torch.Tensor:
+def all_logits(scorer: Scorer, packed: MicroBatch) -> torch.Tensor:
     """Return the log-probs as they are written down first: by the logits of all columns."""
     packed = packed.to(scorer.device)
     logits_UV, place_N = scorer.states_UD(packed, logits=True)

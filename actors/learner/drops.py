@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from ...schemas.batch import Dropped, DropReason
-from .reporting import Reporter
+from .reporter import Reporter
 from .tasks.data_order import TaskOrder
 from .tasks.intake import CheckedEntry, Intake
 from .tasks.ledger import Ledger

@@ -32,7 +32,7 @@ from .drops import Drops
 from .evaluations import Evaluations
 from .publishing import Publisher
 from .recorded_steps import RecordedSteps
-from .reporting import Reporter
+from .reporter import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
 from .tasks.batching import form_batch

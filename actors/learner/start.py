@@ -21,7 +21,7 @@ from ..models.model_folder import load_tokenizer
 from ..models.policies import MAIN
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext
 from .learner import Learner
-from .reporting import Reporter, last_reported_step
+from .reporter import Reporter, last_reported_step
 from .tasks.curriculum import Curriculum, CurriculumConfig
 from .tasks.data_order import DataOrder, TaskOrder, total_steps
 from .tasks.failures import deserted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory
-from ..packing.packing import TokenSequence
+from ..packing.micro_batch import TokenSequence
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ slowest rank less to do than spreading them.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from .packing import TokenSequence
+from .micro_batch import TokenSequence
 
 
 def cost(num_columns: int, hidden_size: int) -> int:

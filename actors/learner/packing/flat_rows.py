@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .micro_batch import MicroBatch
 from .packed_images import PackedImages
-from .packing import Packed
 
 
-def flatten(packed: Packed) -> Packed:
+def flatten(packed: MicroBatch) -> MicroBatch:
     """Lay the tokens of all rows in one row without padding, in their order.
 
     Raises ValueError for rows in which prompts are shared.
@@ -44,7 +44,7 @@ def flatten(packed: Packed) -> Packed:
     )
 
 
-def kernel_arguments(flat: Packed) -> dict[str, Any]:
+def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:
     """Return what transformers' models hand through to flash attention: sequences of one row.
 
     A sequence begins where its positions do. The backward pass is the deterministic one, so that a

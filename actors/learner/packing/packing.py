@@ -26,69 +26,14 @@ from torch import Tensor
 
 from ....schemas.wire.errors import ConfigError
 from ...models.vision import SeenImages
-from .packed_images import PackedImages, RowImages, pack_images
+from .micro_batch import MicroBatch, TokenSequence
+from .packed_images import RowImages, pack_images
 
 IntArray = NDArray[np.int64]
-BoolArray = NDArray[np.bool_]
-
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """One sequence to train: prompt, generated tokens and observations in order."""
-
-    token_ids: NDArray[Any]
-    """Integer ids of all tokens."""
-    mask: NDArray[Any]
-    """1 where the policy generated the token; the first token belongs to the prompt."""
-    images: tuple[bytes, ...] = ()
-    """Encoded images of the prompt."""
 
 
 See = Callable[[TokenSequence], SeenImages | None]
 """Finds the images of a sequence in its tokens."""
-
-
-@dataclass(frozen=True)
-class Packed:
-    """One micro-batch of rows, and where to find each generated token in it."""
-
-    input_ids_BT: Tensor
-    """int64: token ids; 0 where padded."""
-    position_ids_BT: Tensor
-    """int64: position of each token within its sequence."""
-    segment_ids_BT: Tensor
-    """int64: segment of each token, from 1 in every row; 0 is padding."""
-    parent_ids_BT: Tensor
-    """int64: segment that the token also sees in full; 0: none."""
-    row_N: Tensor
-    """int64: row that predicts each generated token."""
-    source_col_N: Tensor
-    """int64: column whose logits predict it."""
-    target_N: Tensor
-    """int64: its id."""
-    seq_N: Tensor
-    """int64: its sequence within this micro-batch, from 0; an index into `seq_S`."""
-    seq_S: Tensor
-    """int64: the micro-batch's sequences, as indices into the whole batch."""
-    index_N: Tensor
-    """int64: its place among the generated tokens of the whole batch, in the batch's order."""
-    images: PackedImages | None = None
-    """The images in the rows, if there are some."""
-
-    @property
-    def num_seqs(self) -> int:
-        """Number of sequences."""
-        return len(self.seq_S)
-
-    @property
-    def num_tokens(self) -> int:
-        """Columns that hold a token."""
-        return int((self.segment_ids_BT > 0).sum())
-
-    def to(self, device: torch.device | str) -> "Packed":
-        """Copy every tensor to a device."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
-        return Packed(**moved)
 
 
 @dataclass(frozen=True)
@@ -312,7 +257,7 @@ class _RowWriter:
 
 def _build(
     rows: Sequence[Sequence[_Unit]], sequences: Sequence[TokenSequence], layout: _Layout
-) -> Packed:
+) -> MicroBatch:
     num_columns = max(sum(unit.length for unit in row) for row in rows)
     writers = [_RowWriter(num_columns) for _ in rows]
     found = [
@@ -329,7 +274,7 @@ def _build(
     def tensor(array: Any) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(array, dtype=np.int64))
 
-    return Packed(
+    return MicroBatch(
         input_ids_BT=tensor([writer.ids for writer in writers]),
         position_ids_BT=tensor([writer.positions for writer in writers]),
         segment_ids_BT=tensor([writer.segments for writer in writers]),
@@ -356,7 +301,7 @@ def pack(
     share_prompts: bool = False,
     hidden_size: int | None = None,
     see: See = _see_nothing,
-) -> list[Packed]:
+) -> list[MicroBatch]:
     """Pack a batch into micro-batches of at most `microbatch_tokens` columns, padding included.
 
     Each sequence lies in one row; one without generated tokens is in no micro-batch. Rows have at

@@ -23,10 +23,9 @@ from ....schemas.config.learner import LearnerConfig
 from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.samples import renumber
 from ..algorithms.values import ValueTargets, explained_variance, value_loss
-from ..packing.packing import Packed
+from ..packing.micro_batch import MicroBatch
 from .checkpoint import gather_weights, load_optimizer, save_optimizer
 from .model import Scorer
-from .objective import MicroBatch
 from .parallel import Parallel, divided, whole
 
 _WEIGHTS = "learner/critic.safetensors"
@@ -59,11 +58,11 @@ class ValueModel(nn.Module):
         """Where it computes."""
         return self._scorer.device
 
-    def values(self, packed: Packed) -> Tensor:
+    def values(self, packed: MicroBatch) -> Tensor:
         """Return the value before each of the N tokens, with gradient where enabled."""
         return self._scorer.inside.run(lambda: self._values(packed))
 
-    def _values(self, packed: Packed) -> Tensor:
+    def _values(self, packed: MicroBatch) -> Tensor:
         states_UD, place_N = self._scorer.states_UD(packed)
         return self.value_head(states_UD.float())[place_N, 0]
 
@@ -95,7 +94,7 @@ class Critic:
         """Return the values of a whole batch, of which this rank has a share: float32[N]."""
         values_N = torch.zeros(num_tokens, device=self.model.device)
         for micro in micros:
-            values_N[micro.index_N] = self.model.values(micro.packed)
+            values_N[micro.index_N] = self.model.values(micro)
         return self._parallel.add_up(values_N)
 
     def begin_step(self, rate: float, targets: ValueTargets) -> None:
@@ -118,7 +117,7 @@ class Critic:
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
         index_N, targets = micro.index_N, self._targets
-        values_N = self.model.values(micro.packed)
+        values_N = self.model.values(micro)
         if micro.is_empty:
             values_N.sum().backward()  # only to gather and reduce with the others
             return

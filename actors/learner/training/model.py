@@ -26,7 +26,8 @@ from ...models.model_folder import load_causal_lm, load_policy
 from ...models.vision import embed
 from ..algorithms.kl import entropy_from_logits
 from ..packing.flat_rows import flatten, kernel_arguments
-from ..packing.packing import Packed, TokenSequence, block_causal_mask, pack
+from ..packing.micro_batch import MicroBatch, TokenSequence
+from ..packing.packing import block_causal_mask, pack
 from .layers import compile_layers
 from .parallel import Inside
 
@@ -171,11 +172,11 @@ class Scorer:
         """Where the model is."""
         return self.inside.device
 
-    def score(self, packed: Packed, *, entropy_gradient: bool = False) -> TokenScores:
+    def score(self, packed: MicroBatch, *, entropy_gradient: bool = False) -> TokenScores:
         """Return log-probs (with gradient, where enabled) and entropies of the N tokens."""
         return TokenScores(*self.inside.run(lambda: self._score(packed, entropy_gradient)))
 
-    def _score(self, packed: Packed, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
+    def _score(self, packed: MicroBatch, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
         packed = packed.to(self.device)
         states_UD, place_N = self.states_UD(packed, logits=self.full_logits)
         chunk = max(1, self._chunk_bytes // (4 * self._vocab()))
@@ -216,7 +217,7 @@ class Scorer:
             terms_UV = torch.nan_to_num(log_softmax_UV.exp() * log_softmax_UV, nan=0.0)
             return logprobs_N, -terms_UV.sum(-1)[place_N]
 
-    def states_UD(self, packed: Packed, *, logits: bool = False) -> tuple[Tensor, Tensor]:
+    def states_UD(self, packed: MicroBatch, *, logits: bool = False) -> tuple[Tensor, Tensor]:
         """Return the decoder's hidden states (or the model's logits) at the columns that predict.
 
         Several tokens may be predicted at one column: each column is there once, and the second
@@ -235,7 +236,7 @@ class Scorer:
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
         return states_BTD.flatten(0, 1)[column_U], place_N
 
-    def _read_in(self, packed: Packed) -> dict[str, Tensor]:
+    def _read_in(self, packed: MicroBatch) -> dict[str, Tensor]:
         """Return what the model reads: ids, or their embeddings where there are images."""
         ids_BT, images = packed.input_ids_BT, packed.images
         if images is None:
@@ -246,7 +247,7 @@ class Scorer:
     def _computing(self, *, autocast: bool) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=autocast)
 
-    def _masks(self, packed: Packed) -> Tensor | dict[str, Tensor]:
+    def _masks(self, packed: MicroBatch) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
         full = block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT)
         position_BT = packed.position_ids_BT

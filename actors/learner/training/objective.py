@@ -19,7 +19,7 @@ from ..algorithms.losses import LossInputs, compute_loss
 from ..algorithms.samples import renumber
 from ..algorithms.sequences import sum_by_sequence
 from ..algorithms.training_batch import TrainingBatch
-from ..packing.packing import Packed
+from ..packing.micro_batch import MicroBatch
 from .model import TokenScores
 
 _NO_GRADIENT_AT_ZERO = frozenset({"ppo", "gspo", "cispo", "reinforce"})
@@ -40,40 +40,6 @@ class StepInputs:
     reference_N: Tensor | None
     weights_N: Tensor | None
     """Correction weights that need the whole batch."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Packed rows, and where their tokens stand in the whole batch."""
-
-    packed: Packed
-    index_N: Tensor
-
-    @classmethod
-    def empty(cls, device: torch.device) -> "MicroBatch":
-        """Return one column that predicts nothing, for a rank without a share of a micro-batch."""
-        column_BT = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        none_N = torch.empty(0, dtype=torch.int64, device=device)
-        return cls(
-            Packed(
-                input_ids_BT=column_BT,
-                position_ids_BT=column_BT,
-                segment_ids_BT=column_BT + 1,
-                parent_ids_BT=column_BT,
-                row_N=none_N,
-                source_col_N=none_N,
-                target_N=none_N,
-                seq_N=none_N,
-                seq_S=none_N,
-                index_N=none_N,
-            ),
-            none_N,
-        )
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether it predicts nothing."""
-        return len(self.index_N) == 0
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ def _start(rank: int) -> _Child:
     reading, writing = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tinkermq.actors.learner.training.rank", str(rank)],
+            [sys.executable, "-m", "tinkermq.actors.learner.training.rank_worker", str(rank)],
             stdin=reading,
             preexec_fn=die_with(os.getpid()),
         )

@@ -37,13 +37,14 @@ from ..algorithms.aggregation import Denominators
 from ..algorithms.corrections import mismatch_statistics
 from ..algorithms.credit import assign_credit
 from ..algorithms.training_batch import TrainingBatch
+from ..packing.micro_batch import MicroBatch
 from .checkpoint import OPTIMIZER, load_optimizer, save_policy
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
-from .objective import MicroBatch, Objective, StepInputs
+from .objective import Objective, StepInputs
 from .parallel import Inside, Parallel, divided, whole, whole_tensors
+from .rank_packer import RankPacker
 from .schedules import learning_rate
-from .shares import RankShares
 from .sums import OF_THE_UPDATES, StepSums
 
 _log = structlog.get_logger()
@@ -94,7 +95,7 @@ class Trainer:
         )
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside)
-        self._shares = RankShares(model, self._scorer, learner, self._parallel, self.image_reader)
+        self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
         self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
         if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
@@ -200,7 +201,7 @@ class Trainer:
             if step > self.config.critic.warmup_steps:
                 self._update(inputs, part_S, kept_S, denominators, sums)
             if self.critic is not None:
-                self.critic.update(self._shares.pack(batch, kept_S), denominators)
+                self.critic.update(self._packer.pack(batch, kept_S), denominators)
         sums = sums.of_all(self._parallel)
         numbers = {
             "actor/lr": rate,
@@ -245,7 +246,7 @@ class Trainer:
         )
         if not needs_old and self._reference is None:
             return None, None, None
-        everything = self._shares.pack(batch, _all(batch))
+        everything = self._packer.pack(batch, _all(batch))
         old_N, entropy_N = None, None
         if needs_old:
             old_N, entropy_N = self._score_all(everything, batch, self._scorer)
@@ -263,7 +264,7 @@ class Trainer:
         """Return log-probs and entropies of all tokens, of which this rank computes its share."""
         logprobs_N, entropy_N = torch.zeros(2, batch.num_tokens, device=scorer.device)
         for micro in micros:
-            scores = scorer.score(micro.packed)
+            scores = scorer.score(micro)
             logprobs_N[micro.index_N] = scores.logprobs_N
             entropy_N[micro.index_N] = scores.entropy_N
         return self._parallel.add_up(logprobs_N), self._parallel.add_up(entropy_N)
@@ -272,7 +273,7 @@ class Trainer:
         """Ask the critic, where there is one, for the value before each token."""
         if self.critic is None:
             return None
-        return self.critic.values_of(self._shares.pack(batch, _all(batch)), batch.num_tokens)
+        return self.critic.values_of(self._packer.pack(batch, _all(batch)), batch.num_tokens)
 
     def _minibatches(self, batch: TrainingBatch) -> list[Tensor]:
         """Split the groups into contiguous minibatches: a mask over the sequences for each."""
@@ -301,8 +302,8 @@ class Trainer:
         keep_S = kept_S & self._objective.has_gradient(batch, inputs.advantages_N)
         self._measure(inputs, part_S & ~keep_S, denominators, sums)
         set_dropout(self.model, on=True)
-        for micro in self._shares.pack(batch, keep_S):
-            scores = self._scorer.score(micro.packed, entropy_gradient=algorithm.entropy_coef > 0)
+        for micro in self._packer.pack(batch, keep_S):
+            scores = self._scorer.score(micro, entropy_gradient=algorithm.entropy_coef > 0)
             if micro.is_empty:
                 scores.logprobs_N.sum().backward()  # only to gather and reduce with the others
                 continue
@@ -321,8 +322,8 @@ class Trainer:
         self, inputs: StepInputs, rest_S: Tensor, denominators: Denominators, sums: StepSums
     ) -> None:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
-        for micro in self._shares.pack(inputs.batch, rest_S):
-            scores = self._scorer.score(micro.packed)
+        for micro in self._packer.pack(inputs.batch, rest_S):
+            scores = self._scorer.score(micro)
             if micro.is_empty:
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)

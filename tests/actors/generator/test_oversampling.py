@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 from tinkermq.actors.generator.episodes.groups import GroupFailed
-from tinkermq.actors.learner.report import group_numbers
+from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task

@@ -12,7 +12,7 @@ from tinkermq.actors.learner.packing.balance import (
     share_out,
     share_sequences,
 )
-from tinkermq.actors.learner.packing.packing import TokenSequence
+from tinkermq.actors.learner.packing.micro_batch import TokenSequence
 
 COSTS = st.lists(st.integers(1, 10_000), max_size=40)
 HIDDEN = 64

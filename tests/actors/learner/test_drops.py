@@ -3,7 +3,7 @@
 from typing import Any, cast
 
 from tinkermq.actors.learner.drops import TOLD_EVERY_S, Drops
-from tinkermq.actors.learner.reporting import Reporter
+from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.intake import Intake
 from tinkermq.actors.learner.tasks.ledger import Ledger

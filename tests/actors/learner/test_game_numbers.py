@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack, nullcontext
 
 import numpy as np
 import pytest
-from tinkermq.actors.learner.report import group_numbers
+from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.broker.client.connection import Broker
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.envs.serving.remote import Environments, Start

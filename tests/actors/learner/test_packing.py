@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
 from tinkermq.actors.learner.packing.packing import (
-    Packed,
-    TokenSequence,
     block_causal_mask,
     choose_row_tokens,
     first_fit_decreasing,
@@ -61,7 +60,7 @@ def groups_of_episodes(seed=0, num_groups=3, group_size=4):
     return episodes
 
 
-def packed_logprobs(model, packs: list[Packed]):
+def packed_logprobs(model, packs: list[MicroBatch]):
     """Log-probs of all generated tokens of the batch, in the batch's order."""
     values, places = [], []
     for packed in packs:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import structlog
 from tinkermq.actors.learner.drops import Drops
 from tinkermq.actors.learner.recorded_steps import RecordedSteps
-from tinkermq.actors.learner.reporting import Reporter
+from tinkermq.actors.learner.reporter import Reporter
 from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.intake import Intake
 from tinkermq.actors.learner.tasks.ledger import Ledger

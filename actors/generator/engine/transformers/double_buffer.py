@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ....models.weight_tensors import TensorSource
-from ..weight_names import WeightNames, as_tensor, bytes_of, dtype_of
+from ....models.weight_tensors import TensorSource, as_tensor, bytes_of, dtype_of
+from ..weight_names import WeightNames
 
 
 class ShadowWeights:

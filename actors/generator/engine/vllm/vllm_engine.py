@@ -35,10 +35,10 @@ from ..refusals import (
     check_sampling,
     not_finite,
 )
-from ..weight_files import WeightFiles, reference_names
 from ..weight_names import WeightNames
 from .images import ShownImages, show
 from .model import VllmModel
+from .weight_files import WeightFiles, reference_names
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM replaces lower ones by this."""

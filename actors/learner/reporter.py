@@ -21,7 +21,7 @@ from ...schemas.wire.errors import TinkermqError
 from ...schemas.wire.trace import StepTrace
 from ..runtime import JobContext
 from .cores import CoreUse
-from .report import demonstration_numbers, group_numbers
+from .group_metrics import demonstration_numbers, group_numbers
 from .step_trace import StepTracer
 from .tasks.intake import Intake
 from .tasks.state import LearnerState, Waste

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import TensorSpec, serialize_file
 
-from ....schemas.config.lora import ADAPTER_CONFIG, LoraConfig
-from ....schemas.wire.errors import EngineError, ModelError
-from ...models.lora import add_adapter, policy_tensors
-from ...models.model_folder import auto_class, load_model_config
-from ...models.weight_tensors import TensorSource
-from .weight_names import WeightNames, bytes_of, dtype_of, shape_of
+from .....schemas.config.lora import ADAPTER_CONFIG, LoraConfig
+from .....schemas.wire.errors import EngineError, ModelError
+from ....models.lora import add_adapter, policy_tensors
+from ....models.model_folder import auto_class, load_model_config
+from ....models.weight_tensors import TensorSource, bytes_of, dtype_of, shape_of
+from ..weight_names import WeightNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -16,14 +16,14 @@ from ....schemas.config.learner import LearnerConfig
 from ...models.vision import ImageReader, SeenImages, probe_image
 from ..algorithms.training_batch import TrainingBatch, select
 from ..packing.balance import share_sequences
+from ..packing.micro_batch import MicroBatch, TokenSequence
 from ..packing.packed_images import unseen
-from ..packing.packing import TokenSequence, pack
+from ..packing.packing import pack
 from .model import Scorer
-from .objective import MicroBatch
 from .parallel import Parallel
 
 
-class RankShares:
+class RankPacker:
     """Divides sequences over the ranks, and packs those of this one."""
 
     def __init__(
@@ -49,17 +49,17 @@ class RankShares:
         packed += [MicroBatch.empty(self._scorer.device)] * missing
         if self._parallel.size == 1 or self._image_reader is None:
             return packed
-        seeing = self._parallel.gather([micro.packed.images is not None for micro in packed])
+        seeing = self._parallel.gather([micro.images is not None for micro in packed])
         together = [any(ranks) for ranks in zip(*seeing, strict=True)]
         return [
-            self._looking(micro) if sees and micro.packed.images is None else micro
+            self._looking(micro) if sees and micro.images is None else micro
             for micro, sees in zip(packed, together, strict=True)
         ]
 
     def _looking(self, micro: MicroBatch) -> MicroBatch:
         assert self._image_reader is not None
-        seen = unseen(self._image_reader.read([probe_image()]), micro.packed.position_ids_BT)
-        return replace(micro, packed=replace(micro.packed, images=seen))
+        seen = unseen(self._image_reader.read([probe_image()]), micro.position_ids_BT)
+        return replace(micro, images=seen)
 
     def _share(self, batch: TrainingBatch, keep_S: Tensor) -> Tensor:
         """Mark those of the sequences that this rank computes: bool[S]."""
@@ -88,7 +88,7 @@ class RankShares:
             see=self._see,
         )
         moved = (micro.to(self._scorer.device) for micro in packed)
-        return [MicroBatch(micro, index_N[micro.index_N]) for micro in moved]
+        return [replace(micro, index_N=index_N[micro.index_N]) for micro in moved]
 
     def _see(self, sequence: TokenSequence) -> SeenImages | None:
         if self._image_reader is None or not sequence.images:

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tinkermq.actors.learner.report import group_numbers
+from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.actors.learner.tasks.state import Waste
 from tinkermq.schemas.task import Blame
 

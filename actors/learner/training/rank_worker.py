@@ -1,4 +1,4 @@
-"""A rank of a learner other than the first: `python -m tinkermq.actors.learner.training.rank RANK`.
+"""A rank of a learner other than the first: `python -m …learner.training.rank_worker RANK`.
 
 Started by the learner, which writes orders into its standard input (`ranks.py`); it ends with it.
 """

@@ -1,0 +1,91 @@
+"""What goes into a forward pass: sequences of tokens, and the rows that they are packed into.
+
+Shapes: S sequences, N generated tokens, B rows, T columns.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from .packed_images import PackedImages
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence to train: prompt, generated tokens and observations in order."""
+
+    token_ids: NDArray[Any]
+    """Integer ids of all tokens."""
+    mask: NDArray[Any]
+    """1 where the policy generated the token; the first token belongs to the prompt."""
+    images: tuple[bytes, ...] = ()
+    """Encoded images of the prompt."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of tokens, and where to find each generated token in them."""
+
+    input_ids_BT: Tensor
+    """int64: token ids; 0 where padded."""
+    position_ids_BT: Tensor
+    """int64: position of each token within its sequence."""
+    segment_ids_BT: Tensor
+    """int64: segment of each token, from 1 in every row; 0 is padding."""
+    parent_ids_BT: Tensor
+    """int64: segment that the token also sees in full; 0: none."""
+    row_N: Tensor
+    """int64: row that predicts each generated token."""
+    source_col_N: Tensor
+    """int64: column whose logits predict it."""
+    target_N: Tensor
+    """int64: its id."""
+    seq_N: Tensor
+    """int64: its sequence within this micro-batch, from 0; an index into `seq_S`."""
+    seq_S: Tensor
+    """int64: the micro-batch's sequences, as indices into the whole batch."""
+    index_N: Tensor
+    """int64: its place among the generated tokens of the whole batch, in the batch's order."""
+    images: PackedImages | None = None
+    """The images in the rows, if there are some."""
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "MicroBatch":
+        """Return one column that predicts nothing, for a rank without a share of a micro-batch."""
+        column_BT = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        none_N = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(
+            input_ids_BT=column_BT,
+            position_ids_BT=column_BT,
+            segment_ids_BT=column_BT + 1,
+            parent_ids_BT=column_BT,
+            row_N=none_N,
+            source_col_N=none_N,
+            target_N=none_N,
+            seq_N=none_N,
+            seq_S=none_N,
+            index_N=none_N,
+        )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it predicts nothing."""
+        return len(self.index_N) == 0
+
+    @property
+    def num_seqs(self) -> int:
+        """Number of sequences."""
+        return len(self.seq_S)
+
+    @property
+    def num_tokens(self) -> int:
+        """Columns that hold a token."""
+        return int((self.segment_ids_BT > 0).sum())
+
+    def to(self, device: torch.device | str) -> "MicroBatch":
+        """Copy every tensor to a device."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return MicroBatch(**moved)
