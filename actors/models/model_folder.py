@@ -1,6 +1,5 @@
 """Open a Hugging Face model folder, and say what is wrong with one that cannot be opened."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,10 +78,9 @@ def sees_images(config: "PreTrainedConfig") -> bool:
 
 def auto_class(config: "PreTrainedConfig") -> Any:
     """Return transformers' class that makes models of a configuration."""
-    library: Any = import_module("transformers")
-    if sees_images(config):
-        return library.AutoModelForImageTextToText
-    return library.AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_causal_lm(
@@ -150,8 +148,9 @@ def load_causal_lm(
 
 
 def _build_hollow(auto: Any, config: "PreTrainedConfig", **options: Any) -> "PreTrainedModel":
-    initialization: Any = import_module("transformers.initialization")
-    with initialization.no_init_weights():
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
         model = auto.from_config(config, **options)
     model.tie_weights()
     return cast("PreTrainedModel", model.eval())

@@ -4,7 +4,6 @@ Its tokenizer reads single characters, as that of the other tiny models does, an
 token, for images. An image is cut into squares of 4 pixels; 2 × 2 of them are one token.
 """
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,8 +42,13 @@ def make_vision_model(
 ) -> "PreTrainedModel":
     """Return a random model with heads of so many values; the same seed gives the same weights."""
     import torch
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+    )
 
-    library: Any = import_module("transformers")
     vocabulary = len(SPECIAL_TOKENS) + 256 + 1
     text: dict[str, Any] = {
         "vocab_size": vocabulary,
@@ -82,12 +86,12 @@ def make_vision_model(
         torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
         if kind == "qwen2_vl":
             vision |= {"embed_dim": 32, "hidden_size": width, "mlp_ratio": 2}
-            config = library.Qwen2VLConfig(text_config=text, vision_config=vision, **settings)
-            return library.Qwen2VLForConditionalGeneration(config).eval()
+            config = Qwen2VLConfig(text_config=text, vision_config=vision, **settings)
+            return Qwen2VLForConditionalGeneration(config).eval()
         vision |= {"hidden_size": 32, "out_hidden_size": width, "intermediate_size": 64}
         vision |= {"window_size": 2 * _MERGE * PATCH, "fullatt_block_indexes": []}
-        config = library.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **settings)
-        return library.Qwen2_5_VLForConditionalGeneration(config).eval()
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **settings)
+        return Qwen2_5_VLForConditionalGeneration(config).eval()
 
 
 def save_tiny_vision_model(
@@ -100,15 +104,15 @@ def save_tiny_vision_model(
     seed: int = 0,
 ) -> Path:
     """Write a tiny model with its tokenizer and image processor; return the folder."""
+    from transformers import Qwen2VLImageProcessorPil
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    library: Any = import_module("transformers")
     path = Path(folder)
     tokenizer: Any = make_tokenizer([IMAGE])
     tokenizer.chat_template = CHAT_TEMPLATE
     least, most = PATCH * PATCH * _MERGE * _MERGE, PATCH * PATCH * _MAX_PATCHES
-    processor = library.Qwen2VLImageProcessorPil(
+    processor: Any = Qwen2VLImageProcessorPil(
         patch_size=PATCH,
         merge_size=_MERGE,
         temporal_patch_size=1,

@@ -21,7 +21,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -241,8 +240,9 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
     if is_adapter(path) and not (Path(path) / "preprocessor_config.json").is_file():
         return load_image_reader(base_of(path), trust_remote_code=trust_remote_code)
     try:
-        library: Any = import_module("transformers")
-        processor = library.AutoImageProcessor.from_pretrained(
+        from transformers import AutoImageProcessor
+
+        loaded = AutoImageProcessor.from_pretrained(  # pyright: ignore[reportUnknownVariableType]
             path, backend="pil", trust_remote_code=trust_remote_code
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -250,7 +250,7 @@ def load_image_reader(path: str, *, trust_remote_code: bool = False) -> ImageRea
             f"model {path} sees images, but its image processor cannot be loaded: {error}",
             hint="copy preprocessor_config.json beside config.json, and install pillow",
         ) from error
-    return ImageReader(processor, int(config.image_token_id))
+    return ImageReader(cast("Any", loaded), int(config.image_token_id))
 
 
 def embed(model: nn.Module, ids_BT: Tensor, columns_Q: Tensor, images: Sequence[Images]) -> Tensor:

@@ -1,7 +1,6 @@
 """The engines of a process and the agent loops that play with them, by policy."""
 
 import asyncio
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -82,7 +81,7 @@ def _load_frozen(config: JobConfig) -> "PreTrainedModel":
 
 def _check_vllm() -> None:
     try:
-        importlib.import_module("vllm.v1.engine.async_llm")
+        import vllm.v1.engine.async_llm  # noqa: F401  # pyright: ignore[reportUnusedImport, reportMissingModuleSource]
     except (ImportError, OSError, RuntimeError) as error:  # a library of it does not fit torch
         raise ConfigError(
             f"generator.engine is vllm, which cannot be imported here: {error}",
