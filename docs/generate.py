@@ -22,7 +22,7 @@ from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 from tinkermq.schemas.bounds import defaults
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.config.section import Section
+from tinkermq.schemas.config.section import Section, only_while
 from tinkermq.schemas.wire import array_codec, codec, errors
 from tinkermq.schemas.wire.errors import InternalError, TinkermqError
 from tinkermq.schemas.wire.ids import new_id
@@ -211,7 +211,7 @@ def _sections(model: type[Section], name: str) -> Iterator[tuple[str, type[Secti
 
 def _keys(model: type[Section]) -> str:
     rows = [
-        (f"`{name}`", type_text(field), default_text(field), f"{text_of(field)}{rule_text(field)}")
+        (f"`{name}`", type_text(field), default_text(field), f"{text_of(field)}{only_while(field)}")
         for name, field in model.model_fields.items()
         if not is_section(field)
     ]
@@ -222,16 +222,6 @@ def is_section(field: FieldInfo) -> bool:
     """Whether a key is a section with keys of its own."""
     inner = field.annotation
     return isinstance(inner, type) and issubclass(inner, Section)
-
-
-def rule_text(field: FieldInfo) -> str:
-    """Say under which other key's values this key is read, or nothing."""
-    extra = field.json_schema_extra
-    rule = cast("dict[str, Any]", extra).get("when") if isinstance(extra, dict) else None
-    if rule is None:
-        return ""
-    values = " or ".join(f"`{value}`" for value in rule["values"])
-    return f" Only while `{rule['key']}` is {values}."
 
 
 # -- fields --------------------------------------------------------------------------------------

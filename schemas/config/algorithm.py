@@ -1,6 +1,6 @@
 """The algorithm of a job: advantage, loss, off-policy correction, KL, and the critic."""
 
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -24,12 +24,6 @@ CorrectionName = Literal["none", "tis", "icepop", "geometric", "mis", "veto", "d
 AggregationName = Literal[
     "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
 ]
-_DISCOUNTED = frozenset({"reinforce_pp", "grpo_per_turn", "gigpo", "gae"})
-_NOT_BY_TURN = {
-    "remax": "whose baseline is the return of a whole episode",
-    "grpo_per_turn": "which compares turns by itself",
-    "gigpo": "which compares turns by itself",
-}
 
 
 class AlgorithmConfig(Section):
@@ -80,9 +74,9 @@ class AlgorithmConfig(Section):
     """Proximal policy: a forward pass before the update, or interpolated by version."""
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the KL to the frozen initial policy; 0: no reference is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", json_schema_extra=when("kl_coef"))
     """Estimator of the KL; k1 in rewards only, its gradient in a loss is zero in expectation."""
-    kl_in: Literal["loss", "reward"] = "loss"
+    kl_in: Literal["loss", "reward"] = Field(default="loss", json_schema_extra=when("kl_coef"))
     """Where the KL enters."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
@@ -97,7 +91,7 @@ class AlgorithmConfig(Section):
     overlong_buffer: int = Field(default=0, ge=0)
     """Soft penalty over the last so many tokens before the limit (`rollout.max_turn_tokens` of an
     episode of one turn, else `rollout.max_response_tokens`); 0: none."""
-    overlong_factor: float = Field(default=1.0, ge=0)
+    overlong_factor: float = Field(default=1.0, ge=0, json_schema_extra=when("overlong_buffer"))
     """Largest overlong penalty: that of an episode which a token limit ended."""
     overlong_filter: bool = False
     """Leave episodes that a token limit ended out of the losses, the critic's too, and out of what
@@ -134,51 +128,6 @@ class AlgorithmConfig(Section):
                 "for the behaviour policy by itself: remove it"
             )
         return {**given, "correction": "none"}
-
-    @model_validator(mode="after")
-    def _kl_keys_have_effect(self) -> Self:
-        if self.kl_coef == 0 and {"kl_estimator", "kl_in"} & self.model_fields_set:
-            raise ValueError("kl_estimator and kl_in have no effect while kl_coef is 0")
-        if self.kl_coef and (self.kl_estimator, self.kl_in) == ("k1", "loss"):
-            raise ValueError(
-                "kl_estimator=k1 has no effect in the loss, where its gradient is zero in "
-                "expectation: set kl_estimator to k3 or k2, or kl_in=reward"
-            )
-        if self.overlong_buffer == 0 and "overlong_factor" in self.model_fields_set:
-            raise ValueError("overlong_factor has no effect while overlong_buffer is 0")
-        return self
-
-    @model_validator(mode="after")
-    def _maxrl_gets_no_negative_rewards(self) -> Self:
-        lowers = {
-            "overlong_buffer": self.overlong_buffer,
-            "length_coef": self.length_coef,
-            "kl_in=reward": self.kl_coef and self.kl_in == "reward",
-        }
-        for key in [key for key, value in lowers.items() if value]:
-            if self.advantage == "maxrl":
-                raise ValueError(
-                    f"{key} takes rewards under 0, and advantage=maxrl divides by the group's mean "
-                    f"reward: choose another advantage, or remove {key.partition('=')[0]}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _turns_fit(self) -> Self:
-        by_turn = self.sample == "turn"
-        if by_turn and self.advantage in _NOT_BY_TURN:
-            raise ValueError(
-                f"sample=turn cannot be used with advantage={self.advantage}, "
-                f"{_NOT_BY_TURN[self.advantage]}: choose another advantage, or sample=episode"
-            )
-        discounts = self.advantage in _DISCOUNTED or (by_turn and self.turn_reward == "return")
-        if self.gamma is not None and not discounts:
-            raise ValueError(
-                f"gamma has no effect while advantage is {self.advantage!r} and sample is "
-                f"{self.sample!r}: remove it, or set advantage to one of "
-                f"{', '.join(sorted(_DISCOUNTED))}, or sample to turn"
-            )
-        return self
 
 
 class CriticConfig(Section):

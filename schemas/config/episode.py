@@ -1,8 +1,6 @@
 """The configuration of episodes: how many, how they are sampled, and how long they may get."""
 
-from typing import Self
-
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .section import Section
 
@@ -35,15 +33,6 @@ class RolloutConfig(Section):
     """Episodes of a task that are started beyond `group_size`: the first `group_size` to end are
     its group, the others are cut. This favours short episodes; `rollout/oversample/*` tells by how
     much."""
-
-    @model_validator(mode="after")
-    def _group_fits_a_message(self) -> Self:
-        if self.group_size + self.oversample > MAX_EPISODES:
-            raise ValueError(
-                f"group_size + oversample is {self.group_size + self.oversample}, a task has at "
-                f"most {MAX_EPISODES} episodes"
-            )
-        return self
 
     @property
     def response_limit(self) -> int:

@@ -14,6 +14,7 @@ from .episode import RolloutConfig
 from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
+from .rules import broken_rules
 from .section import Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
@@ -105,14 +106,6 @@ class GeneratorConfig(Section):
     generator goes on with them when this one dies; 0: they start again."""
     threads: int = Field(default=1, ge=1, le=1024)
     """CPU threads for torch."""
-
-    @model_validator(mode="after")
-    def _model_fits_slots(self) -> Self:
-        if self.tensor_parallel > self.slots:
-            raise ValueError(
-                f"tensor_parallel ({self.tensor_parallel}) is over slots ({self.slots})"
-            )
-        return self
 
 
 class TrainingConfig(Section):
@@ -278,114 +271,8 @@ class JobConfig(Section):
         return settle_sft(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
 
     @model_validator(mode="after")
-    def _sections_fit(self) -> Self:
-        if self.algorithm.loss == "sft" and not self.sft.data:
-            raise ValueError("algorithm.loss=sft needs sft.data, and a job of kind sft")
-        if self.model.attn_implementation != "sdpa" and self.learner.dtype == "float32":
-            raise ValueError(
-                f"model.attn_implementation={self.model.attn_implementation} does not compute in "
-                "float32: set learner.dtype=bfloat16, or model.attn_implementation=sdpa"
-            )
-        if self.policies and (self.lora.rank or self.sft.data):
-            kind = "of an SFT job" if self.sft.data else "with lora"
-            raise ValueError(
-                f"policies {kind} are not built: train all weights by reinforcement, or one policy"
-            )
-        if self.lora.dropout and self.algorithm.proximal == "loglinear":
-            raise ValueError(
-                "algorithm.proximal=loglinear saves a forward pass, which lora.dropout needs: set "
-                "algorithm.proximal=forward, or lora.dropout=0"
-            )
-        if self.rollout.max_turn_tokens > self.rollout.max_response_tokens:
-            raise ValueError(
-                f"rollout.max_turn_tokens ({self.rollout.max_turn_tokens}) is over "
-                f"rollout.max_response_tokens ({self.rollout.max_response_tokens})"
-            )
-        context = self.generator.max_context
-        if context is not None and context < self.rollout.max_tokens:
-            raise ValueError(
-                f"generator.max_context ({context}) is under rollout.max_prompt_tokens + "
-                f"rollout.max_response_tokens ({self.rollout.max_tokens})"
-            )
-        if self.algorithm.overlong_buffer > self.rollout.response_limit:
-            key = "max_turn_tokens" if self.rollout.max_turns == 1 else "max_response_tokens"
-            raise ValueError(
-                f"algorithm.overlong_buffer ({self.algorithm.overlong_buffer}) is over "
-                f"rollout.{key} ({self.rollout.response_limit})"
-            )
-        if self.critic.model_fields_set and self.algorithm.advantage != "gae":
-            raise ValueError(
-                f"critic.{min(self.critic.model_fields_set)} has no effect while "
-                f"algorithm.advantage is {self.algorithm.advantage!r}: remove the critic section, "
-                "or set algorithm.advantage to gae"
-            )
-        if self.learner.row_tokens > self.learner.microbatch_tokens:
-            raise ValueError(
-                f"learner.row_tokens ({self.learner.row_tokens}) is over "
-                f"learner.microbatch_tokens ({self.learner.microbatch_tokens})"
-            )
-        if self.rollout.max_tokens > self.learner.row_tokens:
-            raise ValueError(
-                f"an episode may have {self.rollout.max_tokens} tokens "
-                f"(rollout.max_prompt_tokens + rollout.max_response_tokens), a row of the learner "
-                f"holds {self.learner.row_tokens}: raise learner.row_tokens and "
-                "learner.microbatch_tokens"
-            )
-        if self.rollout.group_size == 1 and self.algorithm.filter_equal_rewards:
-            raise ValueError("filter_equal_rewards drops every group while group_size is 1")
-        if self.rollout.group_size == 1 and self.algorithm.length_coef:
-            raise ValueError(
-                "algorithm.length_coef compares the lengths of a group's episodes and has no "
-                "effect while rollout.group_size is 1: raise it"
-            )
-        num_steps = self.training.num_steps
-        if num_steps is not None and self.critic.warmup_steps >= num_steps:
-            raise ValueError(
-                f"critic.warmup_steps ({self.critic.warmup_steps}) leaves none of "
-                f"training.num_steps ({num_steps}) to train the policy: lower it"
-            )
-        if self.training.tasks == "external" and self.training.num_steps is None:
-            raise ValueError("training.tasks=external needs training.num_steps")
-        if self.training.tasks == "external" and self.training.max_staleness == "auto":
-            raise ValueError(
-                "training.max_staleness=auto measures the run's own generators, and "
-                "training.tasks=external has none: set a number"
-            )
-        self._check_curriculum()
-        self._check_episodes()
+    def _no_broken_rule(self) -> Self:
+        broken = "; ".join(broken_rules(self))
+        if broken:
+            raise ValueError(broken)
         return self
-
-    def _check_episodes(self) -> None:
-        """Refuse what cannot be cut short or written down."""
-        asked = {
-            "rollout.oversample": self.rollout.oversample,
-            "generator.segment_tokens": self.generator.segment_tokens,
-        }
-        for key in [key for key, value in asked.items() if value]:
-            if self.sft.data:
-                raise ValueError(f"{key} has no effect in an SFT job: remove it")
-            if self.policies or self.self_play.past_share:
-                raise ValueError(f"{key} is not built for games with roles: remove it")
-        if "segment_bytes" in self.limits.model_fields_set and not self.generator.segment_tokens:
-            raise ValueError(
-                "limits.segment_bytes has no effect while generator.segment_tokens is 0: remove it"
-            )
-        if self.rollout.oversample and self.algorithm.advantage == "remax":
-            raise ValueError(
-                "rollout.oversample cuts long episodes, and the greedy baseline of "
-                "algorithm.advantage=remax would stand for all: choose one of them"
-            )
-
-    def _check_curriculum(self) -> None:
-        training = self.training
-        if training.curriculum == "none":
-            return
-        if training.tasks == "external":
-            raise ValueError("training.curriculum has no effect while training.tasks is external")
-        if not self.env.train_data and training.curriculum_tasks is None:
-            raise ValueError(
-                "training.curriculum needs tasks that come again: set training.curriculum_tasks, "
-                "since the game generates its states"
-            )
-        if self.env.train_data and training.curriculum_tasks is not None:
-            raise ValueError("training.curriculum_tasks has no effect while env.train_data is set")

@@ -1,8 +1,8 @@
 """The learner, as a job configures it."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .section import Section, when
 
@@ -59,12 +59,3 @@ class LearnerConfig(Section):
     def sharded(self) -> bool:
         """Whether the weights are held in parts, by FSDP2."""
         return self.ranks > 1 or self.cpu_offload
-
-    @model_validator(mode="after")
-    def _ranks_have_slots(self) -> Self:
-        if self.ranks > self.slots:
-            raise ValueError(
-                f"ranks={self.ranks} needs a slot for each rank and slots is {self.slots}: set "
-                f"learner.slots={self.ranks}"
-            )
-        return self

@@ -1,10 +1,10 @@
 """Low-rank adapters, as a job configures them."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from .section import Section
+from .section import Section, when
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which PEFT tells the folder of an adapter from that of a model."""
@@ -15,19 +15,14 @@ class LoraConfig(Section):
 
     rank: int = Field(default=0, ge=0, le=1024)
     """Rank of the adapters; 0: all weights are trained."""
-    alpha: int = Field(default=16, ge=1)
+    alpha: int = Field(default=16, ge=1, json_schema_extra=when("rank"))
     """What an adapter adds is multiplied by alpha / rank."""
-    targets: Literal["all-linear"] | list[str] = "all-linear"
+    targets: Literal["all-linear"] | list[str] = Field(
+        default="all-linear", json_schema_extra=when("rank")
+    )
     """Names of the linear layers that get an adapter (`[q_proj, v_proj]`); all-linear: every one
     but the output layer."""
-    exclude: list[str] = Field(default_factory=list[str])
+    exclude: list[str] = Field(default_factory=list[str], json_schema_extra=when("rank"))
     """Names of layers that get none all the same."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=when("rank"))
     """Share of an adapter's inputs that is left out at each update; log-probs are taken without."""
-
-    @model_validator(mode="after")
-    def _keys_have_effect(self) -> Self:
-        ineffective = sorted(self.model_fields_set - {"rank"})
-        if self.rank == 0 and ineffective:
-            raise ValueError(f"{ineffective[0]} has no effect while rank is 0")
-        return self

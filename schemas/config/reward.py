@@ -1,8 +1,8 @@
 """The part of a job's configuration that says where rewards come from."""
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from .section import Section, when
 
@@ -30,7 +30,7 @@ class RewardConfig(Section):
         default=None, pattern=r"^https?://", json_schema_extra=when("source", *_REMOTE)
     )
     """Where the same is posted as JSON; of a judge, the base URL of an OpenAI-compatible API."""
-    key_variable: str | None = Field(default=None, json_schema_extra=when("source", *_REMOTE))
+    key_variable: str | None = Field(default=None, json_schema_extra=when("url"))
     """Environment variable of the environment host that holds the key for `url`."""
     judge: str | None = Field(default=None, json_schema_extra=when("source", "judge"))
     """Inference job that judges, by id or name, asked through the broker; or the model's name at
@@ -55,17 +55,3 @@ class RewardConfig(Section):
         default=64, ge=1, le=4096, json_schema_extra=when("source", "function", *_REMOTE)
     )
     """Rewards that one host works out at the same time."""
-
-    @model_validator(mode="after")
-    def _source_is_complete(self) -> Self:
-        missing = {
-            "function": self.function is None,
-            "endpoint": self.url is None,
-            "judge": self.judge is None,
-        }
-        if missing.get(self.source):
-            key = "url" if self.source == "endpoint" else self.source
-            raise ValueError(f"source={self.source} needs {key}: set env.reward.{key}")
-        if self.key_variable is not None and self.url is None:
-            raise ValueError("key_variable has no effect without url")
-        return self

@@ -3,14 +3,32 @@
 from typing import Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
 
 
 def when(key: str, *values: Any) -> dict[str, Any]:
-    """Say that a field is read only while `key` of the same section has one of `values`."""
+    """Say that a field is read only while `key` of the same section has one of `values`.
+
+    Without values: while it is set, to anything but 0.
+    """
     return {"when": {"key": key, "values": list(values)}}
+
+
+def only_while(field: FieldInfo) -> str:
+    """Say under which values of another key a field is read, as Markdown; empty: always."""
+    rule = _rule(field)
+    if rule is None:
+        return ""
+    values = " or ".join(f"`{value}`" for value in rule["values"])
+    return f" Only while `{rule['key']}` is {values or 'set'}."
+
+
+def _rule(field: FieldInfo) -> dict[str, Any] | None:
+    extra = field.json_schema_extra
+    return cast("dict[str, Any]", extra).get("when") if isinstance(extra, dict) else None
 
 
 class Section(BaseModel):
@@ -30,14 +48,16 @@ class Section(BaseModel):
                 wanted = " or ".join(repr(value) for value in rule["values"])
                 raise ValueError(
                     f"{name} has no effect while {rule['key']} is "
-                    f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']} to {wanted}"
+                    f"{getattr(self, rule['key'])!r}: remove it, or set {rule['key']}"
+                    + (f" to {wanted}" if wanted else "")
                 )
         return self
 
     def _unmet(self, name: str) -> dict[str, Any] | None:
-        """Return the rule by which a field is not read: its own, or that of the key it names."""
-        extra = cast("dict[str, Any] | None", type(self).model_fields[name].json_schema_extra)
-        rule: dict[str, Any] | None = (extra or {}).get("when")
-        if rule is None or getattr(self, rule["key"]) not in rule["values"]:
-            return rule
-        return self._unmet(rule["key"])
+        """Return the rule by which a field is not read: that of the key it names, or its own."""
+        rule = _rule(type(self).model_fields[name])
+        if rule is None:
+            return None
+        value = getattr(self, rule["key"])
+        met = value in rule["values"] if rule["values"] else bool(value)
+        return self._unmet(rule["key"]) or (None if met else rule)

@@ -1,10 +1,8 @@
 """The configuration of self-play against earlier versions."""
 
-from typing import Self
+from pydantic import Field
 
-from pydantic import Field, model_validator
-
-from .section import Section
+from .section import Section, when
 
 
 class SelfPlayConfig(Section):
@@ -13,16 +11,9 @@ class SelfPlayConfig(Section):
     past_share: float = Field(default=0.0, ge=0, le=1)
     """Share of the tasks in which one role learns and an earlier version plays the others; in the
     rest all roles are played by the present version, and learn."""
-    pool_every: int = Field(default=10, ge=1)
+    pool_every: int = Field(default=10, ge=1, json_schema_extra=when("past_share"))
     """Versions of every so many steps are kept as opponents, the first one included."""
-    pool_size: int = Field(default=4, ge=1)
+    pool_size: int = Field(default=4, ge=1, json_schema_extra=when("past_share"))
     """The newest so many of them are played against."""
-    redraw_every: int = Field(default=1, ge=1)
+    redraw_every: int = Field(default=1, ge=1, json_schema_extra=when("past_share"))
     """Versions after which a generator draws another opponent from the pool."""
-
-    @model_validator(mode="after")
-    def _keys_have_effect(self) -> Self:
-        idle = sorted(self.model_fields_set - {"past_share"})
-        if self.past_share == 0 and idle:
-            raise ValueError(f"{', '.join(idle)}: no effect while past_share is 0")
-        return self

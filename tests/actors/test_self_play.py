@@ -37,8 +37,3 @@ def test_that_share_of_the_tasks_has_one_learning_role_and_each_role_its_turn(sh
     counts = Counter(found)
     assert counts[("x", "o")] / 2000 == pytest.approx(1 - share, abs=0.04)
     assert counts[("x",)] == pytest.approx(counts[("o",)], abs=120)
-
-
-def test_keys_without_effect_are_refused() -> None:
-    with pytest.raises(ValueError, match="pool_size: no effect while past_share is 0"):
-        SelfPlayConfig(pool_size=3)

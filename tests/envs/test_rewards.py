@@ -240,14 +240,11 @@ def test_numbers_of_any_kind_are_read():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"source": "function"}, "source=function needs function"),
-        ({"source": "endpoint"}, "source=endpoint needs url"),
-        ({"source": "judge", "url": "http://x"}, "source=judge needs judge"),
         ({"source": "endpoint", "url": "ftp://x"}, "url"),
         ({"weight": 2}, "weight has no effect while source is 'game'"),
-        ({"source": "judge", "judge": "x", "key_variable": "K"}, "no effect without url"),
+        ({"source": "judge", "judge": "x", "key_variable": "K"}, "no effect while url is None"),
     ],
 )
-def test_a_source_that_is_not_complete_is_refused(values, words):
+def test_what_the_source_does_not_read_is_refused(values, words):
     with pytest.raises(ValidationError, match=words):
         RewardConfig.model_validate(values)

@@ -25,9 +25,7 @@ def test_conversations_are_all_that_an_sft_job_must_name() -> None:
         ({"rollout": {"group_size": 8}}, r"rollout\.group_size=8 has no effect in an SFT job"),
         ({"algorithm": {"sample": "turn"}}, r"algorithm\.sample has no effect in an SFT job"),
         ({"training": {"curriculum": "success_rate"}}, "curriculum=success_rate has no effect"),
-        ({"critic": {"lr": 1e-4}}, "critic.lr has no effect"),
-        ({"sft": {}, "env": {"game": "g"}, "algorithm": {"loss": "sft"}}, "loss=sft needs sft"),
-        ({"lora": {"alpha": 8}}, "lora: alpha has no effect while rank is 0"),
+        ({"critic": {"lr": 1e-4}}, "critic has no effect"),
         ({"sft": {}}, "env is missing"),
     ],
 )

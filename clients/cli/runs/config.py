@@ -1,7 +1,7 @@
 """`tinkermq config show|schema`."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from ..output import print_json, say_plain
 
@@ -66,6 +66,8 @@ def _selected(name: str, key: str | None) -> bool:
 def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
     from pydantic import BaseModel
 
+    from ....schemas.config.section import only_while
+
     rows: list[tuple[str, str, str, str]] = []
     for name, field in model.model_fields.items():
         inner = field.annotation
@@ -74,16 +76,9 @@ def _rows(model: type[Any], prefix: str) -> list[tuple[str, str, str, str]]:
             continue
         default: Any = field.get_default(call_default_factory=True)
         shown = "required" if field.is_required() else repr(default)
-        text = " ".join((field.description or "").split()) + _rule(field.json_schema_extra)
+        text = " ".join((field.description or "").split()) + only_while(field).replace("`", "")
         rows.append((f"{prefix}{name}", _type_name(inner), shown, text))
     return rows
-
-
-def _rule(extra: object) -> str:
-    rule = cast("dict[str, Any]", extra).get("when") if isinstance(extra, dict) else None
-    if rule is None:
-        return ""
-    return f" (only while {rule['key']} is {' or '.join(map(str, rule['values']))})"
 
 
 def _type_name(annotation: Any) -> str:

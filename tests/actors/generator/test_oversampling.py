@@ -4,11 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tinkermq.actors.generator.episodes.groups import GroupFailed
 from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.broker.client.connection import Broker
-from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
@@ -63,30 +61,6 @@ async def test_the_games_of_episodes_that_were_cut_are_closed(
         assert (len(group.trajectories), len(group.tokens_cut)) == (2, 8)
         (host,) = play.hosting
         await until(lambda: host.num_running == 0)
-
-
-@pytest.mark.parametrize(
-    ("sections", "problem"),
-    [
-        ({"algorithm": {"advantage": "remax"}}, "the greedy baseline of algorithm.advantage=remax"),
-        ({"self_play": {"past_share": 0.5}}, "oversample is not built for games with roles"),
-        ({"limits": {"segment_bytes": 1 << 20}}, "segment_bytes has no effect while generator"),
-        ({"policies": {"low": "m"}}, "oversample is not built for games with roles"),
-        ({"rollout": {"oversample": 4090}}, "group_size \\+ oversample is 4098"),
-        ({"env": {"game": ""}, "sft": {"data": ["x"]}}, "oversample has no effect in an SFT job"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(sections: dict, problem: str) -> None:
-    tree = {
-        "model": {"path": "m"},
-        "env": {"game": "bandit"},
-        **sections,
-        "rollout": {"oversample": 2, **sections.get("rollout", {})},
-    }
-    if "sft" in sections:
-        del tree["env"]
-    with pytest.raises(ValidationError, match=problem):
-        JobConfig.model_validate(tree)
 
 
 @pytest.mark.parametrize("key", ["oversample", "segment_tokens"])

@@ -4,11 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tinkermq.actors.learner.tasks.curriculum import Curriculum, CurriculumConfig
 from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 
@@ -93,27 +91,3 @@ def test_a_game_that_makes_its_states_comes_back_to_the_same_seeds() -> None:
     chosen = [_curriculum(num_rows=None).choose(index, 0) for index in range(50)]
     assert {one.sample for one in chosen} == {None}
     assert len({one.seed for one in chosen}) == NUM_ITEMS == len({one.item for one in chosen})
-
-
-@pytest.mark.parametrize(
-    ("env", "training", "words"),
-    [
-        ({}, {}, "set training.curriculum_tasks"),
-        ({"train_data": ["x"]}, {"curriculum_tasks": 3}, "curriculum_tasks has no effect"),
-        (
-            {"train_data": ["x"]},
-            {"tasks": "external", "num_steps": 3},
-            "no effect while training.tasks is external",
-        ),
-    ],
-)
-def test_a_curriculum_that_has_nothing_to_choose_from_is_refused(
-    env: dict[str, object], training: dict[str, object], words: str
-) -> None:
-    tree = {
-        "model": {"path": "x"},
-        "env": {"game": "x", **env},
-        "training": {"curriculum": "success_rate", **training},
-    }
-    with pytest.raises(ValidationError, match=words):
-        JobConfig.model_validate(tree)

@@ -1,0 +1,236 @@
+"""What the keys of a job's configuration say of one another: the one table of what is refused.
+
+A key that is read only under one choice of its own section says so where it stands, by `when`. What
+spans sections, or compares values, is a row here.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from .episode import MAX_EPISODES
+
+if TYPE_CHECKING:
+    from .job import JobConfig
+
+_DISCOUNTED = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
+_NOT_BY_TURN = ("remax", "grpo_per_turn", "gigpo")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values that is refused."""
+
+    key: str
+    """What is refused, as the user wrote it; `{section.key}` stands for a value."""
+    when: "Callable[[JobConfig], Any]"
+    """Whether a configuration has that combination."""
+    because: str
+    """The rest of the sentence that `key` begins: why, and what to do."""
+
+
+def broken_rules(job: "JobConfig") -> Iterator[str]:
+    """Yield a sentence for each rule that a configuration breaks."""
+    for rule in RULES:
+        if rule.when(job):
+            yield f"{rule.key} {rule.because}".format_map(dict(job))
+
+
+def _needs(source: str, key: str) -> Rule:
+    return Rule(
+        f"env.reward.source={source}",
+        lambda job: job.env.reward.source == source and getattr(job.env.reward, key) is None,
+        f"needs {key}: set env.reward.{key}",
+    )
+
+
+def _not_with_maxrl(key: str, when: "Callable[[JobConfig], Any]") -> Rule:
+    return Rule(
+        key,
+        lambda job: job.algorithm.advantage == "maxrl" and when(job),
+        "takes rewards under 0, and algorithm.advantage=maxrl divides by the group's mean reward: "
+        f"choose another advantage, or remove {key.partition('=')[0]}",
+    )
+
+
+def _over(key: str, limit: str) -> Rule:
+    value, most = attrgetter(key), attrgetter(limit)
+    return Rule(
+        f"{key} ({{{key}}})", lambda job: value(job) > most(job), f"is over {limit} ({{{limit}}})"
+    )
+
+
+def _whole_episodes(key: str, when: "Callable[[JobConfig], Any]") -> tuple[Rule, Rule]:
+    return (
+        Rule(key, lambda job: when(job) and job.sft.data, "has no effect in an SFT job: remove it"),
+        Rule(
+            key,
+            lambda job: when(job) and (job.policies or job.self_play.past_share),
+            "is not built for games with roles: remove it",
+        ),
+    )
+
+
+RULES = (
+    Rule(
+        "algorithm.loss=sft",
+        lambda job: job.algorithm.loss == "sft" and not job.sft.data,
+        "needs sft.data, and a job of kind sft",
+    ),
+    Rule(
+        "model.attn_implementation={model.attn_implementation}",
+        lambda job: job.model.attn_implementation != "sdpa" and job.learner.dtype == "float32",
+        "does not compute in float32: set learner.dtype=bfloat16, or "
+        "model.attn_implementation=sdpa",
+    ),
+    Rule(
+        "policies",
+        lambda job: job.policies and job.sft.data,
+        "of an SFT job are not built: train them by reinforcement, or one policy",
+    ),
+    Rule(
+        "policies",
+        lambda job: job.policies and job.lora.rank,
+        "with lora.rank are not built: train all weights, or one policy",
+    ),
+    # -- the algorithm
+    Rule(
+        "algorithm.kl_estimator=k1",
+        lambda job: (
+            job.algorithm.kl_coef
+            and job.algorithm.kl_estimator == "k1"
+            and job.algorithm.kl_in == "loss"
+        ),
+        "has no effect in the loss, where its gradient is zero in expectation: set "
+        "algorithm.kl_estimator to k3 or k2, or algorithm.kl_in=reward",
+    ),
+    Rule(
+        "algorithm.proximal=loglinear",
+        lambda job: job.lora.dropout and job.algorithm.proximal == "loglinear",
+        "saves a forward pass, which lora.dropout needs: set algorithm.proximal=forward, or "
+        "lora.dropout=0",
+    ),
+    _not_with_maxrl("algorithm.overlong_buffer", lambda job: job.algorithm.overlong_buffer),
+    _not_with_maxrl("algorithm.length_coef", lambda job: job.algorithm.length_coef),
+    _not_with_maxrl(
+        "algorithm.kl_in=reward",
+        lambda job: job.algorithm.kl_coef and job.algorithm.kl_in == "reward",
+    ),
+    Rule(
+        "algorithm.sample=turn",
+        lambda job: job.algorithm.sample == "turn" and job.algorithm.advantage in _NOT_BY_TURN,
+        "cannot be used with algorithm.advantage={algorithm.advantage}, which compares episodes or "
+        "turns in its own way: choose another advantage, or algorithm.sample=episode",
+    ),
+    Rule(
+        "algorithm.gamma",
+        lambda job: (
+            job.algorithm.gamma is not None
+            and job.algorithm.advantage not in _DISCOUNTED
+            and (job.algorithm.sample, job.algorithm.turn_reward) != ("turn", "return")
+        ),
+        "has no effect while algorithm.advantage is {algorithm.advantage!r} and algorithm.sample "
+        "is {algorithm.sample!r}: remove it, or set algorithm.advantage to one of "
+        f"{', '.join(_DISCOUNTED)}, or algorithm.sample to turn",
+    ),
+    Rule(
+        "algorithm.filter_equal_rewards",
+        lambda job: job.algorithm.filter_equal_rewards and job.rollout.group_size == 1,
+        "drops every group while rollout.group_size is 1: raise it",
+    ),
+    Rule(
+        "algorithm.length_coef",
+        lambda job: job.algorithm.length_coef and job.rollout.group_size == 1,
+        "compares the lengths of a group's episodes and has no effect while rollout.group_size is "
+        "1: raise it",
+    ),
+    Rule(
+        "critic",
+        lambda job: job.critic.model_fields_set and job.algorithm.advantage != "gae",
+        "has no effect while algorithm.advantage is {algorithm.advantage!r}: remove the section, "
+        "or set algorithm.advantage to gae",
+    ),
+    Rule(
+        "critic.warmup_steps ({critic.warmup_steps})",
+        lambda job: job.critic.warmup_steps >= (job.training.num_steps or float("inf")),
+        "leaves none of training.num_steps ({training.num_steps}) to train the policy: lower it",
+    ),
+    # -- lengths and slots
+    _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
+    _over("learner.row_tokens", "learner.microbatch_tokens"),
+    _over("learner.ranks", "learner.slots"),
+    _over("generator.tensor_parallel", "generator.slots"),
+    Rule(
+        "generator.max_context ({generator.max_context})",
+        lambda job: (job.generator.max_context or float("inf")) < job.rollout.max_tokens,
+        "is under rollout.max_prompt_tokens + rollout.max_response_tokens ({rollout.max_tokens})",
+    ),
+    Rule(
+        "algorithm.overlong_buffer ({algorithm.overlong_buffer})",
+        lambda job: job.algorithm.overlong_buffer > job.rollout.response_limit,
+        "is over {rollout.response_limit}, the tokens at which an episode is cut "
+        "(rollout.max_turn_tokens with one turn, else rollout.max_response_tokens)",
+    ),
+    Rule(
+        "learner.row_tokens ({learner.row_tokens})",
+        lambda job: job.rollout.max_tokens > job.learner.row_tokens,
+        "is under the {rollout.max_tokens} tokens that an episode may have "
+        "(rollout.max_prompt_tokens + rollout.max_response_tokens): raise learner.row_tokens and "
+        "learner.microbatch_tokens",
+    ),
+    Rule(
+        "rollout.group_size + rollout.oversample",
+        lambda job: job.rollout.group_size + job.rollout.oversample > MAX_EPISODES,
+        f"is over {MAX_EPISODES}, the most episodes that a task can have",
+    ),
+    # -- tasks and episodes
+    Rule(
+        "training.tasks=external",
+        lambda job: job.training.tasks == "external" and job.training.num_steps is None,
+        "needs training.num_steps",
+    ),
+    Rule(
+        "training.max_staleness=auto",
+        lambda job: job.training.tasks == "external" and job.training.max_staleness == "auto",
+        "measures the run's own generators, and training.tasks=external has none: set a number",
+    ),
+    Rule(
+        "training.curriculum",
+        lambda job: job.training.tasks == "external" and job.training.curriculum != "none",
+        "has no effect while training.tasks is external: remove it",
+    ),
+    Rule(
+        "training.curriculum",
+        lambda job: (
+            job.training.curriculum != "none"
+            and not job.env.train_data
+            and job.training.curriculum_tasks is None
+        ),
+        "needs tasks that come again: set training.curriculum_tasks, since the game generates its "
+        "states",
+    ),
+    Rule(
+        "training.curriculum_tasks",
+        lambda job: job.env.train_data and job.training.curriculum_tasks is not None,
+        "has no effect while env.train_data is set: remove it",
+    ),
+    *_whole_episodes("rollout.oversample", lambda job: job.rollout.oversample),
+    *_whole_episodes("generator.segment_tokens", lambda job: job.generator.segment_tokens),
+    Rule(
+        "rollout.oversample",
+        lambda job: job.rollout.oversample and job.algorithm.advantage == "remax",
+        "cuts long episodes, and the greedy baseline of algorithm.advantage=remax would stand for "
+        "all: choose one of them",
+    ),
+    Rule(
+        "limits.segment_bytes",
+        lambda job: (
+            "segment_bytes" in job.limits.model_fields_set and not job.generator.segment_tokens
+        ),
+        "has no effect while generator.segment_tokens is 0: remove it",
+    ),
+    _needs("function", "function"),
+    _needs("endpoint", "url"),
+    _needs("judge", "judge"),
+)

@@ -1,0 +1,78 @@
+"""Each rule of the configuration's table refuses an example of its own, and says why."""
+
+import pytest
+from tinkermq.schemas.config.load_config import load_config
+from tinkermq.schemas.config.rules import RULES, Rule
+from tinkermq.schemas.wire.errors import ConfigError
+
+LEAST = ["model.path=m", "env.game=bandit"]
+SFT = ["sft.data=[chats.jsonl]"]
+EXAMPLES = [
+    ["algorithm.loss=sft"],
+    ["model.attn_implementation=flash_attention_2"],
+    ["policies.low=m", *SFT],
+    ["policies.low=m", "lora.rank=4"],
+    ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+    [
+        "algorithm.correction=decoupled",
+        "algorithm.proximal=loglinear",
+        "lora.rank=4",
+        "lora.dropout=0.1",
+    ],
+    ["algorithm.advantage=maxrl", "algorithm.overlong_buffer=64"],
+    ["algorithm.advantage=maxrl", "algorithm.length_coef=0.1"],
+    ["algorithm.advantage=maxrl", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+    ["algorithm.sample=turn", "algorithm.advantage=remax"],
+    ["algorithm.gamma=0.9"],
+    ["algorithm.filter_equal_rewards=true", "rollout.group_size=1"],
+    ["algorithm.length_coef=0.1", "rollout.group_size=1"],
+    ["critic.lr=1e-4"],
+    ["algorithm.advantage=gae", "critic.warmup_steps=20", "training.num_steps=20"],
+    ["rollout.max_turn_tokens=512", "rollout.max_response_tokens=256"],
+    ["learner.row_tokens=4096", "learner.microbatch_tokens=2048"],
+    ["learner.ranks=2"],
+    ["generator.engine=vllm", "generator.tensor_parallel=2"],
+    ["generator.max_context=1024"],
+    ["algorithm.overlong_buffer=4096"],
+    ["learner.row_tokens=100"],
+    ["rollout.group_size=4000", "rollout.oversample=97"],
+    ["training.tasks=external"],
+    ["training.tasks=external", "training.num_steps=3", "training.max_staleness=auto"],
+    [
+        "training.tasks=external",
+        "training.num_steps=3",
+        "training.curriculum=success_rate",
+        "env.train_data=[x]",
+    ],
+    ["training.curriculum=success_rate"],
+    ["training.curriculum=success_rate", "training.curriculum_tasks=3", "env.train_data=[x]"],
+    ["rollout.oversample=2", *SFT],
+    ["rollout.oversample=2", "policies.low=m"],
+    ["generator.segment_tokens=2", *SFT],
+    ["generator.segment_tokens=2", "self_play.past_share=0.5"],
+    ["rollout.oversample=2", "algorithm.advantage=remax"],
+    ["limits.segment_bytes=65536"],
+    ["env.reward.source=function"],
+    ["env.reward.source=endpoint"],
+    ["env.reward.source=judge", "env.reward.url=http://x"],
+]
+
+
+@pytest.mark.parametrize(("rule", "example"), list(zip(RULES, EXAMPLES, strict=True)))
+def test_each_rule_refuses_its_example_and_nothing_else_does(
+    rule: Rule, example: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [*LEAST, *example])
+    assert raised.value.message.startswith(rule.key.partition("{")[0])
+    assert rule.because.partition("{")[0] in raised.value.message
+    assert "; " not in raised.value.message, "another rule speaks, too"
+
+
+def test_each_rule_that_is_broken_is_told_at_once() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, [*LEAST, "learner.ranks=2", "training.tasks=external"])
+    assert raised.value.message == (
+        "learner.ranks (2) is over learner.slots (1); training.tasks=external needs "
+        "training.num_steps"
+    )
