@@ -31,19 +31,11 @@ from .complaints import RECONNECT_WAIT_S, Complaints
 from .faults import ConnectionLost, NoResponders, Refused, shown_url
 from .listening import Callbacks, Listening, listen
 from .login import Login, find_login, tls_options
-from .nats_internals import CarefulClient, reconnection, server_info
+from .nats_internals import CarefulClient, end_connecting, reconnection, server_info
 from .replies import Replies, checked
 from .store_subjects import StoreSubjects
 
-__all__ = [
-    "RETRY_PAUSE_S",
-    "Broker",
-    "ConnectionLost",
-    "Listening",
-    "Msg",
-    "NoResponders",
-    "connect",
-]
+__all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
 T = TypeVar("T")
 
@@ -128,7 +120,7 @@ class Broker:
             with contextlib.suppress(nats.errors.Error, TimeoutError):
                 await self.nc.flush(timeout=2)
         await self.nc.close()
-        await _end(reconnection(self.nc))
+        await end_connecting(reconnection(self.nc))
 
     async def __aenter__(self) -> "Broker":
         return self
@@ -307,7 +299,7 @@ class Broker:
             )
         finally:
             self._complaints.expects = None
-            await _end(opening)
+            await end_connecting(opening)
 
     async def _open(self, credentials: Mapping[str, Any]) -> None:
         try:
@@ -399,10 +391,3 @@ async def connect(
         await broker.close()
         raise
     return broker
-
-
-async def _end(task: asyncio.Task[None] | None) -> None:
-    """Cancel a task until it ends: nats-py may lose a cancellation while it connects."""
-    while task is not None and not task.done():
-        task.cancel()
-        await asyncio.wait({task}, timeout=RECONNECT_WAIT_S)

@@ -8,7 +8,8 @@ An upstream change would remove it:
   does not encrypt.
 - `server_info`: a public property, as `max_payload` is one.
 - `connect_command`: a client that signs in once more without connecting anew.
-- `reconnection`: a `close` that waits for the task which reconnects.
+- `reconnection`, `end_connecting`: a `close` that waits for the task which reconnects, and a
+  `connect` that can be cancelled at any time.
 - `reply_of`: a public `Request.reply`.
 - `MicroEndpoint`, `subscriptions`: `add_endpoint` that returns the endpoint, with bounds of what
   may wait, counters for handlers that run in tasks of their own, and a `stop` that does not wait
@@ -26,6 +27,7 @@ from nats.aio.subscription import Subscription
 from nats.micro.request import Request
 from nats.micro.service import Service
 
+_CANCEL_S = 0.05
 _MAX_PENDING, _MAX_PENDING_BYTES = 16_384, 64 << 20
 
 
@@ -107,6 +109,13 @@ def connect_command(client: Client, info: Mapping[str, Any]) -> bytes:
 def reconnection(client: Client) -> "asyncio.Task[None] | None":
     """Return the task that reconnects, which `close` leaves to end by itself."""
     return cast("Any", client)._reconnection_task
+
+
+async def end_connecting(task: "asyncio.Task[None] | None") -> None:
+    """Cancel a task that connects until it ends: nats-py may lose a cancellation meanwhile."""
+    while task is not None and not task.done():
+        task.cancel()
+        await asyncio.wait({task}, timeout=_CANCEL_S)
 
 
 def reply_of(request: Request) -> str:
