@@ -125,9 +125,13 @@ $(VENV)/worker.stamp: pyproject.toml | $(VENV)/bin/python
 	  $(PIP) install -e '.[worker,gateway,plot]'; }
 	@touch $@
 
+# Chat templates that models have, as the tests of many templates read them; nothing imports it.
+TEMPLATES := $(VENV)/chat_templates
+
 $(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
 	@echo "installing tinkermq for development into $(VENV): some minutes, once"
 	@$(PIP) install -e '.[dev]'
+	@$(PIP) install --no-deps --upgrade --target $(TEMPLATES) trl==1.16.0
 	@touch $@
 
 $(VENV)/bench.stamp: pyproject.toml | $(VENV)/bin/python

@@ -17,7 +17,22 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Return the text without its tool calls, and the calls as OpenAI writes them."""
-    calls: list[dict[str, Any]] = []
+    rest, found = find_tool_calls(text)
+    if not found:
+        return text, []
+    return rest.strip(), [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+        for name, arguments in found
+    ]
+
+
+def find_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """Return the text without its tool calls, and each call's name and arguments."""
+    calls: list[tuple[str, str]] = []
     rest: list[str] = []
     end = 0
     for match in _CALL.finditer(text):
@@ -27,12 +42,10 @@ def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         rest.append(text[end : match.start()])
         end = match.end()
         calls.append(call)
-    if not calls:
-        return text, []
-    return "".join([*rest, text[end:]]).strip(), calls
+    return "".join([*rest, text[end:]]), calls
 
 
-def _call(body: str) -> dict[str, Any] | None:
+def _call(body: str) -> tuple[str, str] | None:
     try:
         value: Any = read_json(body)
     except ValueError:
@@ -40,15 +53,12 @@ def _call(body: str) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         return None
     fields = cast("dict[str, Any]", value)
-    arguments = fields.get("arguments", {})
-    if not isinstance(fields.get("name"), str):
+    name, arguments = fields.get("name"), fields.get("arguments", {})
+    if not isinstance(name, str):
         return None
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": fields["name"], "arguments": text},
-    }
+    return name, arguments if isinstance(arguments, str) else json.dumps(
+        arguments, ensure_ascii=False
+    )
 
 
 class ToolText:

@@ -87,12 +87,12 @@ class ChatTokenizer:
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
-        head = self._render(_STAND_IN, prompt=False)
+        head = self.render(_STAND_IN, prompt=False)
         self._head = head
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
         closing_ids = self.encode(self._closing)
         eos = cast("int | None", tokenizer.eos_token_id)
-        end_of_turn = [closing_ids[0]] if closing_ids and self._is_special(closing_ids[0]) else []
+        end_of_turn = [closing_ids[0]] if closing_ids and self.is_special(closing_ids[0]) else []
         ids = [*end_of_turn, *([] if eos is None else [eos]), *extra_stop_token_ids]
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(int(i) for i in ids))
         """Tokens after which a turn of the policy is over."""
@@ -118,7 +118,7 @@ class ChatTokenizer:
                 "without images",
             )
         self._refuse_unseen(tools, messages)
-        text = self._render(messages, prompt=True, tools=tools)
+        text = self.render(messages, prompt=True, tools=tools)
         if images and self._image_reader is not None:
             text = _make_room(text, images, self._image_reader, self.token_text)
         return self.encode(text)
@@ -147,7 +147,7 @@ class ChatTokenizer:
         delta = self._remember(
             f"next {observation!r}", lambda: self.encode(self._closing + self._delta(observation))
         )
-        return delta[self._num_said(generated_ids[-1:], delta) :]
+        return delta[self.num_said(generated_ids[-1:], delta) :]
 
     def conversation(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -172,12 +172,12 @@ class ChatTokenizer:
         for place, message in enumerate(messages):
             if message.get("role") != "assistant":
                 continue
-            prompt = self._render(messages[:place], prompt=True, tools=tools)
-            whole = self._render(messages[: place + 1], prompt=False, tools=tools)
+            prompt = self.render(messages[:place], prompt=True, tools=tools)
+            whole = self.render(messages[: place + 1], prompt=False, tools=tools)
             self._must_extend(known, prompt, f"message {place}")
             self._must_extend(prompt, whole, f"message {place}")
             between = self.encode(prompt[len(known) :])
-            between = between[self._num_said(ids[-1:], between) :]
+            between = between[self.num_said(ids[-1:], between) :]
             known = whole.removesuffix(self._closing)
             said = [*self.encode(known[len(prompt) :]), self.stop_token_ids[0]]
             ids += between + said
@@ -190,7 +190,7 @@ class ChatTokenizer:
             )
         return Conversation(*(np.array(each, np.int32) for each in (ids, mask, ends)))
 
-    def _num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
+    def num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
         """Count the tokens at the beginning of `rest` that the policy has said: 1 or none."""
         is_same = len(said) and len(rest) and int(said[-1]) == int(rest[0])
         return int(bool(is_same) and int(rest[0]) in self.stop_token_ids)
@@ -213,8 +213,8 @@ class ChatTokenizer:
         appended.
         """
         messages: list[ChatMessage] = [{"role": "user", "content": "a question"}]
-        start = self._render(messages, prompt=False)
-        self._must_extend(start, self._render(messages, prompt=True), "the generation prompt")
+        start = self.render(messages, prompt=False)
+        self._must_extend(start, self.render(messages, prompt=True), "the generation prompt")
         if not multi_turn:
             return
         if not self._closing:
@@ -223,10 +223,10 @@ class ChatTokenizer:
                 hint="use a template that puts each message's content and an end-of-turn token",
             )
         for number, reply in enumerate(_REPLIES, 1):
-            now = self._render(messages, prompt=True) + reply + self._closing
+            now = self.render(messages, prompt=True) + reply + self._closing
             messages.append({"role": "assistant", "content": reply})
             messages.append({"role": "user", "content": f"observation {number}"})
-            later = self._render(messages, prompt=True)
+            later = self.render(messages, prompt=True)
             self._must_extend(now, later, f"turn {number}")
             appended = self._delta(messages[-1:])
             if later != now + appended:
@@ -237,8 +237,8 @@ class ChatTokenizer:
     ) -> None:
         if not tools:
             return
-        with_tools = self._render(messages, prompt=True, tools=tools)
-        if with_tools == self._render(messages, prompt=True):
+        with_tools = self.render(messages, prompt=True, tools=tools)
+        if with_tools == self.render(messages, prompt=True):
             raise ModelError(
                 "the model's chat template has no place for tools: it would not see them",
                 hint="leave `tools` out, or use a model whose template takes them",
@@ -251,9 +251,9 @@ class ChatTokenizer:
         told = [*messages, {"role": "assistant", "content": _REPLY}]
         for role in ("tool", "user"):
             observation = {"role": role, "content": "an observation"}
-            now = self._render(told, prompt=False, tools=tools)
+            now = self.render(told, prompt=False, tools=tools)
             told.append(observation)
-            later = self._render(told, prompt=True, tools=tools)
+            later = self.render(told, prompt=True, tools=tools)
             self._must_extend(now, later, f"a message of the {role}")
             if later[len(now) :] != (appended := self._delta([observation])):
                 raise _rewrites(f"a message of the {role}", appended, later[len(now) :])
@@ -265,18 +265,19 @@ class ChatTokenizer:
 
     def _delta(self, observation: Sequence[ChatMessage]) -> str:
         """Return what the template appends for these messages, generation prompt included."""
-        whole = self._render([*_STAND_IN, *observation], prompt=True)
+        whole = self.render([*_STAND_IN, *observation], prompt=True)
         if not whole.startswith(self._head):
             raise _rewrites("an observation", self._head, whole)
         return whole[len(self._head) :]
 
-    def _render(
+    def render(
         self,
         messages: Sequence[ChatMessage],
         *,
         prompt: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
+        """Return what the template makes of messages; ModelError for those that it refuses."""
         try:
             return cast(
                 "str",
@@ -299,7 +300,8 @@ class ChatTokenizer:
         """Return the ids of a text as it stands, without a template."""
         return self._tokenizer.encode(text, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
-    def _is_special(self, token_id: int) -> bool:
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token is no text, so that what stands before it does not change it."""
         return token_id in self._tokenizer.all_special_ids or (
             token_id in self._tokenizer.added_tokens_decoder  # pyright: ignore[reportAttributeAccessIssue]
         )

@@ -189,7 +189,7 @@ def test_a_conversation_that_has_been_had_has_the_tokens_of_an_episode() -> None
     ]
     spoken = chat.conversation(messages)
     whole = text_of(chat, spoken.token_ids)
-    assert whole + "\n" == chat._render(messages, prompt=False)  # nothing follows the last turn
+    assert whole + "\n" == chat.render(messages, prompt=False)  # nothing follows the last turn
     first = chat.first_prompt(messages[:2]).tolist()
     turn = [*ids_of(chat, "4"), chat.stop_token_ids[0]]
     between = chat.next_turn(turn, messages[3:5]).tolist()

@@ -1,0 +1,1 @@
+"""Agent programs: what they send to a model, whichever API they speak. Pure."""

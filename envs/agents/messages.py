@@ -1,0 +1,170 @@
+"""Messages of a model call as they are alike in every dialect.
+
+A program sends its whole history with each call, and seldom as it got it: frameworks write a
+tool's arguments anew, drop the reasoning, move markers of caches, and send a list of texts where
+they sent a string before. A `CanonicalMessage` keeps what the model was told and said; its `key` is
+equal for spellings of one message and differs with each difference in meaning.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b, sha256
+from itertools import groupby
+from typing import Any, Literal, TypeAlias, cast
+
+from ...schemas.wire.codec import read_json
+
+Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
+
+VOLATILE = (
+    re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE),
+    re.compile(r"<total_tokens>[^<]*</total_tokens>\n?"),
+)
+"""What programs change from call to call though nothing changed: neither shown nor compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """An image in a message."""
+
+    encoded: bytes
+    """The file's bytes (PNG, JPEG …)."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the bytes."""
+        return sha256(self.encoded).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalCall:
+    """A tool that the model calls."""
+
+    name: str
+    arguments: str
+    """As the model wrote them: JSON, unless it wrote what is none."""
+    id: str = field(default="", compare=False)
+    """How a result names the call. Programs may change it, results included."""
+
+    @property
+    def value(self) -> Any:
+        """The arguments as a template takes them: an object, or else the text itself."""
+        try:
+            value: Any = read_json(self.arguments)
+        except ValueError:
+            return self.arguments
+        return cast("dict[str, Any]", value) if isinstance(value, dict) else self.arguments
+
+    @property
+    def key(self) -> str:
+        """Equal for equal JSON values, types included: 1, 1.0 and true are three values."""
+        try:
+            value: Any = read_json(self.arguments)
+            return json.dumps(value, sort_keys=True, allow_nan=False)
+        except ValueError:
+            return f"text:{self.arguments}"
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalMessage:
+    """One message; of the assistant with what it reasoned and called."""
+
+    role: Role
+    content: tuple[str | Picture, ...] = ()
+    """Texts and images in order: no two texts stand beside each other, and none is empty."""
+    calls: tuple[CanonicalCall, ...] = ()
+    reasoning: str | None = None
+    """What it thought before; None where it is not told, which is no difference."""
+    call_id: str = field(default="", compare=False)
+    """Of a tool's result: the call that it answers."""
+
+    @property
+    def text(self) -> str:
+        """The texts without the images."""
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def key(self) -> bytes:
+        """16 bytes: equal for all spellings of the message, whatever its reasoning and ids."""
+        parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
+        calls = [[call.name, call.key] for call in self.calls]
+        whole = json.dumps([self.role, parts, calls], ensure_ascii=True)
+        return blake2b(whole.encode(), digest_size=16).digest()
+
+    def agrees(self, other: "CanonicalMessage") -> bool:
+        """Whether it says the same as another, with reasoning compared where both tell it."""
+        told = self.reasoning is not None and other.reasoning is not None
+        return self.key == other.key and not (told and self.reasoning != other.reasoning)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message as chat templates take it."""
+        told: dict[str, Any] = {"role": self.role, "content": self._content()}
+        if self.calls:
+            told["tool_calls"] = [
+                {
+                    "type": "function",
+                    "id": call.id,
+                    "function": {"name": call.name, "arguments": call.value},
+                }
+                for call in self.calls
+            ]
+        if self.reasoning:
+            told["reasoning_content"] = self.reasoning
+        if self.call_id:
+            told["tool_call_id"] = self.call_id
+        return told
+
+    def _content(self) -> str | list[dict[str, Any]]:
+        if all(isinstance(part, str) for part in self.content):
+            return self.text
+        return [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "image", "image": part.encoded}
+            for part in self.content
+        ]
+
+
+def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
+    """Return the parts of a message with texts beside each other joined, and no empty ones."""
+    content: list[str | Picture] = []
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+        if not is_text:
+            content += group
+        elif text := "".join(cast("Iterable[str]", group)):
+            content.append(text)
+    return tuple(content)
+
+
+def canonical_history(
+    messages: Sequence[CanonicalMessage], volatile: Sequence[re.Pattern[str]] = VOLATILE
+) -> list[CanonicalMessage]:
+    """Return a history without what changes by itself, results in the order of their calls."""
+    history: list[CanonicalMessage] = []
+    results: list[CanonicalMessage] = []
+    order: Mapping[str, int] = {}
+    for message in [*messages, None]:
+        if message is not None and message.role == "tool":
+            results.append(_without(message, volatile))
+            continue
+        history += sorted(results, key=lambda result: order.get(result.call_id, len(order)))
+        results = []
+        if message is not None:
+            order = {call.id: place for place, call in enumerate(message.calls)}
+            history.append(_without(message, volatile))
+    return history
+
+
+def _without(message: CanonicalMessage, volatile: Sequence[re.Pattern[str]]) -> CanonicalMessage:
+    if message.role not in ("system", "user"):
+        return message
+    parts: list[str | Picture] = []
+    for part in message.content:
+        if isinstance(part, str):
+            for pattern in volatile:
+                part = pattern.sub("", part)
+        parts.append(part)
+    content = joined(parts)
+    return message if content == message.content else replace(message, content=content)
