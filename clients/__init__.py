@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     )
     from .hosting.publish import AsyncTrajectoryPublisher, TrajectoryPublisher
     from .hosting.trajectories import make_trajectory
-    from .inference.inference import InferenceReport, run_inference, run_inference_async
+    from .inference.inference import run_inference, run_inference_async
     from .inference.inference_client import AsyncInferenceSchedulerClient, InferenceSchedulerClient
+    from .inference.play import InferenceReport
     from .scheduler_client import AsyncSchedulerClient, SchedulerClient
     from .service_client import AsyncServiceClient, ServiceClient
 
@@ -41,8 +42,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "inference.inference": ("InferenceReport", "run_inference", "run_inference_async"),
+    "inference.inference": ("run_inference", "run_inference_async"),
     "inference.inference_client": ("AsyncInferenceSchedulerClient", "InferenceSchedulerClient"),
+    "inference.play": ("InferenceReport",),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
     "hosting.game_environment": (

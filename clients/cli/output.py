@@ -118,3 +118,10 @@ def duration(seconds: float) -> str:
         return f"{minutes}m {rest:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m"
+
+
+def print_commands(commands: Mapping[str, str]) -> None:
+    """Print commands that may come next, each with its meaning."""
+    width = max(map(len, commands))
+    for command, meaning in commands.items():
+        say(f"  {command:<{width}}   [dim]{meaning}[/]")

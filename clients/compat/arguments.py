@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, cast
 
 from ...schemas.wire.errors import ConfigError
@@ -25,9 +26,15 @@ def as_tree(value: Any) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
-def refuse_unknown_options(function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that a function does not have, with the closest it has."""
-    known = list(inspect.signature(function).parameters)
+def refuse_unknown_options(
+    function: Callable[..., Any], options: Mapping[str, Any], *also: Callable[..., Any]
+) -> None:
+    """Raise ConfigError for an option that a function does not have, with the closest it has.
+
+    What it hands its options on to are `also`.
+    """
+    parameters = [inspect.signature(each).parameters.values() for each in (function, *also)]
+    known = [one.name for one in chain(*parameters) if one.kind is not one.VAR_KEYWORD]
     for name, value in options.items():
         if name in known:
             continue

@@ -8,10 +8,9 @@ endpoint renders and tokenises each of them anew. For the tokens of training ser
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ...envs.data.host_data import HostData
@@ -21,62 +20,38 @@ from ...envs.running.episodes import Opening
 from ...envs.running.runner import Runner, make_runner
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import ConfigError, GameError
-from .inference import InferenceReport, InferenceSampling
 from .inference_tasks import Tasks, chosen_tasks, hosted_env
 from .openai_endpoint import Endpoint
-from .results import EpisodeResult, Key, ResultFile
+from .play import InferenceReport, PlayOptions, play_all
+from .results import EpisodeResult
 
 _REAP_S = 0.1
 
 
-async def play_with_endpoint(
-    endpoint: Endpoint,
-    game_class: type[AbstractGame],
-    data_path: Sequence[str | Path] | None = None,
-    *,
-    sampling: InferenceSampling,
-    game_kwargs: Mapping[str, Any] | None = None,
-    tasks: Sequence[int] | None = None,
-    max_samples: int | None = None,
-    samples_per_task: int = 1,
-    seed: int = 0,
-    success_reward: float = 0.5,
-    max_concurrent: int = 64,
-    output_path: str | Path | None = None,
-    on_result: Callable[[EpisodeResult], None] | None = None,
-    on_start: Callable[[int, int], None] | None = None,
-) -> InferenceReport:
-    """Play episodes, many at once; see `run_inference` for the options.
+async def play_with_endpoint(endpoint: Endpoint, options: PlayOptions) -> InferenceReport:
+    """Play episodes of `options.game_class`, many at once.
 
     Raises ConfigError, DataError, GameError for a game that cannot be made, and what
     `Endpoint.answer` raises. An episode whose game fails is told in the report.
     """
-    env = hosted_env(game_class, data_path, game_kwargs)
+    game_class = options.game_class
+    env = hosted_env(game_class, options.data_path, options.game_kwargs)
     assert env is not None
+    assert game_class is not None
     settings = {
         "model": endpoint.model,
         "url": endpoint.url,
         "env": env.model_dump(),
-        "sampling": vars(sampling),
-        "seed": seed,
+        "sampling": options.sampling,
+        "seed": options.seed,
     }
-    with contextlib.closing(HostData(env, seed)) as data, ResultFile(output_path, settings) as file:
-        rows = data.num_train is not None
-        chosen = Tasks("train", chosen_tasks(tasks, data.num_train, max_samples), rows, seed)
-        wanted = [(task, sample) for task in chosen.tasks for sample in range(samples_per_task)]
-        if on_start is not None:
-            on_start(len(wanted), sum(key in file.done for key in wanted))
-        failed: list[EpisodeResult] = []
-        with ThreadPoolExecutor(max_concurrent, "endpoint") as threads:
+    with contextlib.closing(HostData(env, options.seed)) as data:
+        numbers = chosen_tasks(options.tasks, data.num_train, options.max_samples)
+        chosen = Tasks("train", numbers, data.num_train is not None, options.seed)
+        with ThreadPoolExecutor(options.max_concurrent, "endpoint") as threads:
             async with _running(env, game_class) as runner:
-                players = _Players(endpoint, sampling, success_reward, data, runner, threads)
-                async for result in players.play(chosen, wanted, file, max_concurrent):
-                    if result.error is not None:
-                        failed.append(result)
-                    if on_result is not None:
-                        on_result(result)
-    results = [file.done[key] for key in wanted if key in file.done]
-    return InferenceReport(results, failed, samples_per_task)
+                player = _Player(endpoint, options, chosen, data, runner, threads)
+                return await play_all(chosen, options, settings, player.play)
 
 
 @contextlib.asynccontextmanager
@@ -105,56 +80,28 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
         await runner.stop()
 
 
-class _Players:
-    """Plays the episodes of one evaluation."""
+class _Player:
+    """Plays episodes, each with a conversation of its own."""
 
     def __init__(
         self,
         endpoint: Endpoint,
-        sampling: InferenceSampling,
-        success_reward: float,
+        options: PlayOptions,
+        chosen: Tasks,
         data: HostData,
         runner: Runner,
         threads: ThreadPoolExecutor,
     ) -> None:
         self._endpoint = endpoint
-        self._sampling = sampling
-        self._success_reward = success_reward
+        self._options = options
+        self._chosen = chosen
         self._data = data
         self._runner = runner
         self._threads = threads
 
-    async def play(
-        self, chosen: Tasks, wanted: Sequence[Key], file: ResultFile, max_concurrent: int
-    ) -> AsyncIterator[EpisodeResult]:
-        """Play what is wanted and not there yet; yield each result once it is on disk."""
-        left = iter([key for key in wanted if key not in file.done])
-        done: asyncio.Queue[EpisodeResult | None] = asyncio.Queue()
-
-        async def work() -> None:
-            for task, sample in left:
-                result = await self._episode(chosen, task, sample)
-                file.add(result)
-                done.put_nowait(result)
-
-        async def all_of_them() -> None:
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for number in range(min(max_concurrent, len(wanted))):
-                        group.create_task(work(), name=f"player {number}")
-            finally:
-                done.put_nowait(None)
-
-        playing = asyncio.create_task(all_of_them(), name="players")
-        try:
-            while (result := await done.get()) is not None:
-                yield result
-            await playing
-        finally:
-            playing.cancel()
-
-    async def _episode(self, chosen: Tasks, task: int, sample: int) -> EpisodeResult:
-        start = chosen.start(task)
+    async def play(self, task: int, sample: int) -> EpisodeResult:
+        """Play one episode; one whose game fails says so."""
+        start = self._chosen.start(task)
         name = uuid.uuid4().hex
         record = self._data.record(start["split"], start["sample"])
         try:
@@ -170,7 +117,7 @@ class _Players:
             task=task,
             sample=sample,
             reward=reward,
-            success=is_success(reward, played.last.info, self._success_reward),
+            success=is_success(reward, played.last.info, self._options.success_reward),
             rewards=played.rewards,
             type=kind_of(played.last.info, record.data_source if record else ""),
             finish="length" if played.cut else "done" if played.last.done else "turns",
@@ -183,30 +130,31 @@ class _Players:
 
     async def _turns(self, name: str, messages: list[ChatMessage], *, seed: int) -> "_Played":
         """Let model and game take turns until one of them is done."""
-        options = self._options(seed)
+        request = self._request(seed)
         loop = asyncio.get_running_loop()
         rewards: list[float] = []
         num_tokens = 0
         while True:
             answer = await loop.run_in_executor(
-                self._threads, self._endpoint.answer, messages, options
+                self._threads, self._endpoint.answer, messages, request
             )
             messages = [*messages, {"role": "assistant", "content": answer.text}]
             result = await self._runner.step(name, answer.text)
             rewards.append(result.reward)
             num_tokens += answer.num_tokens
-            if result.done or len(rewards) == self._sampling.max_turns:
+            if result.done or len(rewards) == self._options.max_turns:
                 return _Played(messages, rewards, result, num_tokens, answer.model, answer.cut)
             messages = [*messages, {"role": result.role, "content": result.observation}]
 
-    def _options(self, seed: int) -> dict[str, Any]:
-        sampling = self._sampling
-        options: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        if sampling.temperature > 0:
-            options["seed"] = seed % 2**31
-        if sampling.max_tokens_per_turn is not None:
-            options["max_tokens"] = sampling.max_tokens_per_turn
-        return options
+    def _request(self, seed: int) -> dict[str, Any]:
+        """Return what the endpoint is asked besides the conversation."""
+        options = self._options
+        request: dict[str, Any] = {"temperature": options.temperature, "top_p": options.top_p}
+        if options.temperature > 0:
+            request["seed"] = seed % 2**31
+        if options.max_tokens_per_turn is not None:
+            request["max_tokens"] = options.max_tokens_per_turn
+        return request
 
 
 @dataclass(frozen=True)

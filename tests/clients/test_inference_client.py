@@ -8,7 +8,7 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference
-from tinkermq.clients.cli.models.infer import resolve_served
+from tinkermq.clients.cli.playing import resolve_served
 from tinkermq.clients.compat.opentinker_keys import merged
 from tinkermq.clients.inference.inference_tasks import chosen_tasks, hosted_env
 from tinkermq.clients.inference.served_job import open_served

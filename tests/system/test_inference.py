@@ -18,9 +18,9 @@ from tinkermq.broker.client.parts import ask_parts
 from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.clients.address import parse_server_url
-from tinkermq.clients.inference.inference import InferenceSampling
 from tinkermq.clients.inference.openai_endpoint import Endpoint
 from tinkermq.clients.inference.openai_play import play_with_endpoint
+from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.clients.inference.results import EpisodeResult
 from tinkermq.envs.games.calculator import CalculatorGame, make_data
 from tinkermq.envs.games.guess import GuessGame
@@ -109,8 +109,8 @@ async def test_the_gateway_serves_a_real_model_to_the_official_client(
             assert text.usage is not None
             assert text.usage.prompt_tokens == 4
             endpoint = await asyncio.to_thread(Endpoint.find, str(openai.base_url), None)
-            short = InferenceSampling(max_turns=2, max_tokens_per_turn=4)
-            played = await play_with_endpoint(endpoint, GuessGame, sampling=short, max_samples=6)
+            short = PlayOptions(GuessGame, max_samples=6, max_turns=2, max_tokens_per_turn=4)
+            played = await play_with_endpoint(endpoint, short)
             assert [(one.task, one.num_turns) for one in played.results] == [
                 (task, 2) for task in range(6)
             ]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
-from tinkermq.clients.inference.inference import InferenceSampling
 from tinkermq.clients.inference.openai_endpoint import Endpoint
 from tinkermq.clients.inference.openai_play import play_with_endpoint
+from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data
 
 from tests.actors.gateway.http import serving
@@ -94,8 +94,8 @@ async def test_tries_with_feedback_are_trained_replayed_and_served_with_their_dr
         report = await run_inference_async(served["vllm_server_url"], **played, token_ids=True)
         async with serving(stack.broker) as url:
             endpoint = await asyncio.to_thread(Endpoint.find, url, served["name"])
-            sampling = InferenceSampling(temperature=0.0, max_turns=3, max_tokens_per_turn=12)
-            over_http = await play_with_endpoint(endpoint, sampling=sampling, **played)
+            options = PlayOptions(**played, max_turns=3, max_tokens_per_turn=12)
+            over_http = await play_with_endpoint(endpoint, options)
     assert {result.error for result in [*report.results, *over_http.results]} == {None}
     for result in report.results:
         assert (result.token_ids or []).count(IMAGE_ID) == 4

@@ -32,9 +32,9 @@ from ...pool import Pool, new_request_id
 from ...scheduler_client import failure
 from ...validation.names import run_and_step
 from ...validation.paths import resolve_paths
-from ..models.infer import read_tasks
 from ..options import COMMON, Common
 from ..output import note, print_json, print_table, say
+from ..playing import read_tasks
 from ..session import with_pool
 
 IDENTICAL, DIFFERENT = 0, 1
