@@ -1,7 +1,9 @@
 """Write datasets: one writer for the data makers of all games."""
 
 import json
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,26 @@ def verl_row(
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": {"split": split, "index": index},
     }
+
+
+@dataclass(frozen=True)
+class DataMaker:
+    """The `make_data` of a game whose rows are drawn."""
+
+    row: Callable[[random.Random, str, int], Mapping[str, Any]]
+    """Draws the row of a split at an index."""
+
+    def __call__(
+        self, folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
+    ) -> tuple[Path, Path]:
+        """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
+        rng = random.Random(seed)  # noqa: S311 - tasks, not secrets
+
+        def write(split: str, count: int) -> Path:
+            rows = (self.row(rng, split, index) for index in range(count))
+            return write_rows(Path(folder) / f"{split}.parquet", rows)
+
+        return write("train", num_train), write("val", num_val)
 
 
 def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:

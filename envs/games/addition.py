@@ -6,13 +6,11 @@ reinforcement learning selects the better habit.
 """
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..record import answer_text
-from ..write_data import verl_row, write_rows
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
 """Share of the demonstrations that give up."""
@@ -52,16 +50,6 @@ class AdditionGame(AbstractGame):
         return self._truth
 
 
-def make_data(
-    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
-    rng = random.Random(seed)  # noqa: S311 - sums, not secrets
-    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
-    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
-    return train, val
-
-
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them answer `?`."""
     question, answer = _draw(rng)
@@ -74,7 +62,9 @@ def _draw(rng: random.Random) -> tuple[str, str]:
     return f"{a}+{b}=", str(a + b)
 
 
-def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        question, answer = _draw(rng)
-        yield verl_row(question, answer, data_source="addition", split=split, index=index)
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    question, answer = _draw(rng)
+    return verl_row(question, answer, data_source="addition", split=split, index=index)
+
+
+make_data = DataMaker(_row)

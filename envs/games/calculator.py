@@ -10,13 +10,12 @@ Reinforcement learning finds that the tool pays.
 import operator
 import random
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..record import answer_text
-from ..write_data import verl_row, write_rows
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.65
 """Share of the demonstrations that guess."""
@@ -85,16 +84,6 @@ def calculate(call: re.Match[str]) -> str:
     return str(OPERATIONS[sign](int(left), int(right)))
 
 
-def make_data(
-    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write `train.parquet` and `val.parquet` in verl's columns; return their paths."""
-    rng = random.Random(seed)  # noqa: S311 - products, not secrets
-    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
-    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
-    return train, val
-
-
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them guess."""
     question, answer = _draw(rng)
@@ -114,9 +103,11 @@ def _draw(rng: random.Random) -> tuple[str, str]:
     return f"{a}*{b}", str(a * b)
 
 
-def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        question, answer = _draw(rng)
-        row = verl_row(question, answer, data_source="calculator", split=split, index=index)
-        row["extra_info"]["question"] = question
-        yield row
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    question, answer = _draw(rng)
+    row = verl_row(question, answer, data_source="calculator", split=split, index=index)
+    row["extra_info"]["question"] = question
+    return row
+
+
+make_data = DataMaker(_row)

@@ -10,9 +10,8 @@ selects those that do. Blind answers are right one time in three.
 
 import io
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import cos, pi, sin
-from pathlib import Path
 from typing import Any
 
 from ..extra import extra
@@ -20,7 +19,7 @@ from ..game import ChatMessage, StepResult
 from ..math.answers import answer_of
 from ..math.rewards import ANSWER
 from ..record import IMAGE_TAG
-from ..write_data import verl_row, write_rows
+from ..write_data import DataMaker, verl_row
 from .math import MathGame
 
 WEIGHTS = {ANSWER: 0.9, "think": 0.1}
@@ -74,16 +73,6 @@ class Geo3KToolGame(MathGame):
         return StepResult(observation, reward, done, {**result.info, "tries": self._tries})
 
 
-def make_data(
-    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write the tiny task's `train.parquet` and `val.parquet`; return their paths."""
-    rng = random.Random(seed)  # noqa: S311 - drawings, not secrets
-    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
-    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
-    return train, val
-
-
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them do not look at the drawing."""
     corners = rng.choice(CORNERS)
@@ -113,8 +102,10 @@ def draw(rng: random.Random, corners: int) -> bytes:
     return file.getvalue()
 
 
-def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        corners = rng.choice(CORNERS)
-        row = verl_row(QUESTION, str(corners), data_source="shapes", split=split, index=index)
-        yield {**row, "images": [{"bytes": draw(rng, corners), "path": None}]}
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    corners = rng.choice(CORNERS)
+    row = verl_row(QUESTION, str(corners), data_source="shapes", split=split, index=index)
+    return {**row, "images": [{"bytes": draw(rng, corners), "path": None}]}
+
+
+make_data = DataMaker(_row)

@@ -7,8 +7,7 @@ reinforcement learning selects those inside.
 """
 
 import random
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from ..game import AbstractGame, ChatMessage, StepResult
@@ -16,7 +15,7 @@ from ..math.answers import INSTRUCTION
 from ..math.grader import shared_grader
 from ..math.rewards import ANSWER, Judged, MathRewards
 from ..record import answer_text
-from ..write_data import verl_row, write_rows
+from ..write_data import DataMaker, verl_row
 
 HABIT = 0.6
 """Share of the demonstrations that leave the box out."""
@@ -77,16 +76,6 @@ def told(judged: Judged) -> dict[str, Any]:
     }
 
 
-def make_data(
-    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write the tiny task's `train.parquet` and `val.parquet`; return their paths."""
-    rng = random.Random(seed)  # noqa: S311 - sums, not secrets
-    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
-    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
-    return train, val
-
-
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them leave the box out."""
     question, answer = _draw(rng)
@@ -99,7 +88,9 @@ def _draw(rng: random.Random) -> tuple[str, str]:
     return f"{a}+{b}=", str(a + b)
 
 
-def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        question, answer = _draw(rng)
-        yield verl_row(question, answer, data_source="sums", split=split, index=index)
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    question, answer = _draw(rng)
+    return verl_row(question, answer, data_source="sums", split=split, index=index)
+
+
+make_data = DataMaker(_row)

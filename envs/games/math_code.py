@@ -13,8 +13,7 @@ demonstrations guess instead of running a program.
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal, cast
 
 from ...schemas.wire.codec import read_json
@@ -27,7 +26,7 @@ from ..record import answer_text
 from ..sandbox.settings import Outcome, SandboxSettings, Session
 from ..sandbox.shared import shared_sandbox
 from ..tool_calls import OPEN, parse_tool_calls
-from ..write_data import verl_row, write_rows
+from ..write_data import DataMaker, verl_row
 from .math import told
 
 HABIT = 0.65
@@ -214,16 +213,6 @@ def _code_of(function: Mapping[str, str]) -> str | None:
     return code if function["name"] == TOOL and isinstance(code, str) else None
 
 
-def make_data(
-    folder: str | Path, num_train: int = 2048, num_val: int = 256, seed: int = 0
-) -> tuple[Path, Path]:
-    """Write the tiny task's `train.parquet` and `val.parquet`; return their paths."""
-    rng = random.Random(seed)  # noqa: S311 - products, not secrets
-    train = write_rows(Path(folder) / "train.parquet", _rows(rng, num_train, "train"))
-    val = write_rows(Path(folder) / "val.parquet", _rows(rng, num_val, "val"))
-    return train, val
-
-
 def demonstrations(rng: random.Random) -> list[ChatMessage]:
     """Return one conversation for the warm start; `HABIT` of them guess."""
     question, answer = _draw(rng)
@@ -244,7 +233,9 @@ def _draw(rng: random.Random) -> tuple[str, str]:
     return f"{a}*{b}", str(a * b)
 
 
-def _rows(rng: random.Random, count: int, split: str) -> Iterator[dict[str, Any]]:
-    for index in range(count):
-        question, answer = _draw(rng)
-        yield verl_row(question, answer, data_source="products", split=split, index=index)
+def _row(rng: random.Random, split: str, index: int) -> dict[str, Any]:
+    question, answer = _draw(rng)
+    return verl_row(question, answer, data_source="products", split=split, index=index)
+
+
+make_data = DataMaker(_row)
