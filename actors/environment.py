@@ -24,12 +24,12 @@ async def serve_games(context: JobContext) -> None:
         judge_job=context.record.judge,
     )
     async with asyncio.TaskGroup() as tasks:
-        beating = tasks.create_task(_tell(context, host), name="env_beat")
+        beating = tasks.create_task(_report(context, host), name="env_beat")
         await host.run(context.stopping)
         beating.cancel()
 
 
-async def _tell(context: JobContext, host: EnvironmentHost) -> None:
+async def _report(context: JobContext, host: EnvironmentHost) -> None:
     """Put what the host has done into the heartbeat."""
     await host.ready.wait()
     settle_memory()

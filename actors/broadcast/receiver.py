@@ -53,7 +53,7 @@ class BroadcastReceiver:
         self._patience_s = patience_s
         self._meet_s = meet_s
         self._name = uuid.uuid4().hex
-        self._one = asyncio.Lock()
+        self._receiving = asyncio.Lock()
         self._store: Store | None = None
         self._group: ProcessGroup | None = None
 
@@ -63,7 +63,7 @@ class BroadcastReceiver:
         Raises NotFoundError when it was removed, DigestMismatch, DeadlineError when the learner
         stays away, BrokerError when no round succeeds.
         """
-        async with self._one:
+        async with self._receiving:
             failure: BrokerError | None = None
             for _ in range(_TRIES):
                 try:
@@ -74,8 +74,8 @@ class BroadcastReceiver:
                     self._forget()
                     failure = error
                     continue
-                if (found := await asyncio.to_thread(fingerprint, payload)) != manifest.digest:
-                    raise DigestMismatch(f"it has digest {found}, told was {manifest.digest}")
+                if (digest := await asyncio.to_thread(fingerprint, payload)) != manifest.digest:
+                    raise DigestMismatch(f"it has digest {digest}, told was {manifest.digest}")
                 return _as_payload(payload)
         raise BrokerError(
             f"version {manifest.version} did not come in {_TRIES} rounds: "
@@ -136,7 +136,7 @@ class BroadcastReceiver:
     async def _receive(self, place: Round, num_bytes: int) -> Tensor:
         """Join the group, unless this is the one that was joined last, and receive.
 
-        Raises GroupFailed.
+        Raises ProcessGroupFailed.
         """
         if self._group is None or self._group.name != place.group:
             self._leave()

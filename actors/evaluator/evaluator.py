@@ -275,12 +275,12 @@ def validation_numbers(
         "val/response_length": float(np.mean([item.num_generated for item in done])),
         "val/num_turns": float(np.mean([len(item.turn_ends) for item in done])),
     }
-    found: dict[str, list[float]] = {}
+    by_key: dict[str, list[float]] = {}
     for item in done:
         for key, value in item.info.items():
             if isinstance(value, bool | int | float):
-                found.setdefault(f"val_game/{key}", []).append(float(value))
-    values |= {key: float(np.mean(items)) for key, items in found.items()}
+                by_key.setdefault(f"val_game/{key}", []).append(float(value))
+    values |= {key: float(np.mean(items)) for key, items in by_key.items()}
     values |= _by_type(done, config)
     n = config.samples
     tasks = [results[start : start + n] for start in range(0, len(results), n)]

@@ -118,8 +118,8 @@ class Generator:
         context = self._context
         async with asyncio.TaskGroup() as background:
             helpers = [
-                *(background.create_task(each) for each in self._background),
-                background.create_task(self._tell(), name="statistics"),
+                *(background.create_task(work) for work in self._background),
+                background.create_task(self._report_engine(), name="statistics"),
             ]
             with context.waiting("the learner's first weights"):
                 await context.unless_stopping(self._follower.wait_for(0), None)
@@ -246,7 +246,7 @@ class Generator:
         for handling in self._handling:
             handling.cancel()
 
-    async def _tell(self) -> None:
+    async def _report_engine(self) -> None:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         idle_before, time_before = 0.0, time.perf_counter()

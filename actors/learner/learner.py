@@ -290,7 +290,7 @@ class Learner:
         spent = self._time_use.take()
         trace = self._reporter.tracer.trace(step, entries, formed, spent, self.publisher.send_s)
         if record:
-            self.issuer.staleness.take(trace)
+            self.issuer.staleness.adapt(trace)
         await self._reporter.report(step, groups, report, trace, self.intake)
         if self._saver.is_due:
             await self._save()

@@ -169,11 +169,11 @@ class Reporter:
             return
         self._told = now
         record = self.context.record
-        found = profile_of(list(self._traces))
+        profile = profile_of(list(self._traces))
         busy = self._cores.look()
         here = self.generators.hosts <= {self.context.presence.host}
         first = advise(
-            found, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
+            profile, record.name, bound_key(record.config), cores_busy=busy if here else 0.0
         )[0]
         await self.context.event("bottleneck", first.text)
 

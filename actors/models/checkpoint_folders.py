@@ -25,6 +25,8 @@ def checkpoint_folders(run_dir: str) -> dict[int, Path]:
     except OSError:
         return {}
     named = (
-        (_NAME.fullmatch(one.name), one) for one in entries if one.is_dir(follow_symlinks=False)
+        (_NAME.fullmatch(entry.name), entry)
+        for entry in entries
+        if entry.is_dir(follow_symlinks=False)
     )
-    return {int(match[1]): place / one.name for match, one in named if match}
+    return {int(match[1]): place / entry.name for match, entry in named if match}

@@ -46,13 +46,13 @@ def base_of(folder: str | Path) -> str:
 
 def config_of(folder: str | Path) -> LoraConfig:
     """Return the configuration that makes an adapter like that of a folder."""
-    found = _settings(folder)
+    settings = _settings(folder)
     try:
         return LoraConfig(
-            rank=found["r"],
-            alpha=found["lora_alpha"],
-            targets=found["target_modules"],
-            exclude=found.get("exclude_modules") or [],
+            rank=settings["r"],
+            alpha=settings["lora_alpha"],
+            targets=settings["target_modules"],
+            exclude=settings.get("exclude_modules") or [],
         )
     except (KeyError, ValueError) as error:
         raise ModelError(
@@ -213,15 +213,15 @@ def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tens
 
 
 def _check_same(folder: str | Path, config: LoraConfig) -> None:
-    found = _settings(folder)
+    settings = _settings(folder)
     for key, name, value in (("r", "rank", config.rank), ("lora_alpha", "alpha", config.alpha)):
-        if found.get(key) != value:
+        if settings.get(key) != value:
             raise ModelError(
-                f"the adapter in {folder} has {name} {found.get(key)}, lora.{name} is {value}",
-                hint=f"set lora.{name}={found.get(key)}, or train all weights: lora.rank=0",
+                f"the adapter in {folder} has {name} {settings.get(key)}, lora.{name} is {value}",
+                hint=f"set lora.{name}={settings.get(key)}, or train all weights: lora.rank=0",
             )
     for key in ("use_dora", "use_rslora"):
-        if found.get(key):
+        if settings.get(key):
             raise ModelError(
                 f"the adapter in {folder} has {key}, which is not trained here",
                 hint="merge it into its model first (`merge_and_unload`)",

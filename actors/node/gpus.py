@@ -61,12 +61,12 @@ class Gpus:
             for peer in self._peers(handle):
                 if peer in slot_of:
                     old, new = group_of[slot_of[peer]], group_of[slot]
-                    group_of = [new if one == old else one for one in group_of]
+                    group_of = [new if group == old else group for group in group_of]
         if len(set(group_of)) == len(handles):
             group_of = [self._numa(handle) for handle in handles]
         return [
-            [slot for slot, group in enumerate(group_of) if group == one]
-            for one in dict.fromkeys(group_of)
+            [slot for slot, group in enumerate(group_of) if group == linked]
+            for linked in dict.fromkeys(group_of)
         ]
 
     def _peers(self, handle: Any) -> list[str]:

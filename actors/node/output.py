@@ -140,7 +140,7 @@ class ActorOutput:
         self._unwritten: list[str] = []
         self._broken = False
 
-    def take(self, lines: list[str]) -> None:
+    def add(self, lines: list[str]) -> None:
         """Queue lines for the file and the broker."""
         for line in lines:
             self.errors.note(line)
@@ -157,12 +157,12 @@ class ActorOutput:
         splitter = LineSplitter()
         try:
             while chunk := await stream.read(64 * 1024):
-                self.take(splitter.feed(chunk))
+                self.add(splitter.feed(chunk))
                 if len(self._unwritten) > MAX_WAITING_LINES:
                     await self._write()
         finally:
             transport.close()
-            self.take(splitter.end())
+            self.add(splitter.end())
 
     async def flush_forever(self) -> None:
         """Write and send every fifth of a second; cancel to end, then call `drain`."""

@@ -191,7 +191,7 @@ class ActorProcess:
             process = await self._start_child(self.wanted, self._environment, writing)
         except OSError as error:
             os.close(reading)
-            self._output.take([f"cannot start {self.wanted.name}: {error}"])
+            self._output.add([f"cannot start {self.wanted.name}: {error}"])
             return EXIT_DRAINED if isinstance(error, NotStarted) else EXIT_CRASHED
         finally:
             os.close(writing)

@@ -41,8 +41,8 @@ class Choice:
     _words: list[str] = field(default_factory=list[str])
     _told: bool = False
 
-    def take(self, drawn: Drawn) -> None:
-        """Take the next token; nothing counts behind a stop text."""
+    def add(self, drawn: Drawn) -> None:
+        """Add the next token; nothing counts behind a stop text."""
         if self.text.stopped:
             return
         self.num_tokens += 1
@@ -73,8 +73,8 @@ class Choice:
             choice=self.number,
             text=text,
             token_ids=[drawn.token_id for drawn in fresh],
-            tokens=[self.chat.token_text(one.token_id) for one in fresh] if self.logprobs else [],
-            logprobs=[one.logprob for one in fresh] if self.logprobs else [],
+            tokens=[self.chat.token_text(d.token_id) for d in fresh] if self.logprobs else [],
+            logprobs=[drawn.logprob for drawn in fresh] if self.logprobs else [],
             finish=self.finish,
         )
 
@@ -177,8 +177,8 @@ class Answers:
         name = f"{request.request}.{choice.number}"
         bit_by_bit = request.stream or bool(request.decoding.stop)
 
-        def take(drawn: Drawn) -> None:
-            choice.take(drawn)
+        def note_token(drawn: Drawn) -> None:
+            choice.add(drawn)
             changed.set()
             if choice.text.stopped:
                 self._engine.cancel(name)
@@ -189,7 +189,7 @@ class Answers:
             prompt,
             sampling,
             request_id=name,
-            on_token=take if bit_by_bit else None,
+            on_token=note_token if bit_by_bit else None,
             images=images,
         )
         if bit_by_bit:

@@ -55,20 +55,20 @@ async def run_server(context: JobContext) -> None:
     engine = engines[""]
     answers = {
         adapter: Answers(
-            each,
+            its_engine,
             chat,
-            partial(_name, context.record, adapter, each),
+            partial(_name, context.record, adapter, its_engine),
             max_context=config.generator.max_context or config.rollout.max_tokens,
             max_open=_QUEUED_PER_ROW * config.generator.max_requests,
         )
-        for adapter, each in engines.items()
+        for adapter, its_engine in engines.items()
     }
     server = Server(context, engine, answers, EpisodePlayer(context, config, engine, chat))
     try:
         await server.run()
     finally:
-        for each in engines.values():
-            await each.close()
+        for running in engines.values():
+            await running.close()
 
 
 def _name(record: JobRecord, adapter: str, engine: Engine) -> str:
@@ -145,7 +145,7 @@ class Server:
         """Follow the run that is served, if any, and answer until `stopping` is set."""
         context = self._context
         async with asyncio.TaskGroup() as background:
-            helpers = [background.create_task(self._tell(), name="statistics")]
+            helpers = [background.create_task(self._report_engine(), name="statistics")]
             if context.record.follow is not None:
                 follower = self._follower(context.record.follow)
                 helpers.append(background.create_task(follower.run(), name="weight follower"))
@@ -206,7 +206,7 @@ class Server:
         except MessageError as error:
             self._context.log.warning("cancel_ignored", error=error.message)
 
-    async def _tell(self) -> None:
+    async def _report_engine(self) -> None:
         """Put the engine's figures into the heartbeat."""
         context = self._context
         while True:

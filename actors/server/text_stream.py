@@ -25,11 +25,11 @@ class TextStream:
     def push(self, token_id: int) -> str:
         """Take the next token; return the text that is certain now."""
         self._ids.append(token_id)
-        return self._take(self._fresh(final=False), final=False)
+        return self._until_stop(self._fresh(final=False), final=False)
 
     def finish(self) -> str:
         """Return what is left at the end of the generation."""
-        return self._take(self._fresh(final=True), final=True)
+        return self._until_stop(self._fresh(final=True), final=True)
 
     def _fresh(self, *, final: bool) -> str:
         """Return the text that the newest tokens add, unless a character is unfinished."""
@@ -42,7 +42,7 @@ class TextStream:
         self._known, self._read = self._read, len(self._ids)
         return now[len(before) :]
 
-    def _take(self, fresh: str, *, final: bool) -> str:
+    def _until_stop(self, fresh: str, *, final: bool) -> str:
         if self.stopped:
             return ""
         text = self._held + fresh

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.transformers.double_buffer import ShadowWeights
+from tinkermq.actors.generator.engine.transformers.double_buffer import DoubleBuffer
 from tinkermq.actors.job_weights import as_sources, device_of_new_weights
 from tinkermq.actors.models.devices import first_device
 from tinkermq.broker.weights.store import TensorBytes
@@ -31,8 +31,8 @@ def test_an_engine_takes_weights_from_memory_and_from_tensors_alike(on_device: b
         "other/b": TensorBytes("float32", (2, 3), data[2:]),
     }
     weights = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(2, 3)}
-    shadow = ShadowWeights(weights)
-    shadow.swap(shadow.prepare(as_sources(told)))
+    buffer = DoubleBuffer(weights)
+    buffer.swap(buffer.prepare(as_sources(told)))
     assert weights["a"].view(torch.uint8).tolist() == payload[:2].tolist()
     assert weights["b"].flatten().view(torch.uint8).tolist() == payload[2:].tolist()
     assert set(as_sources(told, "other")) == {"b"}

@@ -88,7 +88,7 @@ class EngineStats:
     """Requests that decode."""
     waiting: int
     """Requests that wait for a free row."""
-    parked: int
+    cached_prefixes: int
     """Conversations whose cache is kept for their next turn."""
     tokens_per_s: float
     """Generated tokens per second."""
@@ -107,7 +107,7 @@ class EngineStats:
     paused_s: float
     """How long it stood still at all swaps so far."""
     cache_bytes: int
-    """Memory of the KV cache, parked conversations included."""
+    """Memory of the KV cache, that of cached prefixes included."""
 
 
 class Engine(Protocol):

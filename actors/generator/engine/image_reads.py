@@ -32,7 +32,7 @@ class ImageReads(Generic[T]):
             reading.exception()  # whoever asked may be gone
 
 
-def eyes_of(reader: ImageReader | None) -> ImageReader:
+def require_reader(reader: ImageReader | None) -> ImageReader:
     """Return what reads a model's images; ModelError for a model that sees none."""
     if reader is None:
         raise ModelError(

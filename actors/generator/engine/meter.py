@@ -32,7 +32,7 @@ class Meter:
             self._marks.append((now, self.generated, self.busy_s))
 
     def stats(
-        self, *, version: int, running: int, waiting: int, parked: int, cache_bytes: int
+        self, *, version: int, running: int, waiting: int, cached_prefixes: int, cache_bytes: int
     ) -> EngineStats:
         """Return an engine's statistics: the counters, and what only the engine knows."""
         tokens_per_s, busy_share = self.rates()
@@ -40,7 +40,7 @@ class Meter:
             version=version,
             running=running,
             waiting=waiting,
-            parked=parked,
+            cached_prefixes=cached_prefixes,
             tokens_per_s=tokens_per_s,
             busy_share=busy_share,
             generated_tokens=self.generated,

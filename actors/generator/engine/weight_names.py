@@ -54,10 +54,10 @@ class WeightNames:
         Raises EngineError for a dtype or size that cannot be, and where names of one tensor are
         given different ones.
         """
-        found: dict[str, TensorSource] = {}
+        once: dict[str, TensorSource] = {}
         for names in self.names:
             first, *others = [name for name in names if name in given]
-            found[first] = given[first]
+            once[first] = given[first]
             for other in others:
                 both = [as_tensor(given[name]).float() for name in (first, other)]
                 if not torch.equal(*both):
@@ -66,4 +66,4 @@ class WeightNames:
                         "two",
                         hint="learner and generator must both tie their embeddings",
                     )
-        return found
+        return once

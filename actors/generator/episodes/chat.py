@@ -188,7 +188,7 @@ class ChatTokenizer:
                 "a conversation has no message of the assistant",
                 hint='its answers are what is learnt: {"role": "assistant", "content": …}',
             )
-        return Conversation(*(np.array(each, np.int32) for each in (ids, mask, ends)))
+        return Conversation(*(np.array(column, np.int32) for column in (ids, mask, ends)))
 
     def num_said(self, said: Sequence[int] | IntVector, rest: Sequence[int] | IntVector) -> int:
         """Count the tokens at the beginning of `rest` that the policy has said: 1 or none."""

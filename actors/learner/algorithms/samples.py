@@ -86,11 +86,11 @@ def answered_states(batch: TrainingBatch) -> Tensor:
         at = np.flatnonzero(sequence.mask)
         firsts = np.flatnonzero(np.diff(turn_n, prepend=-1))
         begins = np.concatenate([[0], at[firsts[1:] - 1] + 1])
-        found = [
+        state_of_turn = [
             known.setdefault(sequence.token_ids[begin:end].tobytes(), len(known))
             for begin, end in zip(begins, at[firsts], strict=True)
         ]
-        states.append(np.array(found)[turn_n])
+        states.append(np.array(state_of_turn)[turn_n])
     return torch.from_numpy(np.concatenate(states)).to(batch.turn_N.device)
 
 

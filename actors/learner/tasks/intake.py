@@ -96,7 +96,7 @@ class Intake:
         """Read the log, for ever."""
         async with aclosing(self._log.read(self._from_seq)) as entries:
             async for entry in entries:
-                self._take(entry)
+                self._enter(entry)
 
     def note_version(self, version: int) -> None:
         """Take notice that groups may have been made with a version; it never falls.
@@ -161,7 +161,7 @@ class Intake:
         known = [(start, end) for start, end in self._decided.ranges() if end > first]
         state.decided_seqs = NumberSet([*known, *later]).ranges()
 
-    def _take(self, raw: LogEntry) -> None:
+    def _enter(self, raw: LogEntry) -> None:
         if raw.seq <= self.last_seq:
             return
         self.last_seq = raw.seq

@@ -53,7 +53,7 @@ class Staleness:
         self._ceiling = self.largest
         self._hold = 0
 
-    def take(self, trace: StepTrace) -> None:
+    def adapt(self, trace: StepTrace) -> None:
         """Take the times of a step, and choose anew where that is asked for."""
         if not self._is_auto:
             return

@@ -139,7 +139,7 @@ class Parallel:
         inside = Inside(model, self._device)
         if self._mesh is None:
             return inside
-        values = [] if self.rank else [each.detach() for each in _tensors(inside)]
+        values = [] if self.rank else [tensor.detach() for tensor in _tensors(inside)]
         gathered_dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
         options: dict[str, Any] = {
             "mesh": self._mesh,

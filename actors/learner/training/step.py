@@ -84,7 +84,7 @@ class Trainer:
             config.model.path, trust_remote_code=config.model.trust_remote_code
         )
         inside = self._parallel.place(model, learner)
-        self._trained = [each for each in model.parameters() if each.requires_grad]
+        self._trained = [weight for weight in model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self._trained,
             lr=learner.lr,

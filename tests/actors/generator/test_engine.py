@@ -134,17 +134,17 @@ async def test_the_next_turn_of_a_conversation_computes_only_what_is_new(
 
     await asyncio.gather(*(episode(f"episode {number}") for number in range(20)))
     assert engine.stats().reused_tokens == sum(reused)
-    await until(lambda: not engine.stats().parked)
+    await until(lambda: not engine.stats().cached_prefixes)
 
 
-async def test_parked_conversations_give_way_to_newer_ones(folder: Path) -> None:
+async def test_cached_prefixes_give_way_to_newer_ones(folder: Path) -> None:
     engine = await TransformersEngine.start(
-        str(folder), max_slots=4, max_context=64, parked_bytes=100 * 2 * 2 * 2 * 16 * 4
+        str(folder), max_slots=4, max_context=64, prefix_cache_bytes=100 * 2 * 2 * 2 * 16 * 4
     )
     for number in range(20):
         prompt = np.arange(20) + 8 + number
         await engine.generate(prompt, Sampling(4), request_id="x", conversation=str(number))
-    assert engine.stats().parked == 4  # 23 of 100 tokens each
+    assert engine.stats().cached_prefixes == 4  # 23 of 100 tokens each
     await engine.close()
 
 

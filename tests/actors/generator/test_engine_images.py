@@ -42,7 +42,7 @@ def reader(seeing: Path) -> ImageReader:
 async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
     eyes: Engine, engine_kind: EngineKind, sighted: PreTrainedModel, reader: ImageReader
 ) -> None:
-    """Prompts of one, two and no images together; shared, parked, resumed and swapped under."""
+    """Prompts of one, two and no images together; shared, kept, resumed and swapped under."""
     asked = [(TWO, (SMALL, TALL)), (ONE, (SMALL,)), (TEXT, ()), (ONE, (WIDE,)), (ONE, (SMALL,))]
     prompts = [prompt for prompt, _ in asked]
     for turn in range(3):
@@ -64,7 +64,7 @@ async def test_logprobs_are_those_of_the_models_own_pass_over_all_turns(
         if turn == 0 and engine_kind == "transformers":
             first = eyes.stats()
             assert first.reused_tokens == len(ONE)  # equal prompts with equal images, only
-            assert first.parked == len(asked)
+            assert first.cached_prefixes == len(asked)
         if turn == 1:
             if engine_kind == "transformers":
                 kept = sum(len(prompt) - 5 for prompt in prompts)  # all but the last, and 4 new

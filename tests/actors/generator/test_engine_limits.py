@@ -154,7 +154,7 @@ async def test_memory_does_not_grow_with_the_number_of_requests(folder: Path) ->
             )
             for number in range(50):
                 engine.release(f"{index}.{number}")
-        await until(lambda: not engine.stats().parked)
+        await until(lambda: not engine.stats().cached_prefixes)
 
     await many(10)
     before, cache = resident_bytes(), engine.stats().cache_bytes

@@ -60,7 +60,7 @@ async def test_keeping_the_cache_at_a_swap_leaves_earlier_tokens_as_they_were(
     assert 0 < old.sum() < 120
     expected = plain_logprobs(model, prompt, result.token_ids)
     np.testing.assert_allclose(result.logprobs[old], expected[old], atol=1e-4)
-    assert engine.stats().parked == 0  # a cache of two versions is not kept for the next turn
+    assert engine.stats().cached_prefixes == 0  # one of two versions is not kept
 
 
 async def test_cached_turns_do_not_outlive_their_version(
@@ -68,7 +68,8 @@ async def test_cached_turns_do_not_outlive_their_version(
 ) -> None:
     prompt = np.arange(10, 80, dtype=np.int32)
     first = await engine.generate(prompt, Sampling(5), request_id="1", conversation="c")
-    assert engine.stats().parked == int(engine_kind == "transformers")  # vLLM keeps all in one
+    num_cached = int(engine_kind == "transformers")  # vLLM has one cache for all
+    assert engine.stats().cached_prefixes == num_cached
     weights = changed(model, 1)
     await engine.load_weights(1, weights)
     longer = np.concatenate([prompt, first.token_ids, [9]])

@@ -87,7 +87,7 @@ async def test_the_learner_computes_the_logprobs_that_the_engine_recorded(
     prompt = group.trajectories[0].token_ids[: int(group.trajectories[0].mask.argmax())]
     assert (prompt == IMAGE_ID).sum() == 4
     if engine_kind == "transformers":  # the prompt is shorter than what vLLM shares
-        assert engine.stats().reused_tokens > 2 * len(prompt)  # the group's, and parked turns
+        assert engine.stats().reused_tokens > 2 * len(prompt)  # the group's, and cached turns
     shared = group.with_shared_images()
     (image,) = shared.images
     assert len(heard) >= 6  # reset and two steps, asked and answered

@@ -67,7 +67,7 @@ def after(staleness: Staleness, pipeline: Pipeline, steps: int) -> list[int]:
     """Return the bounds that are in force over some steps."""
     bounds: list[int] = []
     for _ in range(steps):
-        staleness.take(pipeline.step(staleness.now))
+        staleness.adapt(pipeline.step(staleness.now))
         bounds.append(staleness.now)
     return bounds
 
@@ -146,7 +146,7 @@ def test_a_fixed_bound_stays_and_one_without_measurements_is_the_smallest() -> N
     assert staleness.largest == 5
     nothing = Pipeline(1.0, 0.3, 0.5).step(1).model_copy(update={"groups": [], "generators": {}})
     for _ in range(20):
-        staleness.take(nothing)
+        staleness.adapt(nothing)
     assert staleness.now == 1
 
 

@@ -77,9 +77,9 @@ async def test_lines_wait_for_a_broker_that_is_away_and_the_oldest_go(tmp_path: 
 
     output = ActorOutput("a", 1, LogFile(tmp_path / "a.log"), send)
     flusher = asyncio.create_task(output.flush_forever())
-    output.take(["first"])
+    output.add(["first"])
     await tried.wait()
-    output.take([str(number) for number in range(MAX_WAITING_LINES + 1)])
+    output.add([str(number) for number in range(MAX_WAITING_LINES + 1)])
     away = False
     await output.drain()
     flusher.cancel()
@@ -97,7 +97,7 @@ async def test_a_file_that_cannot_be_written_does_not_stop_the_lines(tmp_path: P
         sent.extend(lines.lines)
 
     output = ActorOutput("a", 1, LogFile(tmp_path / "logs" / "a.log"), send)
-    output.take(["one"])
+    output.add(["one"])
     await output.drain()
     assert sent == ["one"]
 

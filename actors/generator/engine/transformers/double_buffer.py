@@ -14,7 +14,7 @@ from ....models.weight_tensors import TensorSource, as_tensor, bytes_of, dtype_o
 from ..weight_names import WeightNames
 
 
-class ShadowWeights:
+class DoubleBuffer:
     """The second set of the weights that change: all of a model, or those of its adapter.
 
     `prepare` may run in any thread while the model decodes; `swap` runs in the engine's thread.

@@ -131,12 +131,12 @@ class SlotCache(Cache):
         """Zero slots that hold NaN: masked or not, it would spoil whoever gets them next."""
         self._store[:, slots] = 0
 
-    def take(self, slot: int, length: int) -> torch.Tensor:
+    def read(self, slot: int, length: int) -> torch.Tensor:
         """Return a copy of a slot's first tokens, [L2, K, length, D]."""
         return self._store[:, slot, :, :length].clone()
 
     def put(self, slot: int, states: torch.Tensor) -> None:
-        """Fill a slot's first tokens with what `take` returned."""
+        """Fill a slot's first tokens with what `read` returned."""
         self._store[:, slot, :, : states.shape[2]] = states
 
     def _exchange(self, index: int, states_BKND: torch.Tensor, now: _Pass) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..engine import IntVector
 
 
 @dataclass(frozen=True, slots=True)
-class Parked:
+class CachedPrefix:
     """What the cache of one conversation was computed from, and its keys and values."""
 
     tokens: IntVector
@@ -19,57 +19,57 @@ class Parked:
     """Digest of the images, if the conversation has some."""
 
 
-class ParkingLot:
-    """Parked conversations, at most `max_tokens` tokens in all.
+class PrefixCache:
+    """The caches of conversations, at most `max_tokens` tokens in all.
 
     A conversation that does not fit, or was given up for room, is only computed again.
     """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._parked: OrderedDict[str, Parked] = OrderedDict()
+        self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._num_tokens = 0
         self.num_bytes = 0
-        """Memory of all parked keys and values."""
+        """Memory of all keys and values."""
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._prefixes)
 
-    def park(self, conversation: str, parked: Parked) -> None:
-        """Keep a cache; the least recently parked ones give way."""
+    def keep(self, conversation: str, prefix: CachedPrefix) -> None:
+        """Keep a cache; the oldest ones give way."""
         self.drop(conversation)
-        if len(parked.tokens) > self._max_tokens:
+        if len(prefix.tokens) > self._max_tokens:
             return
-        self._parked[conversation] = parked
-        self._num_tokens += len(parked.tokens)
-        self.num_bytes += parked.states.nbytes
+        self._prefixes[conversation] = prefix
+        self._num_tokens += len(prefix.tokens)
+        self.num_bytes += prefix.states.nbytes
         while self._num_tokens > self._max_tokens:
-            self.drop(next(iter(self._parked)))
+            self.drop(next(iter(self._prefixes)))
 
     def resume(
         self, conversation: str, prompt: IntVector, images: bytes | None = None
-    ) -> Parked | None:
-        """Take out a conversation's cache if `prompt` continues it; it leaves the lot either way.
+    ) -> CachedPrefix | None:
+        """Take a conversation's cache out; return it if `prompt` continues it.
 
         At least one token of the prompt is left to compute.
         """
-        parked = self.drop(conversation)
-        if parked is None or parked.images != images:
+        prefix = self.drop(conversation)
+        if prefix is None or prefix.images != images:
             return None
-        cached = len(parked.tokens)
-        if cached < len(prompt) and np.array_equal(prompt[:cached], parked.tokens):
-            return parked
+        cached = len(prefix.tokens)
+        if cached < len(prompt) and np.array_equal(prompt[:cached], prefix.tokens):
+            return prefix
         return None
 
-    def drop(self, conversation: str) -> Parked | None:
-        """Forget a conversation, if it is parked."""
-        parked = self._parked.pop(conversation, None)
-        if parked is not None:
-            self._num_tokens -= len(parked.tokens)
-            self.num_bytes -= parked.states.nbytes
-        return parked
+    def drop(self, conversation: str) -> CachedPrefix | None:
+        """Forget a conversation; return its cache if there is one."""
+        prefix = self._prefixes.pop(conversation, None)
+        if prefix is not None:
+            self._num_tokens -= len(prefix.tokens)
+            self.num_bytes -= prefix.states.nbytes
+        return prefix
 
     def clear(self) -> None:
         """Forget all."""
-        self._parked.clear()
+        self._prefixes.clear()
         self._num_tokens = self.num_bytes = 0

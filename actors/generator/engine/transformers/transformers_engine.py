@@ -30,15 +30,15 @@ from ..engine import (
     OnToken,
     Sampling,
 )
-from ..image_reads import ImageReads, eyes_of
+from ..image_reads import ImageReads, require_reader
 from ..refusals import again, check_prompt, check_queue, check_sampling
 from .decoder import SlotDecoder, load_decoder
-from .double_buffer import ShadowWeights
+from .double_buffer import DoubleBuffer
 from .rows import RowRequest
 from .worker import EngineWorker, Outcome
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_PARKED_BYTES = 1 << 30
+_PREFIX_CACHE_BYTES = 1 << 30
 _CLOSE_DEADLINE_S = 30.0
 
 
@@ -51,12 +51,12 @@ class TransformersEngine:
         *,
         version: int = 0,
         max_waiting: int = 4096,
-        parked_bytes: int = _PARKED_BYTES,
+        prefix_cache_bytes: int = _PREFIX_CACHE_BYTES,
     ) -> None:
         """Start the engine's thread; `start` loads the model as well.
 
-        `max_waiting` bounds the requests that run and wait, `parked_bytes` the cache kept between
-        two turns of a conversation. Call it on the event loop that will use the engine.
+        `max_waiting` bounds the requests that run and wait, `prefix_cache_bytes` what is kept of
+        conversations between two turns. Call it on the event loop that will use the engine.
         """
         self._loop = asyncio.get_running_loop()
         self._decoder = decoder
@@ -69,14 +69,14 @@ class TransformersEngine:
         self._seeds = itertools.count(secrets.randbits(63))
         self._loading = asyncio.Lock()
         self._reads = ImageReads[SeenImages]()
-        self._weights = ShadowWeights(policy_tensors(decoder.model))
+        self._weights = DoubleBuffer(policy_tensors(decoder.model))
         self._worker = EngineWorker(
             decoder,
             self._weights,
             version,
             partial(self._post, self._deliver),
             partial(self._post, self._fail_all),
-            parked_bytes // decoder.cache.shape.token_bytes,
+            prefix_cache_bytes // decoder.cache.shape.token_bytes,
         )
         self._thread = threading.Thread(target=self._worker.run, name="engine", daemon=True)
         self._thread.start()
@@ -95,7 +95,7 @@ class TransformersEngine:
         base: PreTrainedModel | None = None,
         version: int = 0,
         max_waiting: int = 4096,
-        parked_bytes: int = _PARKED_BYTES,
+        prefix_cache_bytes: int = _PREFIX_CACHE_BYTES,
     ) -> "TransformersEngine":
         """Load the model in `path` and start; ModelError for one that cannot run here.
 
@@ -113,7 +113,9 @@ class TransformersEngine:
             lora=lora,
             base=base,
         )
-        return cls(decoder, version=version, max_waiting=max_waiting, parked_bytes=parked_bytes)
+        return cls(
+            decoder, version=version, max_waiting=max_waiting, prefix_cache_bytes=prefix_cache_bytes
+        )
 
     @property
     def version(self) -> int:
@@ -159,7 +161,7 @@ class TransformersEngine:
 
     async def _see(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
         """Read images; all who ask for the same ones at a time go on together."""
-        reader = eyes_of(self._decoder.reader)
+        reader = require_reader(self._decoder.reader)
         remembered = reader.remembered(prompt, images)
         if remembered is not None:
             return remembered

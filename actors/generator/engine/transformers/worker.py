@@ -28,8 +28,8 @@ from ..meter import Meter
 from ..refusals import not_finite
 from ..sampling import sample
 from .decoder import FedTokens, SlotDecoder
-from .double_buffer import ShadowWeights
-from .prefix_cache import Parked, ParkingLot
+from .double_buffer import DoubleBuffer
+from .prefix_cache import CachedPrefix, PrefixCache
 from .rows import IndexVector, RowRequest, RowTable
 
 Outcome = tuple[str, Generation | EngineError | Drawn]
@@ -42,11 +42,11 @@ class EngineWorker:
     def __init__(
         self,
         decoder: SlotDecoder,
-        weights: ShadowWeights,
+        weights: DoubleBuffer,
         version: int,
         deliver: Callable[[list[Outcome]], None],
         ended: Callable[[EngineError], None],
-        parked_tokens: int,
+        prefix_cache_tokens: int,
     ) -> None:
         self.version = version
         self._decoder = decoder
@@ -56,7 +56,7 @@ class EngineWorker:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[RowRequest] = deque()
         self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
-        self._lot = ParkingLot(parked_tokens)
+        self._prefix_cache = PrefixCache(prefix_cache_tokens)
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
         self._closing = False
@@ -71,7 +71,7 @@ class EngineWorker:
         reason = EngineError("the engine was closed", hint="start it again")
         try:
             while not self._closing:
-                self._take_commands()
+                self._run_commands()
                 if self._rows.num or self._waiting:
                     self._tick()
                 self._flush()
@@ -107,8 +107,8 @@ class EngineWorker:
                 return
 
     def release(self, conversation: str) -> None:
-        """Forget a parked conversation."""
-        self._lot.drop(conversation)
+        """Forget a cached prefix."""
+        self._prefix_cache.drop(conversation)
 
     def swap(
         self, version: int, fresh: list[torch.Tensor], kv: KvOnSwap, done: Callable[[], None]
@@ -117,7 +117,7 @@ class EngineWorker:
         started = time.perf_counter()
         self._weights.swap(fresh)
         self.version = version
-        self._lot.clear()
+        self._prefix_cache.clear()
         if kv == "recompute" and self._rows.num:
             self._recompute()
         self._meter.paused(time.perf_counter() - started)
@@ -133,8 +133,8 @@ class EngineWorker:
             version=self.version,
             running=self._rows.num,
             waiting=len(self._waiting),
-            parked=len(self._lot),
-            cache_bytes=self._decoder.cache.num_bytes + self._lot.num_bytes,
+            cached_prefixes=len(self._prefix_cache),
+            cache_bytes=self._decoder.cache.num_bytes + self._prefix_cache.num_bytes,
         )
 
     # One tick -------------------------------------------------------------------------------
@@ -158,12 +158,12 @@ class EngineWorker:
         self._decoder.cache.reserve(self._rows.num, 1)
         row = self._rows.num - len(taken)
         spans: list[FedTokens] = []
-        for group, parked in groups:
+        for group, cached in groups:
             start = 0
-            if parked is not None:
-                start = len(parked.tokens)
+            if cached is not None:
+                start = len(cached.tokens)
                 self._decoder.cache.reserve(self._rows.num, start)
-                self._decoder.cache.put(row, parked.states)
+                self._decoder.cache.put(row, cached.states)
             spans.append(FedTokens(row, start, group[0].prompt[start:], group[0].images))
             self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
             row += len(group)
@@ -172,16 +172,17 @@ class EngineWorker:
 
     def _group(
         self, requests: Sequence[RowRequest]
-    ) -> list[tuple[list[RowRequest], Parked | None]]:
-        """Put requests of one prompt together; a parked conversation stays by itself."""
-        groups: list[tuple[list[RowRequest], Parked | None]] = []
+    ) -> list[tuple[list[RowRequest], CachedPrefix | None]]:
+        """Put requests of one prompt together; a cached prefix stays by itself."""
+        groups: list[tuple[list[RowRequest], CachedPrefix | None]] = []
         shared: dict[tuple[bytes, bytes | None], list[RowRequest]] = {}
         for request in requests:
-            parked = None
+            cached = None
             if request.conversation is not None:
-                parked = self._lot.resume(request.conversation, request.prompt, _digest(request))
-            if parked is not None:
-                groups.append(([request], parked))
+                digest = _digest(request)
+                cached = self._prefix_cache.resume(request.conversation, request.prompt, digest)
+            if cached is not None:
+                groups.append(([request], cached))
                 continue
             group = shared.setdefault((request.prompt.tobytes(), _digest(request)), [])
             if not group:
@@ -218,9 +219,9 @@ class EngineWorker:
         self._rows.append(rows, tokens, logprobs, self.version)
         self._meter.generated += len(rows)
         if self._num_streams:
-            self._tell(rows, tokens, logprobs)
+            self._stream(rows, tokens, logprobs)
 
-    def _tell(
+    def _stream(
         self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
     ) -> None:
         """Hand out the new tokens of those requests that want each at once."""
@@ -244,19 +245,20 @@ class EngineWorker:
                 continue
             reason: FinishReason = "stop" if stop[row] else "length"
             self._outcomes.append((request.request_id, self._rows.result(row, reason)))
-            self._park(row, request)
+            self._keep_prefix(row, request)
         if broken.any():
             self._decoder.cache.scrub(np.flatnonzero(broken).tolist())
         self._remove(gone)
 
-    def _park(self, row: int, request: RowRequest) -> None:
+    def _keep_prefix(self, row: int, request: RowRequest) -> None:
         """Keep the row's cache for the next turn, if it stems from one version alone."""
         if request.conversation is None or self._rows.cache_version_R[row] != self.version:
             return
         cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
         tokens = self._rows.tokens_RT[row, :cached].copy()
-        states = self._decoder.cache.take(row, cached)
-        self._lot.park(request.conversation, Parked(tokens, states, _digest(request)))
+        states = self._decoder.cache.read(row, cached)
+        prefix = CachedPrefix(tokens, states, _digest(request))
+        self._prefix_cache.keep(request.conversation, prefix)
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
         source, target = self._rows.remove(gone)
@@ -281,7 +283,7 @@ class EngineWorker:
 
     # Around it ------------------------------------------------------------------------------
 
-    def _take_commands(self) -> None:
+    def _run_commands(self) -> None:
         """Run the commands that are there; without work, wait for one."""
         if not self._rows.num and not self._waiting and not self._outcomes:
             self._inbox.get()()

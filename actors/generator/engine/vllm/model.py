@@ -206,7 +206,7 @@ class VllmModel:
             async for output in outputs:
                 parts.append(output)
                 if on_token is not None and not request.again:
-                    self._tell(request.adapter, output, on_token)
+                    self._stream(request.adapter, output, on_token)
         except EngineDeadError as error:
             raise _dead() from error
         except EngineGenerateError as error:
@@ -217,7 +217,7 @@ class VllmModel:
         self._count(len(tokens), parts[-1])
         return generation_of(request, parts)
 
-    def _tell(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
+    def _stream(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
         completion = output.outputs[0]
         logprobs = completion.logprobs.logprobs if completion.logprobs else []
         for token, logprob in zip(completion.token_ids, logprobs, strict=True):

@@ -27,7 +27,7 @@ from ..engine import (
     OnToken,
     Sampling,
 )
-from ..image_reads import ImageReads, eyes_of
+from ..image_reads import ImageReads, require_reader
 from ..refusals import (
     again,
     check_prompt,
@@ -122,7 +122,7 @@ class VllmEngine:
 
     async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
         """Read images; all who ask for the same ones at a time go on together."""
-        reader = eyes_of(self._reader)
+        reader = require_reader(self._reader)
         read = await self._reads.share(digest_of(images), partial(reader.read, images))
         return show(read, reader.places(prompt, read), images)
 
@@ -150,7 +150,7 @@ class VllmEngine:
             version=self.version,
             running=model.inside,
             waiting=model.waiting,
-            parked=0,
+            cached_prefixes=0,
             cache_bytes=model.cache_bytes,
         )
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MEMORY = Path("/dev/shm")  # noqa: S108  a file system of memory is what is wanted
 _PREFIX = "tinkermq-weights-"
 _INFIX = ".lora_A."
-_EYES = ".visual."
+_VISION_TOWER = ".visual."
 
 
 class WeightFiles:
@@ -103,7 +103,7 @@ def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> 
         if lora.rank:
             add_adapter(model, lora, seed=0)
     tensors = policy_tensors(model)
-    if lora.rank and any(_EYES in name for name in tensors):
+    if lora.rank and any(_VISION_TOWER in name for name in tensors):
         raise ModelError(
             "an adapter changes how the model sees images, which vLLM would leave out",
             hint="set lora.targets=[q_proj,k_proj,v_proj,o_proj], or generator.engine=transformers",
