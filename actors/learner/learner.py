@@ -35,7 +35,7 @@ from .recorded_steps import RecordedSteps
 from .reporter import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
-from .tasks.batching import form_batch
+from .tasks.batching import BatchDecision, form_batch
 from .tasks.data_order import TaskOrder
 from .tasks.failures import Failures
 from .tasks.intake import CheckedEntry, Intake, batch_digest
@@ -176,30 +176,16 @@ class Learner:
 
     async def _next_batch(self) -> list[CheckedEntry] | None:
         """Wait for the groups of the next step; None when told to stop."""
-        training = self.config.training
         while not self.context.stopping.is_set():
             if self.control.checkpoint_wanted:
                 self.control.checkpoint_done(await self._save())
             if self.control.paused:
-                self.control.changed.clear()
-                named = self.context.waiting("somebody to resume the job")
-                with named, self._time_use.doing("paused"):
-                    await self._look_again(self.control.changed)
-                self._failures.heard()
+                await self._stay_paused()
                 continue
             self.intake.changed.clear()  # before looking: what comes from now on is seen next time
             self._judge(self._notice_arrivals())
             await self.issuer.expire_reservations()
-            decision = form_batch(
-                self.intake.candidates(),
-                version=self.state.step,
-                batch_size=training.batch_size,
-                max_staleness=training.largest_staleness,
-                policy=training.staleness_policy,
-                filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
-                decided=self.ledger,
-                outstanding=self.ledger.min_versions.values(),
-            )
+            decision = self._decide()
             entries = [self.intake[seq] for seq in decision.train]
             self._drops.drop(
                 [Dropped(seq=s, task=self.intake[s].number, reason=r) for s, r in decision.dropped]
@@ -216,10 +202,32 @@ class Learner:
             if (error := self._failures.idle()) is not None:
                 await self._save()
                 raise error
-            missing = training.batch_size - len(self.intake.candidates())
+            missing = self.config.training.batch_size - len(self.intake.candidates())
             with self._named_wait(max(missing, 0)):
                 await self._look_again(self.intake.changed)
         return None
+
+    def _decide(self) -> BatchDecision:
+        """Decide what of the log is trained at this version, and what is dropped."""
+        training = self.config.training
+        return form_batch(
+            self.intake.candidates(),
+            version=self.state.step,
+            batch_size=training.batch_size,
+            max_staleness=training.largest_staleness,
+            policy=training.staleness_policy,
+            filter_equal_rewards=self.config.algorithm.filter_equal_rewards,
+            decided=self.ledger,
+            outstanding=self.ledger.min_versions.values(),
+        )
+
+    async def _stay_paused(self) -> None:
+        """Wait for somebody to resume the job, but look again now and then."""
+        self.control.changed.clear()
+        named = self.context.waiting("somebody to resume the job")
+        with named, self._time_use.doing("paused"):
+            await self._look_again(self.control.changed)
+        self._failures.heard()
 
     async def _wait_for_room(self) -> None:
         """Try the checkpoint again for which there was no room, and look what has come meanwhile.

@@ -72,19 +72,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         str(folder or config.model.tokenizer or config.model.path),
         trust_remote_code=config.model.trust_remote_code,
     )
-    reporter = Reporter(
-        context=context,
-        trackers=await asyncio.to_thread(_trackers, config, context),
-        total_steps=steps,
-        first_step=last_reported_step(context.run_dir),
-    )
     state.total_steps = steps
-    reporter.waste = state.waste.model_copy()
-    reporter.num_dropped = Counter(state.dropped_by_reason)
-    shown = config.model_dump(mode="json")
-    for tracker in reporter.trackers:
-        log = in_thread(tracker.log_config, shown)
-        await with_room(log, "the run's config.json", context.missing)
     return Learner(
         context,
         policies,
@@ -92,7 +80,7 @@ async def make_learner(context: JobContext, ranks: Ranks) -> Learner:
         state,
         task_order(config, num_rows, state),
         checkpoints,
-        reporter,
+        await _make_reporter(context, state),
         vocab_size=vocab_size(models[MAIN]),
     )
 
@@ -181,6 +169,23 @@ async def _num_rows(context: JobContext) -> int | None:
 def _num_conversations(paths: list[str]) -> int:
     with contextlib.closing(ChatData(paths)) as data:
         return len(data)
+
+
+async def _make_reporter(context: JobContext, state: LearnerState) -> Reporter:
+    """Open the trackers, tell them the configuration, and go on counting where the run was."""
+    reporter = Reporter(
+        context=context,
+        trackers=await asyncio.to_thread(_trackers, context.config, context),
+        total_steps=state.total_steps,
+        first_step=last_reported_step(context.run_dir),
+        waste=state.waste.model_copy(),
+        num_dropped=Counter(state.dropped_by_reason),
+    )
+    shown = context.config.model_dump(mode="json")
+    for tracker in reporter.trackers:
+        log = in_thread(tracker.log_config, shown)
+        await with_room(log, "the run's config.json", context.missing)
+    return reporter
 
 
 def _trackers(config: JobConfig, context: JobContext) -> list[Tracker]:

@@ -102,35 +102,24 @@ def load_causal_lm(
 
     logging.disable_progress_bar()
     check_model_folder(path)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "trust_remote_code": trust_remote_code,
+    }
     if is_adapter(path):
-        base = load_causal_lm(
-            base_of(path),
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            hollow=hollow,
-        )
+        base = load_causal_lm(base_of(path), hollow=hollow, **options)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     auto = auto_class(config)
-    if hollow:
-        return _build_hollow(
-            auto,
-            config,
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-        )
+    return _build_hollow(auto, config, options) if hollow else _load_weights(auto, path, options)
+
+
+def _load_weights(auto: Any, path: str, options: dict[str, Any]) -> "PreTrainedModel":
     try:
         loaded = cast(
             "tuple[PreTrainedModel, dict[str, Any]]",
-            auto.from_pretrained(
-                path,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                trust_remote_code=trust_remote_code,
-                output_loading_info=True,
-            ),
+            auto.from_pretrained(path, output_loading_info=True, **options),
         )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
         raise ModelError(
@@ -147,7 +136,9 @@ def load_causal_lm(
     return model.eval()
 
 
-def _build_hollow(auto: Any, config: "PreTrainedConfig", **options: Any) -> "PreTrainedModel":
+def _build_hollow(
+    auto: Any, config: "PreTrainedConfig", options: dict[str, Any]
+) -> "PreTrainedModel":
     from transformers.initialization import no_init_weights
 
     with no_init_weights():

@@ -96,24 +96,29 @@ class Trainer:
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)
-        self._reference: Scorer | None = None
         self._reference_adapter: list[Tensor] = []
-        if config.algorithm.kl_coef and has_adapter(model):  # the base is there already
-            self._reference = self._scorer
+        self._reference = self._make_reference() if config.algorithm.kl_coef else None
+        self.critic = self._make_critic() if config.algorithm.advantage == "gae" else None
+
+    def _make_reference(self) -> Scorer:
+        """Return what scores by the initial model: for an adapter its base, which is there."""
+        if has_adapter(self.model):
             self._reference_adapter = self._initial_adapter()
-        elif config.algorithm.kl_coef:
-            hollow = self._parallel.filled_by_another
-            reference = cast(nn.Module, load_reference(config.model, learner, hollow=hollow))
-            self._reference = self._scorer_of(reference, self._parallel.place(reference, learner))
-        self.critic: Critic | None = None
-        if config.algorithm.advantage == "gae":
-            start = load_model(
-                config.model,
-                learner,
-                config.critic.path or config.model.path,
-                hollow=self._parallel.filled_by_another,
-            )
-            self.critic = Critic(start, config, self._parallel)
+            return self._scorer
+        config, learner = self.config.model, self.config.learner
+        loaded = load_reference(config, learner, hollow=self._parallel.filled_by_another)
+        reference = cast(nn.Module, loaded)
+        return self._scorer_of(reference, self._parallel.place(reference, learner))
+
+    def _make_critic(self) -> Critic:
+        config = self.config
+        start = load_model(
+            config.model,
+            config.learner,
+            config.critic.path or config.model.path,
+            hollow=self._parallel.filled_by_another,
+        )
+        return Critic(start, config, self._parallel)
 
     def _scorer_of(self, model: nn.Module, inside: Inside) -> Scorer:
         temperature = self.config.rollout.temperature

@@ -48,7 +48,7 @@ class World:
 
     def drop(self, number: int, reason: DropReason = "malformed", *, told: bool = False) -> None:
         seq = number + 1
-        self.intake._take(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
+        self.intake._enter(read_entry(StoredMessage(SCOPE.rollout(number), seq, b"nonsense", {})))
         self.drops.drop([Dropped(seq=seq, task=number, reason=reason)], told=told)
 
 
