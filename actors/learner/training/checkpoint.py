@@ -2,7 +2,7 @@
 
 `checkpoints/step_000040/` holds what `from_pretrained` loads; its `learner/` holds the optimiser
 state, `state.json`, and the critic where there is one; its `policies/<role>/` the like for roles
-with a policy of their own. Several ranks write the optimiser state together (`sharded.py`); any
+with a policy of their own. Several ranks write the optimiser state together (`optimizer.py`); any
 number of ranks reads what any number has written. A checkpoint is written to a hidden folder and
 renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
 """
@@ -24,8 +24,8 @@ from ...models.checkpoint_folders import checkpoint_name
 from ...models.digests import check_digests, write_digests
 from ...models.lora import policy_tensors
 from ..tasks.state import LearnerState
-from .parallel import Parallel, divided, whole
-from .sharded import load_sharded, save_sharded
+from .optimizer import save_optimizer
+from .parallel import Parallel, whole
 
 _STATE = "learner/state.json"
 OPTIMIZER = "learner/optimizer"
@@ -210,16 +210,6 @@ def save_policy(
     return finish
 
 
-def save_optimizer(
-    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
-) -> Callable[[], None]:
-    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
-    if parallel.sharded:
-        save_sharded(path, model, optimizer)
-        return lambda: None
-    return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
-
-
 def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | None:
     """Gather what is trained of a model on the first rank, on its CPU; None on the others.
 
@@ -236,20 +226,6 @@ def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | 
             gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
         named[name] = gathered[id(tensor)]
     return named if parallel.rank == 0 else None
-
-
-def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state of an optimiser, whether one rank wrote it or several."""
-    if path.is_dir():
-        load_sharded(path, model, optimizer)
-        return
-    state = torch.load(path.with_suffix(".pt"), weights_only=True, map_location="cpu")
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    for number, parameter in enumerate(parameters):
-        if number in state["state"]:
-            kept = state["state"][number].items()
-            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
-    optimizer.load_state_dict(state)
 
 
 def _flush(folder: Path) -> None:

@@ -24,8 +24,9 @@ from ..algorithms.aggregation import Denominators, aggregate
 from ..algorithms.samples import renumber
 from ..algorithms.values import ValueTargets, explained_variance, value_loss
 from ..packing.micro_batch import MicroBatch
-from .checkpoint import gather_weights, load_optimizer, save_optimizer
+from .checkpoint import gather_weights
 from .model import Scorer
+from .optimizer import load_optimizer, make_optimizer, save_optimizer
 from .parallel import Parallel, divided, whole
 
 _WEIGHTS = "learner/critic.safetensors"
@@ -75,15 +76,8 @@ class Critic:
         self.model = ValueModel(model, config.learner, parallel)
         self._config = config
         self._parallel = parallel
-        learner = config.learner
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=config.critic.lr,
-            betas=learner.betas,
-            eps=learner.eps,
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
+        parameters = self.model.parameters()
+        self.optimizer = make_optimizer(parameters, config.learner, config.critic.lr)
         self._targets: ValueTargets
         self._sums: dict[str, float] = {}
         self._num_tokens = 0

@@ -38,10 +38,11 @@ from ..algorithms.corrections import mismatch_statistics
 from ..algorithms.credit import assign_credit
 from ..algorithms.training_batch import TrainingBatch
 from ..packing.micro_batch import MicroBatch
-from .checkpoint import OPTIMIZER, load_optimizer, save_policy
+from .checkpoint import OPTIMIZER, save_policy
 from .critic import Critic, spread
 from .model import Scorer, load_model, load_reference
 from .objective import Objective, StepInputs
+from .optimizer import load_optimizer, make_optimizer
 from .parallel import Inside, Parallel, divided, whole, whole_tensors
 from .rank_packer import RankPacker
 from .schedules import learning_rate
@@ -85,14 +86,7 @@ class Trainer:
         )
         inside = self._parallel.place(model, learner)
         self._trained = [weight for weight in model.parameters() if weight.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self._trained,
-            lr=learner.lr,
-            betas=learner.betas,
-            eps=learner.eps,
-            weight_decay=learner.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self._trained, learner, learner.lr)
         self._objective = Objective(config)
         self._scorer = self._scorer_of(model, inside)
         self._packer = RankPacker(model, self._scorer, learner, self._parallel, self.image_reader)

@@ -1,7 +1,8 @@
-"""Optimiser state that several ranks write together, by torch.distributed.checkpoint.
+"""The optimiser: made, and its state written and read.
 
-Each rank writes the parts that it holds, and reads those that it needs whichever rank wrote them:
-a checkpoint is not tied to the number of ranks. One process reads it, too.
+Several ranks write the state together, by torch.distributed.checkpoint. Each writes the parts that
+it holds, and reads those that it needs whichever rank wrote them: a checkpoint is not tied to the
+number of ranks. One process reads it, too.
 """
 
 # torch leaves some of its methods untyped.
@@ -9,7 +10,7 @@ a checkpoint is not tied to the number of ranks. One process reads it, too.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -23,10 +24,50 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from ....schemas.config.learner import LearnerConfig
 from ....schemas.wire.errors import StorageError
+from .parallel import Parallel, divided
 
 
-def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], config: LearnerConfig, learning_rate: float
+) -> torch.optim.AdamW:
+    """Return a fresh optimiser for parameters, with the learner's settings but for the rate."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def save_optimizer(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, parallel: Parallel
+) -> Callable[[], None]:
+    """Write the state of an optimiser: a folder by all ranks at once, or later a file by one."""
+    if parallel.sharded:
+        _save_together(path, model, optimizer)
+        return lambda: None
+    return lambda: torch.save(optimizer.state_dict(), path.with_suffix(".pt"))
+
+
+def load_optimizer(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load the state of an optimiser, whether one rank wrote it or several."""
+    if path.is_dir():
+        _load_together(path, model, optimizer)
+        return
+    state = torch.load(path.with_suffix(".pt"), weights_only=True, map_location="cpu")
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, parameter in enumerate(parameters):
+        if number in state["state"]:
+            kept = state["state"][number].items()
+            state["state"][number] = {key: divided(value, parameter) for key, value in kept}
+    optimizer.load_state_dict(state)
+
+
+def _save_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write the state of an optimiser; all ranks do so together.
 
     Raises StorageError on all ranks if one of them cannot write.
@@ -42,7 +83,7 @@ def save_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
         ) from error
 
 
-def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _load_together(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read the state of an optimiser, each rank what it holds of it.
 
     Raises StorageError if it cannot be read.
@@ -60,7 +101,7 @@ def load_sharded(folder: Path, model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def _is_whole(model: nn.Module) -> bool:
-    return not any(isinstance(each, DTensor) for each in model.parameters())
+    return not any(isinstance(weight, DTensor) for weight in model.parameters())
 
 
 def _reason(error: CheckpointException) -> str:
