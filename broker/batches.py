@@ -4,15 +4,12 @@ An append names the last sequence that its writer knows. If somebody else has wr
 learner is no longer the one that owns the job: it is fenced off and must end.
 """
 
-import uuid
-
 from ..schemas.batch import BatchRecord
 from ..schemas.wire.errors import FencedError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
-from .client.faults import Refused
-from .client.headers import EXPECTED_SEQ, WRITE_ID
-from .jetstream.stored import StoredMessage, get_all, get_last_behind
+from .jetstream.appending import Overtaken, append_behind
+from .jetstream.stored import StoredMessage, get_all
 from .jetstream.streams import stream_info
 
 DEADLINE_S = 60.0
@@ -33,22 +30,23 @@ class BatchLog:
         Raises FencedError when somebody else has written since, BrokerError, DeadlineError,
         NotFoundError when the job is gone.
         """
-        headers = {
-            EXPECTED_SEQ: str(expected_last_seq),
-            WRITE_ID: uuid.uuid4().hex,
-        }
         try:
-            return await self._broker.append(
+            return await append_behind(
+                self._broker,
+                self._stream,
                 self._scope.batch,
                 record.to_bytes(),
-                headers=headers,
+                expected_last_seq,
                 deadline_s=DEADLINE_S,
                 waiting_for=f"the batch record of step {record.step}",
             )
-        except Refused as error:
-            if not error.is_overtaken:
-                raise
-        return await self._mine(record, headers[WRITE_ID], expected_last_seq)
+        except Overtaken as error:
+            raise FencedError(
+                f"another learner of job {self._scope.job} has written to the batch log: step "
+                f"{record.step} was to come after entry {expected_last_seq}, the last is "
+                f"{error.last or 'gone'}",
+                hint="only one learner may run for a job: end this one",
+            ) from error
 
     async def read_all(self) -> list[tuple[int, BatchRecord]]:
         """Return all records with their sequences, in order.
@@ -71,19 +69,3 @@ class BatchLog:
         if (messages[-1].seq if messages else 0) < last:
             raise TimeoutError  # of this attempt: another follows
         return messages
-
-    async def _mine(self, record: BatchRecord, write_id: str, expected: int) -> int:
-        """Return the sequence if an earlier attempt of ours was stored and its answer lost."""
-        last = await self._broker.retry(
-            lambda: get_last_behind(self._broker, self._stream, self._scope.batch, expected),
-            deadline_s=DEADLINE_S,
-            waiting_for=f"the batch records of job {self._scope.job}",
-        )
-        if last is not None and last.headers.get(WRITE_ID) == write_id:
-            return last.seq
-        raise FencedError(
-            f"another learner of job {self._scope.job} has written to the batch log: step "
-            f"{record.step} was to come after entry {expected}, the last is "
-            f"{last.seq if last else 'gone'}",
-            hint="only one learner may run for a job: end this one",
-        )

@@ -20,12 +20,12 @@ from .feed import publish_event
 from .jetstream.kv import Bucket, Entry
 from .observe.metering import metered
 
-_MAX_TRIES, _MAX_REASON_CHARS = 20, 8192
+_MAX_REASON_CHARS = 8192
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 Wrote = Callable[[Entry[JobRecord]], None]
-"""Is handed each record that a store has written."""
+"""Is handed each record that a store has written, or found as it was to be written."""
 
 
 def _forget(_: Entry[JobRecord]) -> None:
@@ -167,22 +167,16 @@ class JobStore:
         `transition` only.
         """
         key = record.scope.key
-        for _ in range(_MAX_TRIES):
-            entry = await self._entry(key)
-            changed = change(entry.value)
-            if changed == entry.value:
-                return changed
-            changed = metered(entry.value, changed, time.time())
-            try:
-                revision = await self._jobs.update(key, changed, entry.revision)
-            except ConflictError:
-                continue
-            self._wrote(Entry(key, changed, revision))
-            return changed
-        raise ConflictError(
-            f"job {record.job} was written by others {_MAX_TRIES} times in a row",
-            hint="see whether two schedulers run (`nats micro ls`)",
-        )
+
+        def changed(current: JobRecord | None) -> JobRecord:
+            if current is None:
+                raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
+            wanted = change(current)
+            return current if wanted == current else metered(current, wanted, time.time())
+
+        entry = await self._jobs.change(key, changed)
+        self._wrote(entry)
+        return entry.value
 
     async def remove(self, record: JobRecord) -> None:
         """Remove the record of a job, and the submissions that made it; harmless when gone."""
@@ -192,12 +186,6 @@ class JobStore:
         entry = await self._jobs.find(record.scope.key)
         if entry is not None:
             await self._jobs.delete(entry.key, revision=entry.revision)
-
-    async def _entry(self, key: str) -> Entry[JobRecord]:
-        entry = await self._jobs.get(key)
-        if entry is None:
-            raise NotFoundError(f"the record of job {key} is gone", hint="submit it again")
-        return entry
 
 
 def _event(record: JobRecord, before: JobState | None, who: str) -> Event:

@@ -16,10 +16,10 @@ from ..schemas.wire.errors import MessageError
 from ..schemas.wire.subjects import JobScope, number_of
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import Broker
+from .jetstream.appending import append_once
 from .jetstream.reader import StreamReader
 from .jetstream.stored import StoredMessage, get_last, get_newest, get_seq
 from .jetstream.streams import numbers_of, stream_info, stream_subjects
-from .outages.appending import append_once
 
 T = TypeVar("T")
 

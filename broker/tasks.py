@@ -19,6 +19,7 @@ from ..schemas.wire.subjects import TASK_CONSUMER, JobScope
 from ..schemas.wire.trace import TRACEPARENT
 from .client.connection import RETRY_PAUSE_S, Broker, ConnectionLost, Msg, NoResponders
 from .client.headers import header
+from .jetstream.appending import append_once
 from .jetstream.pull import NS, ConsumerGone, PullInbox
 from .jetstream.streams import (
     MAX_LEASES,
@@ -27,7 +28,6 @@ from .jetstream.streams import (
     stream_info,
     stream_subjects,
 )
-from .outages.appending import append_once
 
 PUBLISH_DEADLINE_S = 60.0
 _PULL_EXPIRES_S = 5.0

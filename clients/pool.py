@@ -9,9 +9,9 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from ..broker.calls.scheduler import SchedulerCalls, new_request_id
 from ..broker.client.connection import Broker
 from ..broker.jobs import JobStore
-from ..broker.scheduler_calls import SchedulerCalls, new_request_id
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.wire.errors import DeadlineError, MessageError, NotFoundError
 from ..schemas.wire.subjects import DEFAULT_USER, token

@@ -5,8 +5,8 @@ import os
 from concurrent.futures import Future
 from typing import Any, cast
 
+from ..broker.calls.learner import write_checkpoint
 from ..broker.client.connection import Broker, connect
-from ..broker.learner_calls import write_checkpoint
 from ..schemas.config.load_config import check_keys
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY

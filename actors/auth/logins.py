@@ -1,9 +1,10 @@
 """Answers log-ins, those of different people in turn.
 
-Who knocks is told from his key before anything is looked up: each user has a line of his own, each
-user's processes have one, and those without a key that is known have one for each address they come
-from. A line is bounded and so is the rate at which it is answered; who is beyond that hears so a
-few times a second and is left to the server's own time limit otherwise, which costs nothing here.
+Who asks to be let in is told from his key before anything is looked up: each user has a queue of
+his own, each user's processes have one, and those without a key that is known have one for each
+address they come from. A queue is bounded and so is the rate at which it is answered; who is beyond
+that hears so a few times a second and is left to the server's own time limit otherwise, which costs
+nothing here.
 """
 
 import time
@@ -39,15 +40,15 @@ class Logins:
 
     def __init__(
         self,
-        gate: Authenticator,
+        authenticator: Authenticator,
         issuer: ClaimIssuer,
         audit: Audit,
         connections: UserConnections,
         user: Callable[[str], UserRecord | None],
         job_secret: bytes,
     ) -> None:
-        """Let `gate` decide; `user` knows the records of users without asking anybody."""
-        self._gate = gate
+        """Let `authenticator` decide; `user` knows the records of users without asking anybody."""
+        self._authenticator = authenticator
         self._issuer = issuer
         self._audit = audit
         self._connections = connections
@@ -123,7 +124,7 @@ class Logins:
 
     async def _answer(self, message: Msg, request: LoginRequest) -> None:
         try:
-            admission = await self._gate.admit(request.user, request.password)
+            admission = await self._authenticator.admit(request.user, request.password)
             if why := self._too_many(admission.name):  # others came in while this one waited
                 raise AuthError(why)
         except AuthError as error:

@@ -90,14 +90,14 @@ async def _answer(
         await users.create(secrets.first_admin())
     issuer = ClaimIssuer(secrets.seed("issuer"))
     job_secret = secrets.job_secret()
-    gate = Authenticator(users, jobs, job_secret)
+    authenticator = Authenticator(users, jobs, job_secret)
     system = await _side_connection(broker.url, "auth-sys", secrets.seed("sys"))
     callout = await _side_connection(broker.url, "auth-callout", secrets.seed("callout"))
     known = KnownUsers(broker)
     await known.open()
     store = StoreProxy(requests, broker, audit, StorageBounds(broker, known), known.requests)
     connections = UserConnections(system, audit, known.get, look_s=times.load_s)
-    logins = Logins(gate, issuer, audit, connections, known.get, job_secret)
+    logins = Logins(authenticator, issuer, audit, connections, known.get, job_secret)
     asking = await Service.start(
         requests,
         name="tinkermq-users",

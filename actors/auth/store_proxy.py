@@ -1,4 +1,4 @@
-"""The door: passes on what guests read and store, once it has seen that they may.
+"""Passes on what guests read and store, once it has seen that they may.
 
 A guest cannot ask JetStream itself, because whoever asks also names the subject of the answer.
 Here the subject of a request says who asks (the broker enforces it) and for what; the request is
@@ -75,7 +75,7 @@ class StoreProxy:
         self._listening: list[Listening] = []
 
     async def open(self) -> None:
-        """Listen; several doors share the requests."""
+        """Listen; several proxies share the requests."""
         subjects = (
             rpc("*", "store", ">"),
             acting("*", "*", "store", ">"),
@@ -107,13 +107,13 @@ class StoreProxy:
             elif verb == "put":
                 await self._put(guest, rest, message)
             else:
-                raise MessageError(f"the door cannot {verb}")
+                raise MessageError(f"the store proxy cannot {verb}")
         except (MessageError, NotFoundError, QuotaError) as error:
             await self._refuse(message, " — ".join(filter(None, (error.message, error.hint))))
         except ConnectionLost:  # dropped with all that waited: the guest asks again
             return
         except TinkermqError as error:  # the guest's deadline ends it, and he asks again
-            _log.warning("door_failed", subject=message.subject, error=error.message)
+            _log.warning("store_request_failed", subject=message.subject, error=error.message)
 
     async def _get(self, guest: Guest, rest: str, message: Msg) -> None:
         stream, _, key = rest.partition(".")

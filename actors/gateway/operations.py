@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...broker.learner_calls import write_checkpoint
+from ...broker.calls.learner import write_checkpoint
 from ...schemas.config.job import JobConfig
 from ...schemas.config.load_config import apply_override, parse_config, parse_yaml
 from ...schemas.job import JobRecord, Priority

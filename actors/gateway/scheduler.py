@@ -3,7 +3,7 @@
 import time
 from typing import TypeVar
 
-from ...broker.scheduler_calls import SchedulerCalls
+from ...broker.calls.scheduler import SchedulerCalls
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import AuthError
 from ...schemas.wire.message import Message

@@ -63,10 +63,10 @@ class Plateau:
 class Notifier:
     """Sends what there is to tell, one after the other."""
 
-    def __init__(self, broker: Broker, vault: SecretStore, send: Send | None = None) -> None:
+    def __init__(self, broker: Broker, secrets: SecretStore, send: Send | None = None) -> None:
         """Tell by `send(url, title, text)`, by default with apprise."""
         self._broker = broker
-        self._vault = vault
+        self._secrets = secrets
         self._send = send or send_by_apprise
         self._queue: asyncio.Queue[tuple[JobRecord, str]] = asyncio.Queue()
         self._plateaus: dict[str, Plateau] = {}
@@ -100,11 +100,11 @@ class Notifier:
 
     async def run(self) -> None:
         """Tell what a scheduler before this one has not told any more, and then what comes."""
-        for left in await self._vault.left_behind():
+        for left in await self._secrets.left_behind():
             if isinstance(left, JobRecord):
                 self.ended(left)
             else:
-                await self._vault.forget(left)
+                await self._secrets.forget(left)
         while True:
             record, text = await self._queue.get()
             try:
@@ -114,7 +114,7 @@ class Notifier:
 
     async def _tell(self, record: JobRecord, text: str) -> None:
         scope = record.scope
-        url = (await self._vault.values(scope)).get(NOTIFY_URL)
+        url = (await self._secrets.values(scope)).get(NOTIFY_URL)
         if url is not None:
             title, body = f"{record.name} {text}", f"{record.name} ({record.state}): {text}"
             if record.reason:
@@ -129,7 +129,7 @@ class Notifier:
                 _log.warning("notification_refused", job=record.job, kind=type(error).__name__)
             _log.info("notification_sent" if done else "notification_lost", job=record.job)
         if record.state in _TOLD:
-            await self._vault.forget(scope)
+            await self._secrets.forget(scope)
 
 
 def send_by_apprise(url: str, title: str, text: str) -> bool:

@@ -58,7 +58,7 @@ Wanted = Mapping[str, list[WantedActor]]
 
 
 @dataclass(frozen=True)
-class _View:
+class _Derived:
     """What follows from one version of a job's record."""
 
     record: JobRecord
@@ -73,26 +73,26 @@ class Reconciler:
         self,
         broker: Broker,
         jobs: JobStore,
-        board: JobsView,
+        view: JobsView,
         pool: Nodes,
         lease: LeaderLease,
         timing: Timing,
         notifier: Notifier,
     ) -> None:
-        """Work on what `board` and `pool` know; ends of jobs are told by `notifier`."""
+        """Work on what `view` and `pool` know; ends of jobs are told by `notifier`."""
         self._broker = broker
         self._jobs = jobs
-        self._board = board
+        self._view = view
         self._pool = pool
         self._lease = lease
         self._timing = timing
         self._notifier = notifier
         self._versions = Versions(broker, jobs)
         self._messenger = Messenger(broker)
-        self._teller = MoveEvents(broker, jobs)
-        self._remover = Remover(broker, jobs, board, pool)
+        self._events = MoveEvents(broker, jobs)
+        self._remover = Remover(broker, jobs, view, pool)
         self._hurry = asyncio.Event()
-        self._views: dict[str, _View] = {}
+        self._derivations: dict[str, _Derived] = {}
         self._fitting: set[tuple[int, ...]] = set()
         self._fitting_shape = -1
 
@@ -137,25 +137,25 @@ class Reconciler:
                 await asyncio.sleep(min(max(_PAUSE_S, _IDLE_SHARE * took_s), self._timing.turn_s))
 
     async def _turn(self, group: asyncio.TaskGroup) -> None:
-        await self._board.refresh()
+        await self._view.refresh()
         await self._fail_unreadable()
         await self._pool.refresh()
         await self._place()
         await self._sync(group)
-        for record in list(self._board.live.values()):
+        for record in list(self._view.live.values()):
             if not _queued(record) or record.stop != "no":
                 await self._advance(record, group)
-        self._teller.tell(self._board.untold(), group)
+        self._events.tell(self._view.untold(), group)
         self._remover.look(group)
-        active = [one for one in self._board.live.values() if one.state in ACTIVE]
+        active = [one for one in self._view.live.values() if one.state in ACTIVE]
         if await self._versions.look(active):
             await self._notifier.look(active)
 
     async def _fail_unreadable(self) -> None:
         """Fail jobs whose configuration this release does not take; they must not fail others."""
-        for record in self._board.unread():
+        for record in self._view.unread():
             try:
-                self._board.config(record)
+                self._view.config(record)
             except ConfigError as error:
                 with contextlib.suppress(*_MEANWHILE):
                     await self._move(record, Transition("FAILED", str(error)))
@@ -167,47 +167,49 @@ class Reconciler:
         if not queue:
             return
         placed = place(
-            queue, self._slots(), self._board.shares(), time.time(), most=_STARTS_PER_TURN
+            queue, self._slots(), self._view.shares(), time.time(), most=_STARTS_PER_TURN
         )
         given: dict[str, list[Assignment]] = defaultdict(list)
         for one in placed.assignments:
             given[one.job].append(one)
         if len(given) >= _STARTS_PER_TURN:
             self.hurry()
-        live = self._board.live
+        live = self._view.live
         waits = [(key, why) for key, why in placed.waits.items() if _queued(live[key])]
-        self._board.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
+        self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
         await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
         changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
         await asyncio.gather(*(self._explain(key, why) for key, why in changed))
 
     def _waiting(self) -> list[PlacementRequest]:
         """Return what has no node: actors that running jobs lack, and queued jobs."""
-        found = (self._view(key, record).request for key, record in self._board.live.items())
+        found = (self._derived(key, record).request for key, record in self._view.live.items())
         requests = [one for one in found if one is not None]
         requests.sort(key=lambda request: (request.whole, request.created))
         return requests
 
-    def _view(self, key: str, record: JobRecord) -> "_View":
+    def _derived(self, key: str, record: JobRecord) -> "_Derived":
         """Return what follows from a record, made once for each version of it."""
-        view = self._views.get(key)
-        if view is None or view.record is not record:
-            view = self._views[key] = _View(record, _request(key, record), self._wanted_by(record))
-        return view
+        derived = self._derivations.get(key)
+        if derived is None or derived.record is not record:
+            derived = self._derivations[key] = _Derived(
+                record, _request(key, record), self._wanted_by(record)
+            )
+        return derived
 
     async def _give(self, key: str, given: Sequence[Assignment]) -> None:
-        record = self._board.live[key]
+        record = self._view.live[key]
         by_actor = {one.actor: one for one in given}
         try:
             if not _queued(record):
                 await self._jobs.update(record, lambda now: _placed(now, by_actor))
-            elif not self._teller.closes(key):
+            elif not self._events.closes(key):
                 await self._start(record, by_actor)
         except _MEANWHILE:
             return
 
     async def _start(self, record: JobRecord, by_actor: Mapping[str, Assignment]) -> None:
-        config = self._board.config(record)
+        config = self._view.config(record)
         try:
             await create_job_streams(
                 self._broker,
@@ -232,7 +234,7 @@ class Reconciler:
         """Write into a queued job's record why it waits, if that has changed."""
         with contextlib.suppress(*_MEANWHILE):
             await self._jobs.update(
-                self._board.live[key],
+                self._view.live[key],
                 lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
             )
 
@@ -241,16 +243,18 @@ class Reconciler:
     def _wanted(self) -> Wanted:
         """Return the actors that each node shall run, by node."""
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
-        self._views = {key: one for key, one in self._views.items() if key in self._board.live}
-        for key, record in self._board.live.items():
-            for node, actors in self._view(key, record).wanted.items():
+        self._derivations = {
+            key: one for key, one in self._derivations.items() if key in self._view.live
+        }
+        for key, record in self._view.live.items():
+            for node, actors in self._derived(key, record).wanted.items():
                 wanted[node] += actors
         return wanted
 
     def _wanted_by(self, record: JobRecord) -> Wanted:
         wanted: dict[str, list[WantedActor]] = defaultdict(list)
         if record.state in ACTIVE:
-            config = self._board.config(record)
+            config = self._view.config(record)
             for actor in record.actors:
                 if actor.node is not None:
                     wanted[actor.node].append(wanted_actor(record, actor, config))
@@ -273,7 +277,7 @@ class Reconciler:
 
     def _to_kill(self, unwanted: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        found = {(one.user, one.job): self._board.find(one.user, one.job) for one in unwanted}
+        found = {(one.user, one.job): self._view.find(one.user, one.job) for one in unwanted}
         return sorted(
             JobScope(user, job).key
             for (user, job), record in found.items()
@@ -285,7 +289,7 @@ class Reconciler:
     async def _advance(self, record: JobRecord, group: asyncio.TaskGroup) -> None:
         silent = self._pool.silent(actor.node for actor in record.actors)
         statuses = self._statuses(record)
-        max_losses = self._board.config(record).limits.max_losses if record.configured else 0
+        max_losses = self._view.config(record).limits.max_losses if record.configured else 0
 
         def told(now: JobRecord) -> JobRecord:
             return now.model_copy(update={"actors": told_placements(now, statuses, silent)})

@@ -53,28 +53,28 @@ class SchedulerRequests:
         self,
         broker: Broker,
         jobs: JobStore,
-        board: JobsView,
+        view: JobsView,
         pool: Nodes,
         reconciler: Reconciler,
-        vault: SecretStore,
+        secrets: SecretStore,
     ) -> None:
-        """Answer from `board` and `pool`, change `jobs`; `reconciler` carries out.
+        """Answer from `view` and `pool`, change `jobs`; `reconciler` carries out.
 
-        What must not be told stays in `vault`.
+        What must not be told stays in `secrets`.
         """
         self._broker = broker
         self._jobs = jobs
-        self._board = board
+        self._view = view
         self._pool = pool
         self._reconciler = reconciler
-        self._submission = Submission(broker, jobs, board, reconciler, vault)
-        self._vault = vault
+        self._submission = Submission(broker, jobs, view, reconciler, secrets)
+        self._secrets = secrets
         self._audit = Audit(broker)
         self._damage = DamageReport(broker)
 
     async def open(self, service: Service) -> None:
         """Answer on the subjects of every user."""
-        service.share.bound = lambda user: self._board.quota(user).max_requests
+        service.share.bound = lambda user: self._view.quota(user).max_requests
         endpoints: list[tuple[str, type[Message], Handler]] = [
             ("submit", SubmitRequest, self.submit),
             ("configure", ConfigureRequest, self.configure),
@@ -101,7 +101,7 @@ class SchedulerRequests:
             await service.endpoint(method, own, model, noted, fair=True)
             await service.endpoint(f"{method}-as-admin", of_admins, model, noted, fair=True)
         subject = rpc("node", "secrets", "open")
-        await service.endpoint("open", subject, OpenRequest, self._vault.open_for)
+        await service.endpoint("open", subject, OpenRequest, self._secrets.open_for)
 
     def _noted(self, method: str, handler: Handler) -> Handler:
         """Return a handler that writes into the audit stream what is done to jobs of others."""
@@ -126,45 +126,43 @@ class SchedulerRequests:
 
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
-        return JobReply(record=self._board.told(self._board.steered(context.user, request.job)))
+        return JobReply(record=self._view.told(self._view.steered(context.user, request.job)))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return a page of the user's jobs, or an admin everybody's."""
-        everybody = request.widest and self._board.is_admin(context.user)
-        records = self._board.records(None if everybody else context.user)
+        everybody = request.widest and self._view.is_admin(context.user)
+        records = self._view.records(None if everybody else context.user)
         wanted = (one for one in records if request.all or not is_final(one))
-        page, after = self._board.page(wanted, request.after)
-        return JobList(records=[self._board.told(one) for one in page], after=after)
+        page, after = self._view.page(wanted, request.after)
+        return JobList(records=[self._view.told(one) for one in page], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
         nodes = [_short(node) for node in self._pool.nodes()]
-        if not self._board.is_admin(context.user):
+        if not self._view.is_admin(context.user):
             nodes = [_shown(node, context.user) for node in nodes]
         trouble = self._broker.availability.trouble
         return NodeList(nodes=nodes, trouble=trouble.text if trouble else "")
 
     async def quota(self, _: Empty, context: RequestContext) -> QuotaReply:
         """Return what the user's jobs may hold, and do hold."""
-        quota = {
-            name: getattr(self._board.quota(context.user), name) for name in Quota.model_fields
-        }
-        return QuotaReply(**quota, held=self._board.held(context.user))
+        quota = {name: getattr(self._view.quota(context.user), name) for name in Quota.model_fields}
+        return QuotaReply(**quota, held=self._view.held(context.user))
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""
         alone = self._broker.user == DEFAULT_USER
-        everything = alone or self._board.is_admin(context.user)
+        everything = alone or self._view.is_admin(context.user)
         return await self._damage.read("" if everything else context.user)
 
     async def key(self, _: Empty) -> SealingKey:
         """Return the key to which clients seal secrets."""
-        return self._vault.key
+        return self._secrets.key
 
     async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
         """Keep secrets of a job until it has ended."""
-        record = self._board.get(context.user, request.job)
-        names = await self._vault.keep(record.scope, request.sealed)
+        record = self._view.get(context.user, request.job)
+        names = await self._secrets.keep(record.scope, request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"secrets": names})
@@ -176,7 +174,7 @@ class SchedulerRequests:
 
         A job that has ended stays as it is; a later `now` overrides an earlier drain.
         """
-        record = self._board.steered(context.user, request.job)
+        record = self._view.steered(context.user, request.job)
         how = "now" if request.now or record.stop == "now" else "drain"
 
         def ask(current: JobRecord) -> JobRecord:
@@ -195,7 +193,7 @@ class SchedulerRequests:
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
         async with self._alone(request, context):
-            record = self._board.steered(context.user, request.job)
+            record = self._view.steered(context.user, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
             if not is_final(record):
@@ -204,7 +202,7 @@ class SchedulerRequests:
             if not record.configured:
                 raise StateError(f"job {record.name} was never configured", hint="submit a new job")
             self._reconciler.refuse_impossible(record.actors)
-            reserved = reserved_bytes(self._board.config(record))
+            reserved = reserved_bytes(self._view.config(record))
             self._submission.check_growth(
                 record, record.model_copy(update={"stored_bytes": reserved, "has_streams": True})
             )
@@ -225,7 +223,7 @@ class SchedulerRequests:
 
     def _alone(self, request: JobRequest | ScaleRequest, context: RequestContext) -> asyncio.Lock:
         """Return what one request about the jobs of an owner at a time holds."""
-        return self._submission.lock(self._board.steered(context.user, request.job).user)
+        return self._submission.lock(self._view.steered(context.user, request.job).user)
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
@@ -233,7 +231,7 @@ class SchedulerRequests:
             return JobReply(record=await self._scale(request, context))
 
     async def _scale(self, request: ScaleRequest, context: RequestContext) -> JobRecord:
-        record = self._board.steered(context.user, request.job)
+        record = self._view.steered(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
                 f"job {record.name} is {record.state} and has no actors to scale",
@@ -243,16 +241,16 @@ class SchedulerRequests:
             raise StateError(
                 f"job {record.name} needs a server", hint=f"end it: `tinkermq stop {record.name}`"
             )
-        config = self._board.config(record)
+        config = self._view.config(record)
         slots = 0 if request.role == "environment" else config.generator_slots
         wanted = scaled(record.actors, request.role, request.count, slots)
         if len(wanted) > len(record.actors):
             self._reconciler.refuse_impossible(wanted)
-            added, held = wanted[len(record.actors) :], self._board.held(record.user)
+            added, held = wanted[len(record.actors) :], self._view.held(record.user)
             for more, has in ((wanted, {}), (added, held)):  # by itself, and beside the others
                 check_room(
                     record.user,
-                    self._board.quota(record.user),
+                    self._view.quota(record.user),
                     has,
                     max_slots=slots_of(more),
                     max_actors=len(more),
@@ -268,13 +266,13 @@ class SchedulerRequests:
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
         """Change the priority of a job; it matters while the job, or a part of it, waits."""
-        record = self._board.steered(context.user, request.job)
+        record = self._view.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
                 hint="see what waits: `tinkermq ps`",
             )
-        check_priority(context.user, request.priority, self._board.quota(context.user))
+        check_priority(context.user, request.priority, self._view.quota(context.user))
 
         def change(current: JobRecord) -> JobRecord:
             return current.model_copy(update={"priority": request.priority})
@@ -300,10 +298,10 @@ class SchedulerRequests:
         async with self._submission.lock(
             context.user
         ):  # not while the job, or one that lives on it, is being started
-            record = self._board.steered(context.user, request.job)
+            record = self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
                 return JobReply(record=record)
-            refuse_removal(record, removal, self._board.records())
+            refuse_removal(record, removal, self._view.records())
 
             def mark(current: JobRecord) -> JobRecord:
                 refuse_removal(current, removal, [])
@@ -315,7 +313,7 @@ class SchedulerRequests:
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""
-        record = self._board.steered(context.user, request.job)
+        record = self._view.steered(context.user, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
@@ -329,7 +327,7 @@ class SchedulerRequests:
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let a paused job go on."""
-        record = self._board.steered(context.user, request.job)
+        record = self._view.steered(context.user, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":

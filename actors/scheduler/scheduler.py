@@ -53,11 +53,11 @@ async def _lead(
 ) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
-    board, pool = JobsView(broker), Nodes(broker, timing)
-    jobs = JobStore(broker, wrote=board.enter)
-    vault = SecretStore(broker, board)
-    notifier = Notifier(broker, vault)
-    reconciler = Reconciler(broker, jobs, board, pool, lease, timing, notifier)
+    view, pool = JobsView(broker), Nodes(broker, timing)
+    jobs = JobStore(broker, wrote=view.enter)
+    secrets = SecretStore(broker, view)
+    notifier = Notifier(broker, secrets)
+    reconciler = Reconciler(broker, jobs, view, pool, lease, timing, notifier)
     async with (
         await Service.start(
             requests,
@@ -69,12 +69,12 @@ async def _lead(
     ):
         holding = group.create_task(lease.hold(), name="scheduler lease")
         try:
-            await board.open(reconciler.hurry)
+            await view.open(reconciler.hurry)
             await pool.records.open(reconciler.hurry)
             await pool.refresh()
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
-            await SchedulerRequests(broker, jobs, board, pool, reconciler, vault).open(service)
+            await SchedulerRequests(broker, jobs, view, pool, reconciler, secrets).open(service)
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
             )
@@ -82,7 +82,7 @@ async def _lead(
             telling.cancel()
             dropping.cancel()
         finally:
-            await board.close()
+            await view.close()
             await pool.records.close()
         holding.cancel()
 

@@ -58,7 +58,7 @@ class Broker:
         self.derived_key = login.derived_key
         self.rpc, self.control = login.rpc, login.control
         self.login = login
-        self._door = StoreSubjects("", is_guest=False)
+        self._store = StoreSubjects("", is_guest=False)
         self.nc = CarefulClient()
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, on purpose or not."""
@@ -212,7 +212,7 @@ class Broker:
         `request` raises.
         """
         payload = json.dumps(request).encode() if request is not None else b""
-        reply = await self.request(self._door.api(verb), payload)
+        reply = await self.request(self._store.api(verb), payload)
         try:
             return checked(reply.data, f"$JS.API.{verb}")
         except Refused as error:
@@ -222,21 +222,21 @@ class Broker:
 
     def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
         """Subject and payload of the request for the last message on `subject`."""
-        return self._door.last_get(stream, subject, of_leader=self.is_clustered)
+        return self._store.last_get(stream, subject, of_leader=self.is_clustered)
 
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
-        return self._door.direct_get(stream)
+        return self._store.direct_get(stream)
 
     @property
     def is_guest(self) -> bool:
-        """Whether this connection reaches what is stored through the door only."""
-        return self._door.is_guest
+        """Whether this connection reaches what is stored through the store proxy only."""
+        return self._store.is_guest
 
     @property
     def is_limited(self) -> bool:
         """Whether this connection has the rights of a user or of a process of one job."""
-        return bool(self._door.subject)
+        return bool(self._store.subject)
 
     async def retry(
         self, attempt: Callable[[], Awaitable[T]], *, deadline_s: float, waiting_for: str
@@ -262,13 +262,13 @@ class Broker:
 
         Raises NotFoundError when no stream takes the subject, DeadlineError, Refused.
         """
-        place = self._door.store(subject)
+        place = self._store.store(subject)
 
         async def attempt() -> int:
             try:
                 reply = await self.request(place, payload, headers=headers)
             except TimeoutError:
-                await look_for_stream(self, self._door, subject)
+                await look_for_stream(self, self._store, subject)
                 raise
             return int(checked(reply.data, f"a message on {subject}")["seq"])
 
@@ -322,7 +322,7 @@ class Broker:
             await self.nc.close()
             raise
         if server_info(self.nc).get("auth_required"):
-            self._door = StoreSubjects(self.login.door, is_guest=self.login.is_guest)
+            self._store = StoreSubjects(self.login.store, is_guest=self.login.is_guest)
         elif self.login.is_guest:
             await self.nc.close()
             raise faults.without_users(self.url, self.user)

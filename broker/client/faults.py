@@ -32,7 +32,7 @@ _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 _STORE_FAILED = 10077
 _STOPPING_S, _ELECTION_S = 2.0, 20.0
-DOOR = "store"
+_STORE = "store"
 INVITED = "invited"
 """Who logs in with an invitation."""
 _STREAM_ASKED = re.compile(r"^\$JS\.API\.(?:DIRECT|STREAM\.MSG)\.GET\.([^.]+)")
@@ -53,7 +53,8 @@ def absence_s(*, is_guest: bool, is_clustered: bool) -> float:
     """Return for how long nobody may listen until nobody will.
 
     A server that is being stopped ends its streams some time before its connections, and a stream
-    of a cluster may be without a leader; the door, which guests ask, knows what is not there.
+    of a cluster may be without a leader; the store proxy, which guests ask, knows what is not
+    there.
     """
     if is_guest:
         return 0.0
@@ -110,10 +111,10 @@ class Refused(BrokerError):
 def nobody_listens(subject: str, headers: Mapping[str, str]) -> BrokerError:
     """Return the error of a request that nobody took.
 
-    The door answers for streams that are not there, and says so; when it is itself away, it comes
-    back.
+    The store proxy answers for streams that are not there, and says so; when it is itself away, it
+    comes back.
     """
-    if f".{DOOR}." in subject and NO_STREAM not in headers:
+    if f".{_STORE}." in subject and NO_STREAM not in headers:
         return ConnectionLost(
             f"nobody answers at {subject}: the auth service of the pool is away",
             hint="try again; see whether it runs (`python -m tinkermq.actors.auth`)",

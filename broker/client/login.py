@@ -23,7 +23,7 @@ from ...schemas.wire.subjects import (
     inbox,
     rpc,
     token,
-    user_door,
+    user_store,
 )
 from ..programs.process import erase_variable
 from .keys import id_of_invitation, read_job_key, user_of_key
@@ -50,10 +50,10 @@ class Login:
     """Prefix of its inboxes."""
     options: Mapping[str, Any] = field(default_factory=dict[str, Any], repr=False)
     """What nats-py is given: the secret is among it."""
-    door: str = ""
-    """Subject below which it asks the door; empty for those who need none."""
+    store: str = ""
+    """Subject below which it asks the store proxy; empty for those who need none."""
     is_guest: bool = False
-    """Everything stored is reached through the door, and not only the shared buckets."""
+    """Everything stored is reached through the store proxy, and not only the shared buckets."""
     caller: str = ""
     """The admin who acts for the user, if it is not the user himself."""
 
@@ -120,19 +120,19 @@ def _of_key(key: str) -> Login:
             user=process.user,
             inbox=process.scope.inbox(process.actor),
             options={"user": "job", "password": key},
-            door=process.scope.door(process.role),
+            store=process.scope.store(process.role),
             is_guest=process.role in _GUESTS,
         )
     if id_of_invitation(key) is not None:
         options = {"user": "invited", "password": key}
-        door = user_door("invited")
-        return Login("invited", inbox("invited"), options=options, door=door, is_guest=True)
+        store = user_store("invited")
+        return Login("invited", inbox("invited"), options=options, store=store, is_guest=True)
     owner = user_of_key(key)
     options = {"user": owner, "password": key}
     user = token(os.environ.get(AS_VARIABLE) or owner, what=f"${AS_VARIABLE}")
     caller = owner if user != owner else ""
-    door = user_door(user, caller)
-    return Login(user, inbox(owner), options, door, is_guest=True, caller=caller)
+    store = user_store(user, caller)
+    return Login(user, inbox(owner), options, store, is_guest=True, caller=caller)
 
 
 def _of_service(path: Path) -> Login:

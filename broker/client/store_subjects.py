@@ -18,12 +18,12 @@ class StoreSubjects:
     """Chooses the subject of each kind of request."""
 
     def __init__(self, subject: str, *, is_guest: bool) -> None:
-        """`subject` is that of the door, empty for those who ask JetStream itself."""
+        """`subject` is that of the store proxy, empty for those who ask JetStream itself."""
         self.subject = subject
         self.is_guest = is_guest and bool(subject)
 
     def passes(self, stream: str) -> bool:
-        """Whether requests for what a stream holds go through the door."""
+        """Whether requests for what a stream holds go through the store proxy."""
         return self.is_guest or (bool(self.subject) and stream in _SHARED)
 
     def direct_get(self, stream: str) -> str:

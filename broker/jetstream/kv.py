@@ -10,7 +10,6 @@ compare-and-set whose answer was lost is recognised by reading the key back.
 
 import asyncio
 import re
-import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -20,9 +19,9 @@ import structlog
 from ...schemas.wire.errors import ConflictError, MessageError
 from ...schemas.wire.message import Message
 from ..client.connection import Broker
-from ..client.faults import Refused
-from ..client.headers import EXPECTED_SEQ, OPERATION, TTL, WRITE_ID
-from .stored import StoredMessage, get_all, get_last, get_last_behind
+from ..client.headers import OPERATION, TTL
+from .appending import Overtaken, append_behind
+from .stored import StoredMessage, get_all, get_last
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -30,6 +29,7 @@ T = TypeVar("T")
 DEADLINE_S = 30.0
 _TOMBSTONE_TTL_S = 3600
 _AT_ONCE = 50
+_MAX_TRIES = 20
 _KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*")
 _MAX_TOLD = 1024
 
@@ -113,6 +113,26 @@ class Bucket(Generic[M]):
         """
         return await self._swap(key, value.to_bytes(), revision, _ttl_header(ttl_s))
 
+    async def change(self, key: str, change: Callable[[M | None], M]) -> Entry[M]:
+        """Replace a value by `change` of it, again while others write first; return what is there.
+
+        `change` is given None where there is no value. Nothing is written when it returns what it
+        was given; what it raises ends this. Raises ConflictError when others are first time and
+        again, DamagedEntry.
+        """
+        for _ in range(_MAX_TRIES):
+            entry = await self.get(key)
+            changed = change(entry.value if entry is not None else None)
+            if entry is not None and changed == entry.value:
+                return entry
+            try:
+                if entry is None:
+                    return Entry(key, changed, await self.create(key, changed))
+                return Entry(key, changed, await self.update(key, changed, entry.revision))
+            except ConflictError:
+                continue
+        raise self._conflict(key, f"others wrote it first {_MAX_TRIES} times in a row")
+
     async def delete(self, key: str, *, revision: int | None = None) -> None:
         """Delete a key; with `revision`, only if it is still there at that revision.
 
@@ -180,11 +200,9 @@ class Bucket(Generic[M]):
         newest = {message.subject: message for message in messages}
         return [message for message in newest.values() if not _is_deleted(message)]
 
-    async def _last(self, key: str, behind: int | None = None) -> StoredMessage | None:
-        subject, broker, stream = self._subject(key), self._broker, self._stream
-        if behind is None:
-            return await self._read(lambda: get_last(broker, stream, subject))
-        return await self._read(lambda: get_last_behind(broker, stream, subject, behind))
+    async def _last(self, key: str) -> StoredMessage | None:
+        subject = self._subject(key)
+        return await self._read(lambda: get_last(self._broker, self._stream, subject))
 
     async def _read(self, attempt: Callable[[], Awaitable[T]]) -> T:
         return await self._broker.retry(
@@ -195,24 +213,25 @@ class Bucket(Generic[M]):
         self, key: str, payload: bytes, revision: int | None, headers: dict[str, str]
     ) -> int:
         """Write if the key is at `revision` (None: whatever it is at); return the new one."""
-        if revision is not None:
-            headers |= {EXPECTED_SEQ: str(revision), WRITE_ID: uuid.uuid4().hex}
-        try:
+        subject, deadline_s = self._subject(key), self._deadline_s
+        waiting_for = f"key {key} of bucket {self.name}"
+        if revision is None:
             return await self._broker.append(
-                self._subject(key),
-                payload,
-                headers=headers or None,
-                deadline_s=self._deadline_s,
-                waiting_for=f"key {key} of bucket {self.name}",
+                subject, payload, headers=headers, deadline_s=deadline_s, waiting_for=waiting_for
             )
-        except Refused as error:
-            found = await self._last(key, behind=revision)
-            if revision is not None and _written_by(found) == headers[WRITE_ID]:
-                assert found is not None
-                return found.seq  # an earlier attempt of ours was stored, and its answer was lost
-            if error.is_overtaken:
-                raise self._conflict(key, "somebody else wrote it first") from error
-            raise
+        try:
+            return await append_behind(
+                self._broker,
+                self._stream,
+                subject,
+                payload,
+                revision,
+                headers=headers,
+                deadline_s=deadline_s,
+                waiting_for=waiting_for,
+            )
+        except Overtaken as error:
+            raise self._conflict(key, "somebody else wrote it first") from error
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -247,10 +266,6 @@ def _tell_once(bucket: str, key: str, error: str) -> None:
         _told.clear()
     _told[bucket, key] = error
     _log.error("key_damaged", bucket=bucket, key=key, error=error)
-
-
-def _written_by(message: StoredMessage | None) -> str | None:
-    return None if message is None else message.headers.get(WRITE_ID)
 
 
 def _is_deleted(message: StoredMessage) -> bool:

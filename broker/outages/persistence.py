@@ -56,22 +56,22 @@ async def persist(
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S) if broker.is_patient else pause_s
 
 
-async def look_for_stream(broker: "Broker", door: "StoreSubjects", subject: str) -> None:
+async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str) -> None:
     """Raise NoResponders if the stream is gone that was to store a message on `subject`.
 
     The server says so by itself unless somebody listens there, as all do who mirror a bucket or
-    follow a run: then the message has arrived, and nobody ever confirms it. For guests the door
-    looks. Log lines are left out: nothing waits for them, and the nodes, which write those of all
-    jobs, have no right to look.
+    follow a run: then the message has arrived, and nobody ever confirms it. For guests the store
+    proxy looks. Log lines are left out: nothing waits for them, and the nodes, which write those of
+    all jobs, have no right to look.
     """
     stream = stream_of(subject)
-    if door.is_guest or stream == subject or stream.endswith("-log"):
+    if store.is_guest or stream == subject or stream.endswith("-log"):
         return
     try:
-        if door.passes(stream):
-            await broker.request(f"{door.direct_get(stream)}.{subject}", timeout_s=_LOOK_S)
+        if store.passes(stream):
+            await broker.request(f"{store.direct_get(stream)}.{subject}", timeout_s=_LOOK_S)
         else:
-            place = door.api(f"STREAM.INFO.{stream}")
+            place = store.api(f"STREAM.INFO.{stream}")
             checked((await broker.request(place, timeout_s=_LOOK_S)).data, place)
     except NoResponders:
         raise

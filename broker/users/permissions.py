@@ -4,8 +4,8 @@ Three circles. *Services* (scheduler, auth, node, gateway) are the pool itself. 
 and write the streams of their one job, by their role. *Guests* are users and the environment hosts
 of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
 the server for something also names the subject of its answer, and the server checks no rights
-there. What guests read and store goes through the door (`actors/auth/store_proxy.py`), which asks
-`may_read` and `may_store` below.
+there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
+asks `may_read` and `may_store` below.
 
 Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
 could give himself the right to any reply subject. Whoever answers requests may publish to the
@@ -149,7 +149,7 @@ def job_permissions(
     return Permissions(
         publish=(
             *publish,
-            scope.door(identity.role) + ".>",
+            scope.store(identity.role) + ".>",
             *inboxes,
             *((_TOOLS_INBOX,) if listed else ()),
         ),
@@ -304,11 +304,11 @@ def service_permissions(name: str) -> Permissions:
     }[name]
 
 
-# -- the door --------------------------------------------------------------------------------------
+# -- the store proxy -------------------------------------------------------------------------------
 
 
 class Guest(NamedTuple):
-    """Who asks at the door, as the subject of the request tells."""
+    """Who asks the store proxy, as the subject of the request tells."""
 
     user: str
     job: str = ""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ...schemas.user import Invitation, UserRecord
-from ...schemas.wire.errors import ConflictError, NotFoundError
+from ...schemas.wire.errors import NotFoundError
 from ...schemas.wire.message import Message
 from ...schemas.wire.subjects import AUDIT as AUDIT_SUBJECT
 from ...schemas.wire.subjects import BUCKET_USERS, STREAM_AUDIT
@@ -19,7 +19,6 @@ from .audit import audit_configs
 
 M = TypeVar("M", bound=Message)
 
-_MAX_TRIES = 20
 USER, _INVITATION = "user", "invitation"
 
 __all__ = ["AUDIT_SUBJECT", "STREAM_AUDIT", "USER", "UserStore", "create_user_stores"]
@@ -78,16 +77,11 @@ class UserStore:
 
 
 async def _change(bucket: Bucket[M], key: str, what: str, change: Callable[[M], M]) -> M:
-    for _ in range(_MAX_TRIES):
-        entry = await bucket.get(key)
-        if entry is None:
+    def changed(current: M | None) -> M:
+        if current is None:
             raise NotFoundError(
                 f"there is no {what}", hint="see who is there: `tinkermq user list`"
             )
-        changed = change(entry.value)
-        try:
-            await bucket.update(key, changed, entry.revision)
-        except ConflictError:
-            continue
-        return changed
-    raise ConflictError(f"{what} was written by others {_MAX_TRIES} times in a row")
+        return change(current)
+
+    return (await bucket.change(key, changed)).value

@@ -29,7 +29,7 @@ from ...schemas.weights import (
     WeightsAnnouncement,
     manifest_key,
 )
-from ...schemas.wire.errors import BrokerError, ConfigError, ConflictError, NotFoundError
+from ...schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 from ...schemas.wire.subjects import JobScope
 from ..client.connection import Broker, Listening, Msg
 from ..jetstream.kv import Bucket, DamagedEntry
@@ -342,22 +342,14 @@ class WeightStore:
 
     async def _advance_latest(self, manifest: Manifest) -> None:
         """Make it the latest unless a newer one is; several learners cannot set it back."""
-        while True:
-            try:
-                entry = await self._manifests.get(LATEST)
-            except DamagedEntry:
-                await self._manifests.put(LATEST, manifest)
-                return
-            if entry is not None and entry.value.version > manifest.version:
-                return
-            try:
-                if entry is None:
-                    await self._manifests.create(LATEST, manifest)
-                else:
-                    await self._manifests.update(LATEST, manifest, entry.revision)
-            except ConflictError:
-                continue
-            return
+
+        def newest(known: Manifest | None) -> Manifest:
+            return manifest if known is None or known.version <= manifest.version else known
+
+        try:
+            await self._manifests.change(LATEST, newest)
+        except DamagedEntry:
+            await self._manifests.put(LATEST, manifest)
 
     async def _remove_payload(self, manifest: Manifest) -> None:
         if manifest.transport != "nccl":

@@ -84,8 +84,8 @@ def inbox(user: str) -> str:
     return f"_INBOX_{user}"
 
 
-def user_door(user: str, caller: str = "") -> str:
-    """Subject below which a user, or an admin for him, asks the door for what is stored."""
+def user_store(user: str, caller: str = "") -> str:
+    """Subject below which a user, or an admin for him, asks the store proxy for what is stored."""
     if caller not in ("", user):
         return acting(caller, user, "store", "").rstrip(".")
     return rpc(user, "store", "").rstrip(".")
@@ -236,8 +236,8 @@ class JobScope:
         """Subject of `step` or `close` at the host that holds the episode."""
         return self._subject(f"env.{host}.{verb}")
 
-    def door(self, role: str) -> str:
-        """Subject below which the job's actors of one role ask the door for what is stored."""
+    def store(self, role: str) -> str:
+        """Subject below which the actors of one role ask the store proxy for what is stored."""
         return self._subject(f"store.{role}")
 
     def inbox(self, actor: str) -> str:

@@ -41,8 +41,8 @@ async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
 ) -> None:
     await bucket.create("led", _value("x"))
     stream, key = f"KV_{BUCKET_REQUESTS}", f"$KV.{BUCKET_REQUESTS}.led"
-    door = StoreSubjects("", is_guest=False)
-    replica, leader = (door.last_get(stream, key, of_leader=one) for one in (False, True))
+    store = StoreSubjects("", is_guest=False)
+    replica, leader = (store.last_get(stream, key, of_leader=one) for one in (False, True))
     assert replica[0] != leader[0]
     found = [stored_message(await broker.request(*asked), stream) for asked in (replica, leader)]
     assert found[0] is not None
@@ -50,7 +50,7 @@ async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
     assert found[0].payload == found[1].payload
     assert found[0].seq == found[1].seq
     assert WRITE_ID in found[1].headers
-    nothing = door.last_get(stream, f"{key}.not", of_leader=True)
+    nothing = store.last_get(stream, f"{key}.not", of_leader=True)
     assert stored_message(await broker.request(*nothing), stream) is None
 
 
@@ -77,21 +77,13 @@ async def test_of_two_equal_updates_from_one_revision_only_one_wins(
     assert sum(isinstance(result, ConflictError) for result in results) == 7
 
 
-async def test_concurrent_increments_lose_none(broker: Broker) -> None:
+async def test_concurrent_changes_lose_none(broker: Broker) -> None:
     bucket = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
-    await bucket.create("count", _value("0"))
 
-    async def increment() -> None:
-        while True:
-            entry = await bucket.get("count")
-            assert entry is not None
-            try:
-                await bucket.update("count", _value(str(int(entry.value.job) + 1)), entry.revision)
-            except ConflictError:
-                continue
-            return
+    def increment(value: RequestRecord | None) -> RequestRecord:
+        return _value(str(int(value.job) + 1 if value else 1))
 
-    await asyncio.gather(*(increment() for _ in range(10)))
+    await asyncio.gather(*(bucket.change("count", increment) for _ in range(10)))
     entry = await bucket.get("count")
     assert entry is not None
     assert entry.value.job == "10"

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from tinkermq.broker.calls.scheduler import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, NoResponders
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.scheduler_calls import SchedulerCalls
 from tinkermq.broker.users.permissions import Guest, may_store
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.control import ControlRequest, PublishTasksRequest
@@ -363,7 +363,7 @@ async def fuzz_store(pool: SecuredPool, count: int) -> None:
         payload = rng.choice(texts) if number % 2 else hostile.payload({"v": 1, "a": 1})
         try:
             await ada.request(subject, payload, headers=hostile.headers(), timeout_s=ANSWER_S)
-        except NoResponders:  # so the door says that there is no such stream
+        except NoResponders:  # so the store proxy says that there is no such stream
             continue
         except TimeoutError:
             raise AssertionError(f"no answer to {subject} {payload[:200]!r}") from None

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from ....broker.calls.scheduler import new_request_id
 from ....broker.client.connection import Broker
 from ....broker.jetstream.streams import stream_info
 from ....broker.presence import list_presences
-from ....broker.scheduler_calls import new_request_id
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ..data import checkpoints, logs

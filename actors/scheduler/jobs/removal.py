@@ -46,18 +46,18 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Remover:
     """Archives and deletes jobs, some at a time."""
 
-    def __init__(self, broker: Broker, jobs: JobStore, board: JobsView, pool: Nodes) -> None:
+    def __init__(self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes) -> None:
         """Do nothing yet."""
         self._broker = broker
         self._jobs = jobs
-        self._board = board
+        self._view = view
         self._pool = pool
         self._busy: set[str] = set()
         self._not_before: dict[str, float] = {}
 
     def look(self, group: asyncio.TaskGroup) -> None:
         """Begin what is to be done, in tasks of `group`."""
-        for record in self._board.removals():
+        for record in self._view.removals():
             key = key_of(record)
             if len(self._busy) >= _AT_ONCE:
                 return

@@ -40,10 +40,10 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class SecretStore:
     """Keeps what users hand over with their jobs."""
 
-    def __init__(self, broker: Broker, board: JobsView) -> None:
+    def __init__(self, broker: Broker, view: JobsView) -> None:
         """Open nothing yet."""
         self._bucket = Bucket(broker, BUCKET_SECRETS, SealedSecrets)
-        self._board = board
+        self._view = view
         self._seal = Seal(broker.derived_key(_PURPOSE) or _unsaved)
 
     @property
@@ -89,7 +89,7 @@ class SecretStore:
             user, _, job = key.partition(".")
             with contextlib.suppress(MessageError):  # a key that is no job's
                 scope = JobScope(user, job)
-                record = self._board.find(user, job)
+                record = self._view.find(user, job)
                 if record is None or is_final(record):
                     found.append(record or scope)
         return found
@@ -99,7 +99,7 @@ class SecretStore:
 
         Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
         """
-        record = self._board.get(request.user, request.job)
+        record = self._view.get(request.user, request.job)
         actor = main_actor(record.actors)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")

@@ -29,17 +29,17 @@ def refuse_runs_of_others(
 
     It may lead there by itself, by a link inside of the folder that it names, or by another name of
     the same file. `others` are those folders, each with its owner; what the owner's runs lie in is
-    fenced, too. `more` are further folders that are read, by what names them.
+    not to be read, either. `more` are further folders that are read, by what names them.
     """
     folders = [(Path(folder), user) for folder, user in others if folder]
-    fenced = {folder for folder, _ in folders}
-    fenced |= {folder.parent for folder, user in folders if folder.parent.name == user}
+    theirs = {folder for folder, _ in folders}
+    theirs |= {folder.parent for folder, user in folders if folder.parent.name == user}
     for lead in leads(config, more):
-        if not fenced.isdisjoint((lead.path, *lead.path.parents)):
+        if not theirs.isdisjoint((lead.path, *lead.path.parents)):
             raise foreign(str(lead))
     several = hard_links(config, more or {})
     if several:
-        outermost = {one for one in fenced if fenced.isdisjoint(one.parents)}
+        outermost = {one for one in theirs if theirs.isdisjoint(one.parents)}
         for inode in (inode for folder in outermost for inode in inodes_below(folder)):
             if inode in several:
                 raise foreign(f"{several[inode].key}={several[inode].value!r}: a file in it")

@@ -46,15 +46,15 @@ class Submission:
         self,
         broker: Broker,
         jobs: JobStore,
-        board: JobsView,
+        view: JobsView,
         reconciler: Reconciler,
-        vault: SecretStore,
+        secrets: SecretStore,
     ) -> None:
-        """Make jobs that `reconciler` takes up, with their secrets in `vault`."""
-        self._vault = vault
+        """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
+        self._secrets = secrets
         self._broker = broker
         self._jobs = jobs
-        self._board = board
+        self._view = view
         self._reconciler = reconciler
         self._locks: dict[str, asyncio.Lock] = {}
         self._names: set[tuple[str, str]] = set()
@@ -70,7 +70,7 @@ class Submission:
                 f"this pool does not run jobs of kind {request.kind!r}",
                 hint=f"submit one of kind {' or '.join(KINDS)}",
             )
-        check_priority(user, request.priority, self._board.quota(user))
+        check_priority(user, request.priority, self._view.quota(user))
         if request.configured:
             parse_config(request.config)
         else:
@@ -94,7 +94,7 @@ class Submission:
         return self._locks.setdefault(user, asyncio.Lock())
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
-        check_room(user, self._board.quota(user), self._board.held(user), max_jobs=1)
+        check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
         fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
         adapters = await self._adapters(user, request)
@@ -114,7 +114,7 @@ class Submission:
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
             adapters=adapters,
-            secrets=self._vault.names(user, request.sealed),
+            secrets=self._secrets.names(user, request.sealed),
             created=time.time(),
         )
         self._names.add((user, blank.name))
@@ -125,7 +125,7 @@ class Submission:
             if job != record.job:  # another scheduler has made it meanwhile
                 return await self._jobs.get(user, job)
             if request.sealed:
-                await self._vault.keep(JobScope(user, job), request.sealed)
+                await self._secrets.keep(JobScope(user, job), request.sealed)
             return await self._jobs.create(record, f"user {user}")
         finally:
             self._names.discard((user, blank.name))
@@ -136,7 +136,7 @@ class Submission:
         Raises StateError if the job has started, and what `submit` raises.
         """
         async with self.lock(user):
-            record = self._board.get(user, request.job)
+            record = self._view.get(user, request.job)
             config = merged(record.config, request.config)
             if record.configured:
                 return _already(record, config)
@@ -166,18 +166,18 @@ class Submission:
             config = config.with_model(record.fork_dir)
         roots = output_roots(has_users=self._has_users)
         config = in_default_folder(config, roots)
-        if self._board.is_admin(record.user):
+        if self._view.is_admin(record.user):
             roots = []
         else:
             config = with_allowed_folders(config, roots)
             if self._has_users:
                 refuse_code_of_others(config)
-                others = self._board.run_folders_of_others(record.user)
+                others = self._view.run_folders_of_others(record.user)
                 await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(record))
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
-        quota = self._board.quota(record.user)
+        quota = self._view.quota(record.user)
         check_room(record.user, quota, {}, max_slots=slots_of(actors), max_actors=len(actors))
         wanted = {"actors": actors, "stored_bytes": reserved_bytes(config)}
         self.check_growth(before, record.model_copy(update=wanted))
@@ -210,12 +210,12 @@ class Submission:
         more = new - (size_of(before) if before is not None else 0)
         if more > 0:
             check_record(after, new)
-            is_admin = self._board.is_admin(user) or not self._has_users
-            check_bucket(self._board.record_bytes(), more, is_admin=is_admin)
+            is_admin = self._view.is_admin(user) or not self._has_users
+            check_bucket(self._view.record_bytes(), more, is_admin=is_admin)
         check_room(
             user,
-            self._board.quota(user),
-            self._board.held(user),
+            self._view.quota(user),
+            self._view.held(user),
             max_live_jobs=int(before is None or is_final(before)),
             max_record_bytes=more,
             max_stored_bytes=after.stored_bytes - stored_bytes(before),
@@ -229,7 +229,7 @@ class Submission:
         """Return the job that judges episodes through the broker; ConfigError if it cannot."""
         if reward.judge is None or reward.url is not None:
             return None
-        record = self._board.get(user, reward.judge)
+        record = self._view.get(user, reward.judge)
         if record.kind != "infer" or is_final(record):
             raise ConfigError(
                 f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
@@ -244,8 +244,8 @@ class Submission:
 
     def _taken(self, user: str, job: str) -> set[str]:
         """Return the names of a user's other runs."""
-        mine = self._board.find(user, job)
-        taken = self._board.names(user) - {mine.name if mine else None}
+        mine = self._view.find(user, job)
+        taken = self._view.names(user) - {mine.name if mine else None}
         return taken | {name for owner, name in self._names if owner == user}
 
     async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
@@ -256,7 +256,7 @@ class Submission:
             return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
         check_name(name)
         if name in taken:
-            await self._board.refresh()  # the run that had it may have been deleted just now
+            await self._view.refresh()  # the run that had it may have been deleted just now
         if name in self._taken(user, job):
             raise StateError(
                 f"there is a run named {name!r} already",
@@ -281,7 +281,7 @@ class Submission:
                 f"fork_of={source!r} does not name a checkpoint",
                 hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
             )
-        origin = self._board.get(user, run)
+        origin = self._view.get(user, run)
         if origin.removal == "delete":
             raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
         number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
@@ -311,7 +311,7 @@ class Submission:
                 f"follow={request.follow!r} is for inference jobs without fork_of",
                 hint="name either a live run or one of its checkpoints",
             )
-        record = self._board.get(user, request.follow)
+        record = self._view.get(user, request.follow)
         if not record.trains or is_final(record):
             raise StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "

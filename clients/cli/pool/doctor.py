@@ -14,12 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, connect
 from ....broker.client.faults import shown_url
 from ....broker.outages.flushing import flush
 from ....broker.presence import list_presences
 from ....broker.programs.server import binary_path
-from ....broker.scheduler_calls import SchedulerCalls
 from ....envs.sandbox.bubblewrap import Bubblewrap
 from ....envs.sandbox.settings import SandboxSettings
 from ....schemas.metric import Presence

@@ -6,8 +6,8 @@ import time
 from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
+from ....broker.calls.users import all_users, ask_users
 from ....broker.client.login import INVITATION_VARIABLE, KEY_VARIABLE
-from ....broker.users.calls import all_users, ask_users
 from ....schemas.user import (
     BOUNDS,
     AddUser,

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 from cyclopts.validators import Number
 
+from ....broker.calls.learner import trace_steps
 from ....broker.feed import read_traces
-from ....broker.learner_calls import trace_steps
 from ....broker.observe.advice import Advice, advise, bound_key, seconds_text
 from ....broker.observe.profile import Profile, TypicalStep, profile_of
 from ....broker.observe.spans import spans_of

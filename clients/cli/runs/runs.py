@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from ....broker.learner_calls import write_checkpoint
+from ....broker.calls.learner import write_checkpoint
 from ....broker.observe.recent import recent_values, run_row
 from ....broker.presence import list_presences
 from ....schemas.config.load_config import apply_override

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
+from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
-from tinkermq.broker.users.calls import ask_users
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobRecord, StopRequest
 from tinkermq.schemas.user import AuditList, AuditRequest

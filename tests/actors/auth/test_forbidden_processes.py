@@ -38,7 +38,7 @@ async def test_a_generator_cannot_publish_weights_nor_batches(
         f"$JS.API.STREAM.DELETE.{job.stream_rollout}",
         f"$JS.API.DIRECT.GET.{job.stream_log}",
         f"$JS.API.CONSUMER.CREATE.{job.stream_task}.generators.{job.task('*')}",
-        job.door("learner") + ".get.KV_tmq-evals",
+        job.store("learner") + ".get.KV_tmq-evals",
     ):
         await refused_publish(generator, subject)
     [lease] = await TaskQueue(generator, job).pull(1, 20)

@@ -1,4 +1,4 @@
-"""What another user may not ask of the auth service: its door to what is stored, and its users.
+"""What another user may not ask of the auth service: its store proxy, and its users.
 
 Ada and Mallory are those of `conftest`.
 """
@@ -6,13 +6,13 @@ Ada and Mallory are those of `conftest`.
 import json
 
 import pytest
+from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.feed import publish_event, read_events
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.users.calls import ask_users
 from tinkermq.schemas.metric import EvalRecord, Event
 from tinkermq.schemas.secret import OpenRequest
 from tinkermq.schemas.user import (
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) -> None:
-    door = rpc("mallory", "store", "get")
+    place = rpc("mallory", "store", "get")
     for stream, subject in (
         ("KV_tmq-users", "$KV.tmq-users.user.mallory"),
         ("KV_tmq-users", ">"),
@@ -58,13 +58,13 @@ async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) 
         ("KV_tmq-secrets", "$KV.tmq-secrets.mallory.>"),
     ):
         payload = json.dumps({"seq": 1, "next_by_subj": subject, "batch": 9}).encode()
-        reply = await mallory.request(f"{door}.{stream}", payload)
+        reply = await mallory.request(f"{place}.{stream}", payload)
         assert (reply.headers or {}).get("Status") == "403", (stream, subject)
     for request in ({"seq": 1}, {"last_by_subj": "$KV.tmq-jobs.ada.x"}, {"multi_last": [">"]}):
-        reply = await mallory.request(f"{door}.KV_tmq-jobs", json.dumps(request).encode())
+        reply = await mallory.request(f"{place}.KV_tmq-jobs", json.dumps(request).encode())
         assert (reply.headers or {}).get("Status") == "403", request
     for payload in (b"", b"[]", b"{", b'"x"'):
-        reply = await mallory.request(f"{door}.KV_tmq-jobs", payload)
+        reply = await mallory.request(f"{place}.KV_tmq-jobs", payload)
         assert (reply.headers or {}).get("Status") == "403", payload
     put = rpc("mallory", "store", "put")
     for subject in (

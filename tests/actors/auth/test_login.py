@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.keys import JobIdentity, job_key, new_api_key
 from tinkermq.broker.client.login import Login
@@ -11,7 +12,6 @@ from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.broker.jobs import JobStore
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.broker.rollouts import RolloutLog
-from tinkermq.broker.users.calls import ask_users
 from tinkermq.broker.users.records import UserStore
 from tinkermq.schemas.user import (
     AddUser,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from tinkermq.actors.scheduler.jobs.holdings import ADMINS_BYTES, USERS_BYTES
+from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.login import AS_VARIABLE
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.streams import BUCKET_BYTES
 from tinkermq.broker.jobs import JobStore
-from tinkermq.broker.users.calls import ask_users
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.job import JobList, JobRecord, ListRequest
 from tinkermq.schemas.metric import EvalRecord

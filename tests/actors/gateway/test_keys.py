@@ -17,11 +17,11 @@ from tinkermq.actors.folders.roots import ROOTS_VARIABLE
 from tinkermq.actors.gateway.rest.routes import OPERATIONS
 from tinkermq.actors.gateway.sessions import LogInError, Sessions, user_of
 from tinkermq.actors.runtime import EXIT_FAILED
+from tinkermq.broker.calls.users import ask_users
 from tinkermq.broker.client.keys import new_api_key
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.programs.server import NatsServer
-from tinkermq.broker.users.calls import ask_users
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
 from tests.browser import Browser, watched_page

@@ -3,9 +3,9 @@
 import time
 from typing import Any
 
+from tinkermq.broker.calls.scheduler import SchedulerCalls
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.kv import Bucket
-from tinkermq.broker.scheduler_calls import SchedulerCalls
 from tinkermq.broker.users.records import create_user_stores
 from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.metric import EvalRecord, Presence

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ..schemas.job import (
+from ...schemas.job import (
     ConfigureRequest,
     JobList,
     JobRecord,
@@ -17,21 +17,20 @@ from ..schemas.job import (
     StopRequest,
     SubmitRequest,
 )
-from ..schemas.node import DamagedRecords, NodeList, NodeStatus
-from ..schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ..schemas.user import QuotaReply
-from ..schemas.wire.errors import BrokerError, BusyError, NobodyAnswersError
-from ..schemas.wire.ids import new_id
-from ..schemas.wire.message import Empty, Message
-from .client.connection import Broker
-from .client.faults import shown_url
-from .load.repeated_call import repeated_call
+from ...schemas.node import DamagedRecords, NodeList, NodeStatus
+from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
+from ...schemas.user import QuotaReply
+from ...schemas.wire.errors import BrokerError, BusyError
+from ...schemas.wire.ids import new_id
+from ...schemas.wire.message import Empty, Message
+from ..client.connection import Broker
+from ..client.faults import shown_url
+from .repeated import call_service
 
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 30.0
 _TAKEOVER_S = 6.0
-_PAUSE_S = 0.1
 
 
 def new_request_id() -> str:
@@ -102,7 +101,7 @@ class SchedulerCalls:
         return await self._change("secrets", request)
 
     async def _sealed(self, secrets: Mapping[SecretName, str]) -> bytes:
-        from .users.sealing import close_seal  # only who has a secret loads the cryptography
+        from ..users.sealing import close_seal  # only who has a secret loads the cryptography
 
         key = await self._ask("key", Empty(), SealingKey)
         return close_seal(key.public, JobSecrets(user=self.broker.user, values=dict(secrets)))
@@ -167,26 +166,23 @@ class SchedulerCalls:
         return (await self._ask(method, request, JobReply)).record
 
     async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
-        """Ask the scheduler that leads; while none does, another is about to take over."""
-        subject = self.broker.rpc("scheduler", method)
-        patience, deadline = (time.monotonic() + each for each in (_TAKEOVER_S, TIMEOUT_S))
+        """Ask the scheduler that leads, again while it is busy."""
+        patience = time.monotonic() + _TAKEOVER_S
         while True:
             try:
-                return await repeated_call(
+                return await call_service(
                     self.broker,
-                    subject,
+                    self.broker.rpc("scheduler", method),
                     request,
                     reply,
-                    deadline=deadline,
-                    waiting_for="the scheduler",
-                )
-            except NobodyAnswersError as error:
-                if time.monotonic() > patience:
-                    raise BrokerError(
+                    timeout_s=TIMEOUT_S,
+                    absent_s=_TAKEOVER_S,
+                    absent=BrokerError(
                         f"no scheduler is connected to the broker at {shown_url(self.broker.url)}",
                         hint="start one: `tinkermq up`, or `python -m tinkermq.actors.scheduler`",
-                    ) from error
-                await asyncio.sleep(_PAUSE_S)
+                    ),
+                    waiting_for="the scheduler",
+                )
             except BusyError as error:
                 if time.monotonic() + error.retry_after_s > patience:
                     raise

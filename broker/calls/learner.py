@@ -1,10 +1,10 @@
 """What the owner of a job asks its learner for directly."""
 
-from ..schemas.control import MAX_TRACED_STEPS, ControlReply, ControlRequest
-from ..schemas.job import JobRecord
-from ..schemas.wire.errors import ConfigError, StateError, StorageError
-from .client.connection import Broker
-from .client.rpc import call
+from ...schemas.control import MAX_TRACED_STEPS, ControlReply, ControlRequest
+from ...schemas.job import JobRecord
+from ...schemas.wire.errors import ConfigError, StateError, StorageError
+from ..client.connection import Broker
+from ..client.rpc import call
 
 DEADLINE_S = 600.0
 _LIVE = frozenset({"RUNNING", "PAUSED"})

@@ -1,15 +1,62 @@
-"""Appends a message under a subject that must have none, however long its stream is full."""
+"""Appends that the server takes only where its stream is as the writer believes."""
 
 import asyncio
+import uuid
+from collections.abc import Mapping
 
-from ...schemas.wire.errors import BrokerError
+from ...schemas.wire.errors import BrokerError, ConflictError
 from ...schemas.wire.trace import TRACEPARENT
 from ..client.connection import Broker
 from ..client.faults import Refused
-from ..client.headers import EXPECTED_SEQ
-from .availability import Unanswered
+from ..client.headers import EXPECTED_SEQ, WRITE_ID
+from ..outages.availability import Unanswered
+from .stored import get_last_behind
 
 _FULL_PAUSE_S = 0.2
+
+
+class Overtaken(ConflictError):
+    """Somebody else has written to the subject; `last` is the sequence there, None for nothing."""
+
+    def __init__(self, message: str, *, hint: str = "", last: int | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.last = last
+
+
+async def append_behind(
+    broker: Broker,
+    stream: str,
+    subject: str,
+    payload: bytes,
+    seq: int,
+    *,
+    headers: Mapping[str, str] | None = None,
+    deadline_s: float,
+    waiting_for: str,
+) -> int:
+    """Append what is to follow `seq` on its subject (0: to be the first); return its sequence.
+
+    A random id tells whether an earlier attempt was stored and its answer lost. Raises Overtaken,
+    BrokerError, DeadlineError, NotFoundError.
+    """
+    write_id = uuid.uuid4().hex
+    expecting = {**(headers or {}), EXPECTED_SEQ: str(seq), WRITE_ID: write_id}
+    try:
+        return await broker.append(
+            subject, payload, headers=expecting, deadline_s=deadline_s, waiting_for=waiting_for
+        )
+    except Refused as error:
+        last = await broker.retry(
+            lambda: get_last_behind(broker, stream, subject, seq),
+            deadline_s=deadline_s,
+            waiting_for=waiting_for,
+        )
+        if last is not None and last.headers.get(WRITE_ID) == write_id:
+            return last.seq
+        if error.is_overtaken:
+            found = None if last is None else last.seq
+            raise Overtaken(f"somebody else has written on {subject}", last=found) from error
+        raise
 
 
 async def append_once(

@@ -1,22 +1,19 @@
 """What may be asked of the auth service about users, on behalf of the connection's user."""
 
-import asyncio
-import time
 from typing import TypeVar
 
 from ...schemas.user import ListUsers, UserInfo, UserList
-from ...schemas.wire.errors import BrokerError, NobodyAnswersError
+from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.message import Message
 from ..client.connection import Broker
 from ..client.faults import shown_url
-from ..load.repeated_call import repeated_call
+from .repeated import call_service
 
 R = TypeVar("R", bound=Message)
 
 TIMEOUT_S = 20.0
 _BACK_S = 6.0
 """For how long an auth service may be away that a pool with users has."""
-_PAUSE_S = 0.1
 
 
 async def ask_users(broker: Broker, method: str, request: Message, reply: type[R]) -> R:
@@ -24,27 +21,20 @@ async def ask_users(broker: Broker, method: str, request: Message, reply: type[R
 
     Raises AuthError where only admins may, BrokerError at a pool without users.
     """
-    subject = broker.rpc("users", method)
-    patience_s = _BACK_S if broker.is_limited else 0.0
-    patience, deadline = (time.monotonic() + each for each in (patience_s, TIMEOUT_S))
-    while True:
-        try:
-            return await repeated_call(
-                broker,
-                subject,
-                request,
-                reply,
-                deadline=deadline,
-                waiting_for="the auth service",
-            )
-        except NobodyAnswersError as error:
-            if time.monotonic() >= patience:
-                raise BrokerError(
-                    f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
-                    hint="`tinkermq init` makes the secrets of a pool with authentication; where "
-                    "it has them, see `tinkermq doctor`",
-                ) from error
-            await asyncio.sleep(_PAUSE_S)
+    return await call_service(
+        broker,
+        broker.rpc("users", method),
+        request,
+        reply,
+        timeout_s=TIMEOUT_S,
+        absent_s=_BACK_S if broker.is_limited else 0.0,
+        absent=BrokerError(
+            f"the pool at {shown_url(broker.url)} has no users: no auth service answers",
+            hint="`tinkermq init` makes the secrets of a pool with authentication; where "
+            "it has them, see `tinkermq doctor`",
+        ),
+        waiting_for="the auth service",
+    )
 
 
 async def all_users(broker: Broker) -> list[UserInfo]:
