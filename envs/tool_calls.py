@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from ..schemas.wire.codec import read_json
 
-OPEN = "<tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
@@ -36,7 +36,7 @@ def find_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     rest: list[str] = []
     end = 0
     for match in _CALL.finditer(text):
-        call = _call(match[1])
+        call = read_call(match[1])
         if call is None:
             continue
         rest.append(text[end : match.start()])
@@ -45,7 +45,8 @@ def find_tool_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     return "".join([*rest, text[end:]]), calls
 
 
-def _call(body: str) -> tuple[str, str] | None:
+def read_call(body: str) -> tuple[str, str] | None:
+    """Return a call's name and arguments; None for what is not well formed."""
     try:
         value: Any = read_json(body)
     except ValueError:

@@ -49,7 +49,7 @@ class CanonicalCall:
     """How a result names the call. Programs may change it, results included."""
 
     @property
-    def value(self) -> Any:
+    def value(self) -> dict[str, Any] | str:
         """The arguments as a template takes them: an object, or else the text itself."""
         try:
             value: Any = read_json(self.arguments)

@@ -1,37 +1,169 @@
-"""A model's answer as a message: what it reasoned, said and called, as its text has it.
+"""A model's answer as a message: what it reasoned, said and called, read as it is generated.
 
-What a program is told and what is kept of a call are both made of this message, so that an echo of
-it is recognised. Calls are read as Hermes and Qwen models write them.
+What a program is told and what is kept of a call are both made of the pieces that are read here,
+so that an echo of an answer is recognised. Calls are read as Hermes and Qwen models write them;
+what is not well formed is text. White space beside reasoning and calls belongs to neither.
 """
 
-from ..tool_calls import find_tool_calls
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ..tool_calls import CLOSE, OPEN, read_call
 from .messages import CanonicalCall, CanonicalMessage, joined
 
-_OPEN, _CLOSE = "<think>", "</think>"
+THINK, THOUGHT = "<think>", "</think>"
 
 
-def parse_reply(text: str, name: str, *, calls: bool) -> CanonicalMessage:
-    """Read the text of an answer; `name` tells the ids of its calls from those of other answers.
+@dataclass(frozen=True, slots=True)
+class ReasoningPiece:
+    """More of what the model reasons."""
 
-    Without `calls`, what looks like a call is text. So is a call that is not well formed.
-    """
-    reasoning, said = _split_reasoning(text)
-    rest, found = find_tool_calls(said) if calls else (said, [])
-    return CanonicalMessage(
-        role="assistant",
-        content=joined([rest]),
-        calls=tuple(
-            CanonicalCall(call, arguments, f"{name}{place:03}")
-            for place, (call, arguments) in enumerate(found)
-        ),
-        reasoning=reasoning,
-    )
+    text: str
 
 
-def _split_reasoning(text: str) -> tuple[str | None, str]:
-    """Return what stands in `<think>`, which the prompt may have opened, and the rest."""
-    before, closed, after = text.partition(_CLOSE)
-    opened = before.lstrip().startswith(_OPEN)
-    if closed:
-        return before.lstrip().removeprefix(_OPEN), after
-    return (before.lstrip().removeprefix(_OPEN), "") if opened else (None, text)
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """More of what it says."""
+
+    text: str
+
+
+Piece: TypeAlias = ReasoningPiece | TextPiece | CanonicalCall
+"""What an answer has gained; a call comes whole, once it is closed."""
+
+
+class ReplyReader:
+    """Reads one answer, bit by bit."""
+
+    def __init__(self, name: str, *, calls: bool, thinking: bool = False) -> None:
+        """Read an answer whose calls have ids that begin with `name`.
+
+        Without `calls`, what looks like a call is text. With `thinking`, the prompt has opened the
+        reasoning already.
+        """
+        self._name = name
+        self._reads_calls = calls
+        self._state: Literal["begin", "reasoning", "text"] = "reasoning" if thinking else "begin"
+        self._unread = ""
+        self._space = ""
+        self._hides_space = True
+        self._reasoning: list[str] | None = [] if thinking else None
+        self._texts: list[str] = []
+        self._calls: list[CanonicalCall] = []
+
+    @property
+    def reply(self) -> CanonicalMessage:
+        """What has been told so far, as a message."""
+        return CanonicalMessage(
+            role="assistant",
+            content=joined(self._texts),
+            calls=tuple(self._calls),
+            reasoning=None if self._reasoning is None else "".join(self._reasoning),
+        )
+
+    def push(self, text: str) -> list[Piece]:
+        """Take more text; return what it certainly is."""
+        self._unread += text
+        return self._read(last=False)
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back, now that nothing follows."""
+        pieces = self._read(last=True)
+        if self._state == "text" and not self._calls and self._space:
+            pieces.append(TextPiece(self._space))
+            self._texts.append(self._space)
+        return pieces
+
+    def _read(self, *, last: bool) -> list[Piece]:
+        pieces: list[Piece] = []
+        if self._state == "begin":
+            self._begin(last=last)
+        if self._state == "reasoning":
+            told, closed = self._until(THOUGHT, last=last)
+            if told and (text := self._spaced(told)):
+                pieces.append(ReasoningPiece(text))
+                self._reasoning = [*(self._reasoning or []), text]
+            if closed:
+                self._state, self._space, self._hides_space = "text", "", True
+        while self._state == "text" and self._unread:
+            if not self._reads_calls:
+                pieces += self._say(self._unread)
+                self._unread = ""
+            elif not self._read_text(pieces, last=last):
+                break
+        return pieces
+
+    def _begin(self, *, last: bool) -> None:
+        """Tell reasoning from text by the first letters."""
+        first = self._unread.lstrip()
+        if first.startswith(THINK):
+            self._state, self._unread = "reasoning", first.removeprefix(THINK)
+            self._reasoning = []
+        elif last or (first and not THINK.startswith(first)):
+            self._state, self._hides_space = "text", False
+
+    def _read_text(self, pieces: list[Piece], *, last: bool) -> bool:
+        """Read up to the end of the next call; return whether there was one."""
+        told, opened = self._until(OPEN, last=last)
+        if told:
+            pieces += self._say(told)
+        if not opened:
+            return False
+        body, closed, rest = self._unread.partition(CLOSE)
+        if not closed:
+            self._unread = OPEN + self._unread
+            if last:
+                pieces += self._say(self._unread)
+                self._unread = ""
+            return False
+        self._unread = rest
+        read = read_call(body.strip())
+        if read is None:
+            pieces += self._say(OPEN + body + CLOSE)
+            return True
+        call = CanonicalCall(*read, f"{self._name}{len(self._calls):03}")
+        self._calls.append(call)
+        pieces.append(call)
+        self._space, self._hides_space = "", True
+        return True
+
+    def _until(self, mark: str, *, last: bool) -> tuple[str, bool]:
+        """Take what stands before a mark, and the mark; hold back what may begin one."""
+        before, found, after = self._unread.partition(mark)
+        if found:
+            self._unread = after
+            return before, True
+        held = 0 if last else _overlap(before, mark)
+        self._unread = before[len(before) - held :]
+        return before[: len(before) - held], False
+
+    def _say(self, text: str) -> list[Piece]:
+        said = self._spaced(text)
+        if not said:
+            return []
+        self._texts.append(said)
+        return [TextPiece(said)]
+
+    def _spaced(self, text: str) -> str:
+        """Return what can be told of a text: white space at its end waits for what follows."""
+        whole = self._space + text
+        if self._hides_space:
+            whole = whole.lstrip()
+        told = whole.rstrip()
+        self._space = whole[len(told) :]
+        self._hides_space = self._hides_space and not told
+        return told
+
+
+def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) -> CanonicalMessage:
+    """Read a whole answer; see `ReplyReader`."""
+    reader = ReplyReader(name, calls=calls, thinking=thinking)
+    reader.push(text)
+    reader.finish()
+    return reader.reply
+
+
+def _overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)

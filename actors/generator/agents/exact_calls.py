@@ -8,11 +8,14 @@ from hashlib import blake2b
 import numpy as np
 
 from ....envs.agents.messages import CanonicalMessage, canonical_history
-from ....envs.agents.replies import parse_reply
+from ....envs.agents.replies import THINK, ReplyReader
 from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
 from .call_tree import Attachment, CallTree, ModelCall
 from .rendering import HistoryRenderer, Tools
+
+_TAIL = 8
+"""Tokens at the end of a prompt that may open the reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,12 @@ class PreparedCall:
     name: str
     """Of the answer: the ids of its calls begin with it."""
     has_tools: bool
+    thinking: bool
+    """Whether the prompt has opened the reasoning of the answer."""
+
+    def reader(self) -> ReplyReader:
+        """Return what reads the answer while it is generated."""
+        return ReplyReader(self.name, calls=self.has_tools, thinking=self.thinking)
 
 
 class ExactCalls:
@@ -59,16 +68,19 @@ class ExactCalls:
 
     def finish(self, prepared: PreparedCall, generated: Generation) -> ModelCall:
         """Add the answer to the tree."""
-        text = self._chat.decode(generated.token_ids)
-        reply = parse_reply(text, prepared.name, calls=prepared.has_tools)
-        return self.tree.commit(prepared.attachment, prepared.given_ids, generated, reply)
+        reader = prepared.reader()
+        reader.push(self._chat.decode(generated.token_ids))
+        reader.finish()
+        return self.tree.commit(prepared.attachment, prepared.given_ids, generated, reader.reply)
 
     def _prepared(
         self, attachment: Attachment, prompt: IntVector, given: IntVector, tools: Tools
     ) -> PreparedCall:
         name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids
         self._num_asked += 1
-        return PreparedCall(attachment, prompt, given, name, bool(tools))
+        tail = "".join(map(self._chat.token_text, given[-_TAIL:]))
+        thinking = tail.rstrip().endswith(THINK)
+        return PreparedCall(attachment, prompt, given, name, bool(tools), thinking)
 
 
 def _digest(tools: Tools) -> bytes:

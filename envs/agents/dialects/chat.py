@@ -1,0 +1,220 @@
+"""OpenAI's Chat Completions."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ..messages import CanonicalCall, CanonicalMessage
+from ..replies import Piece, ReasoningPiece, TextPiece
+from .answer import Answered, AnswerHead, Usage, event
+from .request import (
+    FREE_TEXT,
+    Fields,
+    ModelRequest,
+    RequestError,
+    content_of,
+    function_tool,
+    sampling_of,
+)
+
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "min_p",
+)
+DONE = "data: [DONE]\n\n"
+
+
+def read_chat(body: Any) -> ModelRequest:
+    """Read the body of `POST /v1/chat/completions`; RequestError names what cannot be served."""
+    fields = Fields(body)
+    messages = tuple(_message(message) for message in fields.objects("messages"))
+    if not messages:
+        raise RequestError("messages is empty", param="messages")
+    tools, left_out = _tools(fields)
+    hidden = fields.any("tool_choice") == "none"
+    options = Fields(fields.any("stream_options") or {}, "stream_options")
+    limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
+    return ModelRequest(
+        messages=messages,
+        tools=() if hidden else tools,
+        num_choices=fields.count("n") or 1,
+        max_tokens=limit,
+        stop=fields.texts("stop"),
+        stream=fields.flag("stream"),
+        include_usage=options.flag("include_usage"),
+        model=fields.text("model"),
+        overruled=sampling_of(fields, _SAMPLING),
+        without_effect=(*left_out, *fields.unread(), *_constraints(fields)),
+    )
+
+
+def _constraints(fields: Fields) -> Iterator[str]:
+    if fields.any("tool_choice") not in (None, "auto", "none"):
+        yield "tool_choice"
+
+
+def _message(message: Fields) -> CanonicalMessage:
+    role = message.text("role")
+    if role in ("system", "developer"):
+        return CanonicalMessage("system", content_of(message))
+    if role == "user":
+        return CanonicalMessage("user", content_of(message))
+    if role in ("tool", "function"):
+        name = message.text("tool_call_id") or message.text("name")
+        return CanonicalMessage("tool", content_of(message), call_id=name)
+    if role == "assistant":
+        return _assistant(message)
+    raise RequestError(f"{message.name('role')} is {role!r}", param=message.name("role"))
+
+
+def _assistant(message: Fields) -> CanonicalMessage:
+    calls = [_call(call) for call in message.objects("tool_calls")]
+    if function := message.any("function_call"):
+        calls.append(_function(Fields(function, message.name("function_call")), ""))
+    told = [message.any(key) for key in ("reasoning_content", "reasoning")]
+    return CanonicalMessage(
+        "assistant",
+        content_of(message),
+        tuple(calls),
+        next((text for text in told if isinstance(text, str)), None),
+    )
+
+
+def _call(call: Fields) -> CanonicalCall:
+    if call.text("type", "function") == "custom":
+        custom = Fields(call.any("custom"), call.name("custom"))
+        return custom_call(custom.text("name"), custom.text("input"), call.text("id"))
+    return _function(Fields(call.any("function"), call.name("function")), call.text("id"))
+
+
+def _function(function: Fields, name: str) -> CanonicalCall:
+    return CanonicalCall(function.text("name"), function.text("arguments", "{}"), name)
+
+
+def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
+    """Return a call of a tool that takes any text."""
+    return CanonicalCall(name, json.dumps({"input": text}, ensure_ascii=False), call_id)
+
+
+def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    tools: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for tool in fields.objects("tools"):
+        kind = tool.text("type", "function")
+        if kind not in ("function", "custom"):
+            left_out.append(f"tools: {kind}")
+            continue
+        told = Fields(tool.any(kind), tool.name(kind))
+        parameters = FREE_TEXT if kind == "custom" else told.any("parameters")
+        tools.append(function_tool(told.text("name"), told.text("description"), parameters))
+    return tuple(tools), left_out
+
+
+class ChatAnswer:
+    """The choices of one answer, as one object or as the chunks of a stream."""
+
+    def __init__(self, head: AnswerHead, num_choices: int, *, include_usage: bool) -> None:
+        """Word an answer."""
+        self._head = head
+        self._include_usage = include_usage
+        self._choices = [_Choice(number) for number in range(num_choices)]
+
+    def start(self) -> Iterator[str]:
+        """Yield the first chunks: whose turn it is."""
+        for choice in self._choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def push(self, piece: Piece, choice: int = 0) -> Iterator[str]:
+        """Take more of a choice; yield it as chunks."""
+        of = self._choices[choice]
+        if isinstance(piece, TextPiece):
+            of.text += piece.text
+            yield self._chunk(of, {"content": piece.text})
+        elif isinstance(piece, ReasoningPiece):
+            of.reasoning = (of.reasoning or "") + piece.text
+            yield self._chunk(of, {"reasoning_content": piece.text})
+        else:
+            told = {"index": len(of.calls), **_told(piece)}
+            of.calls.append(piece)
+            yield self._chunk(of, {"tool_calls": [told]})
+
+    def finish(self, answered: Answered, choice: int = 0) -> Iterator[str]:
+        """End a choice."""
+        of = self._choices[choice]
+        of.finish = "tool_calls" if of.calls else "length" if answered == "length" else "stop"
+        yield self._chunk(of, {}, of.finish)
+
+    def end(self, usage: Usage) -> Iterator[str]:
+        """Yield the token counts, if they were asked for, and the end."""
+        if self._include_usage:
+            yield event({**self._top("chat.completion.chunk"), "choices": [], "usage": told(usage)})
+        yield DONE
+
+    def whole(self, usage: Usage) -> dict[str, Any]:
+        """Return the answer as one object."""
+        choices = [choice.told() for choice in self._choices]
+        return {**self._top("chat.completion"), "choices": choices, "usage": told(usage)}
+
+    def _chunk(self, of: "_Choice", delta: dict[str, Any], finish: str | None = None) -> str:
+        choice = {"index": of.number, "delta": delta, "logprobs": None, "finish_reason": finish}
+        usage = {"usage": None} if self._include_usage else {}
+        return event({**self._top("chat.completion.chunk"), "choices": [choice], **usage})
+
+    def _top(self, kind: str) -> dict[str, Any]:
+        head = self._head
+        return {"id": head.id, "object": kind, "created": head.created, "model": head.model}
+
+
+class _Choice:
+    """One choice as it has come so far."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.text = ""
+        self.reasoning: str | None = None
+        self.calls: list[CanonicalCall] = []
+        self.finish = "stop"
+
+    def told(self) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.calls:
+            message["content"] = self.text or None
+            message["tool_calls"] = [_told(call) for call in self.calls]
+        return {
+            "index": self.number,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": self.finish,
+        }
+
+
+def _told(call: CanonicalCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def told(usage: Usage) -> dict[str, Any]:
+    """Return the counts in the words of Chat Completions."""
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.reused},
+    }
+
+
+def chat_error(error: RequestError) -> dict[str, Any]:
+    """Return an error in the words of Chat Completions and Responses."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    told = error.message + (f" ({error.hint})" if error.hint else "")
+    return {
+        "error": {"message": told, "type": kind, "param": error.param or None, "code": error.code}
+    }

@@ -1,0 +1,259 @@
+"""OpenAI's Responses."""
+
+import json
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+from ..messages import CanonicalCall, CanonicalMessage, joined
+from ..replies import Piece, ReasoningPiece, TextPiece
+from .answer import Answered, AnswerHead, Usage, event
+from .chat import custom_call
+from .request import (
+    FREE_TEXT,
+    Fields,
+    ModelRequest,
+    RequestError,
+    content_of,
+    function_tool,
+    sampling_of,
+)
+
+_SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
+
+
+def read_response(body: Any) -> ModelRequest:
+    """Read the body of `POST /v1/responses`; RequestError names what cannot be served."""
+    fields = Fields(body)
+    messages: list[CanonicalMessage] = []
+    if instructions := fields.text("instructions"):
+        messages.append(CanonicalMessage("system", (instructions,)))
+    left_out: list[str] = []
+    given = fields.any("input")
+    if isinstance(given, str):
+        messages.append(CanonicalMessage("user", joined([given])))
+    else:
+        for item in fields.objects("input"):
+            _add(messages, item, left_out)
+    if not messages:
+        raise RequestError("input is empty", param="input")
+    tools, tools_left_out = _tools(fields)
+    choice = fields.any("tool_choice")
+    return ModelRequest(
+        messages=tuple(messages),
+        tools=() if choice == "none" else tools,
+        max_tokens=fields.count("max_output_tokens"),
+        stream=fields.flag("stream"),
+        previous=fields.text("previous_response_id"),
+        model=fields.text("model"),
+        overruled=sampling_of(fields, _SAMPLING),
+        without_effect=(
+            *left_out,
+            *tools_left_out,
+            *fields.unread(),
+            *(["tool_choice"] if choice not in (None, "auto", "none") else []),
+        ),
+    )
+
+
+def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
+    """Add an item: what the assistant reasons, says and calls in a row is one message."""
+    kind = item.text("type", "message")
+    if kind in _OUTPUTS:
+        output = content_of(item, "output")
+        messages.append(CanonicalMessage("tool", output, call_id=item.text("call_id")))
+        return
+    message = _message(item) if kind == "message" else _part_of_turn(item, kind)
+    if message is None:
+        left_out.append(f"input: {kind}")
+    elif message.role == "assistant" and messages and messages[-1].role == "assistant":
+        messages[-1] = _together(messages[-1], message)
+    else:
+        messages.append(message)
+
+
+def _message(item: Fields) -> CanonicalMessage:
+    role = item.text("role", "user")
+    content = content_of(item)
+    if role in ("system", "developer"):
+        return CanonicalMessage("system", content)
+    if role == "user":
+        return CanonicalMessage("user", content)
+    if role == "assistant":
+        return CanonicalMessage("assistant", content)
+    raise RequestError(f"{item.name('role')} is {role!r}", param=item.name("role"))
+
+
+def _part_of_turn(item: Fields, kind: str) -> CanonicalMessage | None:
+    if kind == "function_call":
+        arguments = item.text("arguments", "{}")
+        call = CanonicalCall(item.text("name"), arguments, item.text("call_id"))
+    elif kind == "custom_tool_call":
+        call = custom_call(item.text("name"), item.text("input"), item.text("call_id"))
+    elif kind == "reasoning":
+        texts = content_of(item) or content_of(item, "summary")
+        told = "".join(text for text in texts if isinstance(text, str))
+        return CanonicalMessage("assistant", reasoning=told or None)
+    else:
+        return None
+    return CanonicalMessage("assistant", calls=(call,))
+
+
+def _together(some: CanonicalMessage, more: CanonicalMessage) -> CanonicalMessage:
+    thoughts = [text for text in (some.reasoning, more.reasoning) if text is not None]
+    return CanonicalMessage(
+        "assistant",
+        joined([*some.content, *more.content]),
+        (*some.calls, *more.calls),
+        "".join(thoughts) if thoughts else None,
+    )
+
+
+def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    tools: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for tool in fields.objects("tools"):
+        kind = tool.text("type", "function")
+        if kind not in ("function", "custom"):
+            left_out.append(f"tools: {kind}")
+            continue
+        parameters = FREE_TEXT if kind == "custom" else tool.any("parameters")
+        tools.append(function_tool(tool.text("name"), tool.text("description"), parameters))
+    return tuple(tools), left_out
+
+
+class ResponseAnswer:
+    """One answer, as one object or as the events of a stream."""
+
+    def __init__(self, head: AnswerHead, *, custom_tools: frozenset[str] = frozenset()) -> None:
+        """Word an answer; `custom_tools` are those that take any text."""
+        self._head = head
+        self._custom = custom_tools
+        self._numbers = count()
+        self._output: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def start(self) -> Iterator[str]:
+        """Yield the first events."""
+        for kind in ("created", "in_progress"):
+            yield self._event(f"response.{kind}", response=self._response("in_progress"))
+
+    def push(self, piece: Piece) -> Iterator[str]:
+        """Take more of the answer; yield it as events."""
+        if isinstance(piece, CanonicalCall):
+            yield from self._close()
+            yield from self._call(piece)
+            return
+        kind = "message" if isinstance(piece, TextPiece) else "reasoning"
+        if self._open is None or self._open["type"] != kind:
+            yield from self._close()
+            yield from self._begin(kind)
+        assert self._open is not None
+        self._open["content"][0]["text"] += piece.text
+        name = "reasoning_text" if isinstance(piece, ReasoningPiece) else "output_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **logprobs)
+
+    def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
+        """End the answer."""
+        yield from self._close()
+        kind = "incomplete" if answered == "length" else "completed"
+        yield self._event(f"response.{kind}", response=self.whole(answered, usage))
+
+    def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:
+        """Return the answer as one object, once it is finished."""
+        status = "incomplete" if answered == "length" else "completed"
+        counts = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.reused, "cache_write_tokens": 0},
+            "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt + usage.generated,
+        }
+        why = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {**self._response(status), "incomplete_details": why, "usage": counts}
+
+    def _response(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "model": self._head.model,
+            "status": status,
+            "output": list(self._output),
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "temperature": None,
+            "top_p": None,
+            "tool_choice": "auto",
+            "tools": [],
+            "usage": None,
+        }
+
+    def _begin(self, kind: str) -> Iterator[str]:
+        name = f"{'msg' if kind == 'message' else 'rs'}_{self._head.id}_{len(self._output)}"
+        content: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        item: dict[str, Any] = {"id": name, "type": kind, "summary": []}
+        if kind == "message":
+            content = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"id": name, "type": kind, "role": "assistant"}
+        self._open = {**item, "status": "in_progress", "content": [content]}
+        place = {"output_index": len(self._output)}
+        yield self._event("response.output_item.added", **place, item={**self._open, "content": []})
+        yield self._event("response.content_part.added", **self._part(), part=dict(content))
+
+    def _close(self) -> Iterator[str]:
+        if self._open is None:
+            return
+        item: dict[str, Any] = {**self._open, "status": "completed"}
+        place = self._part()
+        content = item["content"][0]
+        name = "output_text" if item["type"] == "message" else "reasoning_text"
+        logprobs: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        yield self._event(f"response.{name}.done", **place, text=content["text"], **logprobs)
+        yield self._event("response.content_part.done", **place, part=content)
+        self._open = None
+        yield from self._done(item)
+
+    def _call(self, call: CanonicalCall) -> Iterator[str]:
+        is_custom = call.name in self._custom
+        text = (
+            str(call.value.get("input", "")) if is_custom and isinstance(call.value, dict) else ""
+        )
+        field, sent = ("input", text) if is_custom else ("arguments", call.arguments)
+        item = {
+            "id": f"fc_{self._head.id}_{len(self._output)}",
+            "type": "custom_tool_call" if is_custom else "function_call",
+            "call_id": call.id,
+            "name": call.name,
+            "status": "in_progress",
+        }
+        name = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        place: dict[str, Any] = {"output_index": len(self._output)}
+        yield self._event("response.output_item.added", **place, item={**item, field: ""})
+        place["item_id"] = item["id"]
+        yield self._event(f"response.{name}.delta", **place, delta=sent)
+        told = {} if is_custom else {"name": call.name}
+        yield self._event(f"response.{name}.done", **place, **told, **{field: sent})
+        yield from self._done({**item, field: sent, "status": "completed"})
+
+    def _done(self, item: dict[str, Any]) -> Iterator[str]:
+        place = {"output_index": len(self._output)}
+        self._output.append(item)
+        yield self._event("response.output_item.done", **place, item=item)
+
+    def _part(self) -> dict[str, Any]:
+        assert self._open is not None
+        return {
+            "item_id": self._open["id"],
+            "output_index": len(self._output),
+            "content_index": 0,
+        }
+
+    def _event(self, kind: str, **said: Any) -> str:
+        said = json.loads(json.dumps(said))
+        return event({"type": kind, "sequence_number": next(self._numbers), **said}, kind)
