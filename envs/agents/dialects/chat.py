@@ -116,7 +116,7 @@ def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
     return tuple(tools), left_out
 
 
-class ChatAnswer:
+class ChatCompletionAnswer:
     """The choices of one answer, as one object or as the chunks of a stream."""
 
     def __init__(self, head: AnswerHead, num_choices: int, *, include_usage: bool) -> None:

@@ -14,7 +14,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tinkermq.envs.agents.dialects.answer import Answered, AnswerHead, Usage
-from tinkermq.envs.agents.dialects.chat import ChatAnswer, chat_error, read_chat
+from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, chat_error, read_chat
 from tinkermq.envs.agents.dialects.messages_api import (
     MessagesAnswer,
     messages_error,
@@ -98,7 +98,7 @@ def served() -> Iterator[tuple[str, list[Served]]]:
 
 
 def chat_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    answer = ChatAnswer(HEAD, 1, include_usage=request.include_usage)
+    answer = ChatCompletionAnswer(HEAD, 1, include_usage=request.include_usage)
     events = [*answer.start()]
     for piece in pieces:
         events += answer.push(piece)
