@@ -8,13 +8,14 @@ from typing import Any, cast
 from ..broker.calls.learner import write_checkpoint
 from ..broker.client.connection import Broker, connect
 from ..schemas.config.load_config import check_keys
+from ..schemas.config.merge import merged
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
 from ..schemas.wire.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .compat.arguments import as_tree, refuse_unknown_options
-from .compat.opentinker_keys import merged, translate
+from .compat.opentinker_keys import translate
 from .pool import Pool, new_request_id
 from .secrets import secrets_for
 from .sync.quiet import quiet_logs

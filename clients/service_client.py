@@ -16,12 +16,13 @@ from ..broker.client.faults import shown_url
 from ..broker.disk.room import in_thread, with_room
 from ..broker.observe.tracking import ConsoleTracker, Tracker, make_trackers
 from ..schemas.config.load_config import check_keys
+from ..schemas.config.merge import merged
 from ..schemas.job import FINAL_STATES, JobRecord
 from ..schemas.metric import Metric
 from ..schemas.wire.errors import ConfigError
 from .address import parse_server_url
 from .compat.arguments import as_tree, refuse_unknown_options
-from .compat.opentinker_keys import merged, translate
+from .compat.opentinker_keys import translate
 from .follow import follow_run
 from .hosting.game_environment import GameEnvironment
 from .pool import Pool

@@ -316,15 +316,3 @@ def _take_turn_samples(flat: dict[str, Any], tree: dict[str, Any]) -> None:
         _put(tree, "algorithm.turn_reward", "return" if gamma else "reward", name)
     if gamma is not None and (gamma or not by_turn):
         _put(tree, "algorithm.gamma", gamma, name)
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the leaves of `over` laid over it."""
-    result = dict(base)
-    for key, value in over.items():
-        inner = result.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping):
-            result[key] = merged(cast("Mapping[str, Any]", inner), cast("Mapping[str, Any]", value))
-        else:
-            result[key] = value
-    return result

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from ...schemas.config.job import RolloutConfig
 from ...schemas.config.lora import ADAPTER_CONFIG
+from ...schemas.config.merge import merged
 from ...schemas.job import FINAL_STATES, LAST_STEP
 from ...schemas.wire.errors import ConfigError, ModelError, NotFoundError
-from ..compat.opentinker_keys import merged
 from ..pool import Pool, is_token
 from ..validation.names import did_you_mean, run_and_step
 from ..validation.paths import is_local_pool, resolve_paths

@@ -14,6 +14,7 @@ from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
 from ....envs.registry import check_registered
 from ....schemas.config.load_config import check_keys, parse_config
+from ....schemas.config.merge import merged
 from ....schemas.config.reward import RewardConfig
 from ....schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
 from ....schemas.wire.errors import ConfigError, MessageError, StateError
@@ -323,18 +324,6 @@ class Submission:
 
 def _served(request: SubmitRequest, fork_of: str | None) -> str:
     return fork_of or "" if request.kind == "infer" else ""
-
-
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay one tree of maps over another; neither is changed."""
-    result = dict(below)
-    for key, value in above.items():
-        inner = result.get(key)
-        if isinstance(value, dict) and isinstance(inner, dict):
-            result[key] = merged(cast("dict[str, Any]", inner), cast("dict[str, Any]", value))
-        else:
-            result[key] = value
-    return result
 
 
 def check_game(config: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from ....broker.presence import presences
 from ....envs.evaluation import Scored, summarize
 from ....envs.evaluation import compare as compare_versions
 from ....schemas.config.load_config import apply_override
+from ....schemas.config.merge import merged
 from ....schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ....schemas.metric import EvalRecord, Event, Metric
 from ....schemas.wire.errors import (
@@ -25,7 +26,6 @@ from ....schemas.wire.errors import (
     NotFoundError,
 )
 from ....schemas.wire.subjects import BUCKET_EVALS
-from ...compat.opentinker_keys import merged
 from ...follow import follow_run
 from ...home import URL_VARIABLE, find_url
 from ...pool import Pool, new_request_id
