@@ -5,7 +5,6 @@ the URLs; it runs in a thread, and neither the URL nor what a service answers is
 """
 
 import asyncio
-import importlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -136,9 +135,9 @@ def send_by_apprise(url: str, title: str, text: str) -> bool:
     """Send one notification; False when the service does not take it, or apprise is missing."""
     logging.getLogger("apprise").setLevel(logging.CRITICAL + 1)  # it names URLs
     try:
-        apprise: Any = importlib.import_module("apprise")
+        from apprise import Apprise
     except ImportError:
         _log.warning("apprise_missing", hint="pip install 'tinkermq[notify]' where schedulers run")
         return False
-    service = apprise.Apprise()
+    service: Any = Apprise()
     return bool(service.add(url)) and bool(service.notify(title=title, body=text))

@@ -6,12 +6,12 @@ unless one of them is asked for.
 """
 
 import asyncio
-import importlib
+import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -134,11 +134,13 @@ class TensorboardTracker:
     """TensorBoard event files, written without torch or TensorFlow."""
 
     def __init__(self, folder: Path) -> None:
-        writer = _package("tensorboard.summary.writer.event_file_writer", extra="tensorboard")
-        self._summaries = _package("tensorboard.compat.proto.summary_pb2", extra="tensorboard")
-        self._events = _package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
+        with _packages_of("tensorboard"):
+            from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._events, self._summaries, self._tensors = event_pb2, summary_pb2, tensor_pb2
         folder.mkdir(parents=True, exist_ok=True)
-        self._writer = writer.EventFileWriter(str(folder))
+        self._writer = EventFileWriter(str(folder))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Write the configuration as a text card."""
@@ -146,8 +148,7 @@ class TensorboardTracker:
         metadata = self._summaries.SummaryMetadata(
             plugin_data=self._summaries.SummaryMetadata.PluginData(plugin_name="text")
         )
-        tensors = _package("tensorboard.compat.proto.tensor_pb2", extra="tensorboard")
-        tensor = tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
+        tensor = self._tensors.TensorProto(dtype="DT_STRING", string_val=[text.encode()])
         self._add([{"tag": "config", "metadata": metadata, "tensor": tensor}], step=0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -173,7 +174,10 @@ class WandbTracker:
     """A run at Weights & Biases, or, offline, its files in the folder: `wandb sync` sends them."""
 
     def __init__(self, folder: Path, *, project: str, name: str, offline: bool = False) -> None:
-        wandb = _package("wandb", extra="wandb")
+        with _packages_of("wandb"):
+            import wandb
+            from wandb.errors import Error as WandbError
+
         folder.mkdir(parents=True, exist_ok=True)
         try:
             self._run = wandb.init(
@@ -183,7 +187,7 @@ class WandbTracker:
                 reinit="create_new",
                 mode="offline" if offline else None,
             )
-        except wandb.errors.Error as error:
+        except WandbError as error:
             raise ConfigError(
                 f"wandb cannot start a run: {error}",
                 hint="set WANDB_API_KEY where the job is submitted, or name wandb-offline in place "
@@ -193,7 +197,8 @@ class WandbTracker:
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Record the configuration with the run."""
-        self._run.config.update(dict(config), allow_val_change=True)
+        recorded: Any = self._run.config
+        recorded.update(dict(config), allow_val_change=True)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the numbers at `step`."""
@@ -208,7 +213,10 @@ class TrackioTracker:
     """A run in trackio's local store."""
 
     def __init__(self, *, project: str, name: str) -> None:
-        self._trackio = _package("trackio", extra="trackio")
+        with _packages_of("trackio"):
+            import trackio  # pyright: ignore[reportMissingModuleSource]
+
+        self._trackio = trackio
         self._names = {"project": project, "name": name}
         self._started = False
 
@@ -229,13 +237,11 @@ class TrackioTracker:
             self._trackio.finish()
 
 
-def _package(name: str, *, extra: str) -> Any:
-    """Import a module of an optional package.
-
-    Raises ConfigError with the command that installs it.
-    """
+@contextlib.contextmanager
+def _packages_of(extra: str) -> Iterator[None]:
+    """Import packages of an extra; raises ConfigError with the command that installs them."""
     try:
-        return importlib.import_module(name)
+        yield
     except ImportError as error:
         raise ConfigError(
             f"logger backend {extra!r} needs a package that cannot be imported: {error}",

@@ -7,12 +7,11 @@ escape for what is larger, then zstandard. It is made of blocks, which threads w
 time and which bound the memory. Pure functions of bytes: no broker, no files.
 """
 
-import importlib
 import os
 import struct
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,9 @@ _FAR = 255
 """A gap of this many unchanged words or more stands as four bytes."""
 _WIDE = -128
 """A step that takes more than a byte stands as two."""
+
+if TYPE_CHECKING:
+    from pyarrow import Codec
 
 Words = NDArray[np.uint16]
 
@@ -123,10 +125,11 @@ def _apply_block(
     target[places] += steps.view(np.uint16)
 
 
-def _zstd() -> Any:
+def _zstd() -> "Codec":
     """Return Arrow's zstandard; the import takes a while, and clients do without it."""
-    arrow: Any = importlib.import_module("pyarrow")
-    return arrow.Codec("zstd", compression_level=1)
+    from pyarrow import Codec
+
+    return Codec("zstd", compression_level=1)
 
 
 def _threads() -> ThreadPoolExecutor:
