@@ -18,14 +18,13 @@ from ...envs.evaluation import is_success, kind_of
 from ...envs.game import AbstractGame, ChatMessage, StepResult
 from ...envs.running.episodes import Opening
 from ...envs.running.runner import Runner, make_runner
+from ...envs.running.step_timeout import LOOK_S
 from ...schemas.config.job import EnvConfig
 from ...schemas.wire.errors import ConfigError, GameError
 from .inference_tasks import Tasks, chosen_tasks, hosted_env
 from .openai_endpoint import Endpoint
 from .play import InferenceReport, PlayOptions, play_all
 from .results import EpisodeResult
-
-_REAP_S = 0.1
 
 
 async def play_with_endpoint(endpoint: Endpoint, options: PlayOptions) -> InferenceReport:
@@ -59,10 +58,10 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
     """Run games as an environment host does."""
     runner = make_runner(env, game_class)
 
-    async def reap() -> None:
+    async def end_overdue() -> None:
         while True:
-            runner.reap()
-            await asyncio.sleep(_REAP_S)
+            runner.end_overdue()
+            await asyncio.sleep(LOOK_S)
 
     facts = await runner.start()
     if facts.tools or facts.roles:
@@ -72,11 +71,11 @@ async def _running(env: EnvConfig, game_class: type[AbstractGame]) -> AsyncItera
             f"{facts.name} has {what}: it cannot be played with a URL",
             hint="serve the model in a pool: `tinkermq serve`, then `tinkermq eval` or `infer`",
         )
-    reaping = asyncio.create_task(reap(), name="reap games")
+    ending = asyncio.create_task(end_overdue(), name="end overdue calls")
     try:
         yield runner
     finally:
-        reaping.cancel()
+        ending.cancel()
         await runner.stop()
 
 

@@ -16,7 +16,8 @@ from typing import Any
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, ChatMessage, StepResult
 from .episodes import Episodes, GameFacts, Opening
-from .thread_runner import MAX_GIVEN_UP, hung
+from .step_timeout import TimeLimits, hung
+from .thread_runner import MAX_GIVEN_UP
 
 _END_S = 5.0
 
@@ -29,14 +30,12 @@ class AsyncRunner:
         game_class: type[AbstractGame],
         kwargs: dict[str, Any],
         *,
-        reset_timeout_s: float,
-        step_timeout_s: float,
+        limits: TimeLimits,
     ) -> None:
         self._class = game_class
         self._kwargs = kwargs
-        self._reset_timeout_s = reset_timeout_s
-        self._step_timeout_s = step_timeout_s
-        self._longest_s = max(reset_timeout_s, step_timeout_s)
+        self._limits = limits
+        self._longest_s = max(limits)
         self._num_given_up = 0
         self._loop: _GameLoop
 
@@ -48,21 +47,17 @@ class AsyncRunner:
         async def made() -> GameFacts:
             return probe()
 
-        return await self._play("__init__", "", self._reset_timeout_s, made)
+        return await self._play("__init__", "", made)
 
     async def reset(self, opening: Opening) -> list[ChatMessage]:
         """Start an episode."""
         episodes = self._loop.episodes
-        return await self._play(
-            "reset", opening.episode, self._reset_timeout_s, lambda: episodes.reset_async(opening)
-        )
+        return await self._play("reset", opening.episode, lambda: episodes.reset_async(opening))
 
     async def step(self, episode: str, action: str) -> StepResult:
         """Play one action."""
         episodes = self._loop.episodes
-        return await self._play(
-            "step", episode, self._step_timeout_s, lambda: episodes.step_async(episode, action)
-        )
+        return await self._play("step", episode, lambda: episodes.step_async(episode, action))
 
     async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
         """Say whose turn it is, and what opens that role's conversation."""
@@ -71,13 +66,13 @@ class AsyncRunner:
         async def asked() -> tuple[str, list[ChatMessage]]:
             return found(episode)
 
-        return await self._play("step", episode, self._step_timeout_s, asked)
+        return await self._play("turn", episode, asked)
 
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         self._loop.episodes.drop(episode)
 
-    def reap(self) -> None:
+    def end_overdue(self) -> None:
         """Give the loop up if it has not turned for as long as a call may take."""
         if not self._loop.is_stuck(self._longest_s):
             return
@@ -103,11 +98,9 @@ class AsyncRunner:
             "async",
         )
 
-    async def _play(
-        self, verb: str, episode: str, limit_s: float, call: Callable[[], Awaitable[Any]]
-    ) -> Any:
+    async def _play(self, verb: str, episode: str, call: Callable[[], Awaitable[Any]]) -> Any:
         """Run a call in the games' loop, for as long as it may take."""
-        loop = self._loop
+        loop, limit_s = self._loop, self._limits.of(verb)
 
         async def limited() -> Any:
             task = asyncio.ensure_future(call())

@@ -19,7 +19,7 @@ from ...schemas.wire.errors import GameError
 from ..data.host_data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult
 from .episodes import Episodes, Opening, is_async
-from .thread_runner import hung
+from .step_timeout import hung
 
 T = TypeVar("T")
 _MARGIN_S = 1.0

@@ -27,7 +27,7 @@ from ...schemas.wire.errors import (
 )
 from ..game import ChatMessage, StepResult
 from .episodes import GameFacts, Opening
-from .thread_runner import hung
+from .step_timeout import Call, TimeLimits
 from .worker import LENGTH
 
 START_TIMEOUT_S = 60.0
@@ -37,29 +37,18 @@ SLOW_S = 0.5
 
 
 @dataclass
-class _Call:
-    """One call into a game; the first of a process is the one that runs."""
-
-    verb: str
-    episode: str
-    limit_s: float
-    future: "asyncio.Future[Any]"
-    started: float = 0.0
-
-
-@dataclass
 class _Process:
     """A worker process, its calls in the order in which it plays them, and its episodes."""
 
     child: asyncio.subprocess.Process
     writer: asyncio.StreamWriter
-    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
+    calls: dict[int, Call] = field(default_factory=dict[int, Call])
     episodes: set[str] = field(default_factory=set[str])
     reader: "asyncio.Task[None] | None" = None
     death: GameError | None = None
     """Why it is dead, for the episodes that only lived in it."""
 
-    def head(self) -> _Call | None:
+    def head(self) -> Call | None:
         return next(iter(self.calls.values()), None)
 
 
@@ -79,7 +68,8 @@ class _Slot:
     def is_slow(self, now: float) -> bool:
         """Whether the process has been at one call for so long that others should not queue."""
         call = self.process.head() if self.process else None
-        return call is not None and now - call.started >= SLOW_S
+        began = call.started if call else None
+        return began is not None and now - began >= SLOW_S
 
 
 class ProcessRunner:
@@ -91,14 +81,12 @@ class ProcessRunner:
         kwargs: dict[str, Any],
         *,
         num_workers: int,
-        reset_timeout_s: float,
-        step_timeout_s: float,
+        limits: TimeLimits,
         worker_memory_mb: int | None = None,
     ) -> None:
         self._game = game
         self._kwargs = kwargs
-        self._reset_timeout_s = reset_timeout_s
-        self._step_timeout_s = step_timeout_s
+        self._limits = limits
         self._worker_memory_mb = worker_memory_mb
         self._slots = [_Slot() for _ in range(num_workers)]
         self._homes: dict[str, _Process] = {}
@@ -120,9 +108,7 @@ class ProcessRunner:
         self._homes[opening.episode] = process
         process.episodes.add(opening.episode)
         try:
-            return await self._send(
-                process, "reset", opening.episode, self._reset_timeout_s, (opening,)
-            )
+            return await self._send(process, "reset", opening.episode, (opening,))
         except TinkermqError:
             self._forget(opening.episode)
             raise
@@ -135,7 +121,7 @@ class ProcessRunner:
         if process.death is not None:
             self._forget(episode)
             raise process.death
-        values = await self._send(process, "step", episode, self._step_timeout_s, (episode, action))
+        values = await self._send(process, "step", episode, (episode, action))
         result = StepResult(*values)
         if result.done:
             self._forget(episode)
@@ -148,7 +134,7 @@ class ProcessRunner:
             raise NotFoundError(f"episode {episode!r} has no running game here")
         if process.death is not None:
             raise process.death
-        role, prompt = await self._send(process, "turn", episode, self._step_timeout_s, (episode,))
+        role, prompt = await self._send(process, "turn", episode, (episode,))
         return role, prompt
 
     def drop(self, episode: str) -> None:
@@ -156,17 +142,16 @@ class ProcessRunner:
         process = self._homes.get(episode)
         self._forget(episode)
         if process is not None and process.death is None:
-            dropped = self._send(process, "drop", episode, self._step_timeout_s, (episode,))
+            dropped = self._send(process, "drop", episode, (episode,))
             dropped.add_done_callback(_look)  # nobody waits for it
 
-    def reap(self) -> None:
+    def end_overdue(self) -> None:
         """Kill processes whose game has hung past its limit."""
-        now = time.monotonic()
         for slot in self._slots:
             process = slot.process
             call = process.head() if process else None
-            if process and call and now - call.started >= call.limit_s:
-                self._end(process, call, hung(self._game, call.verb, call.limit_s))
+            if process and call and call.is_overdue:
+                self._end(process, call, call.hung(self._game))
 
     async def stop(self) -> None:
         """Kill the processes and wait until they are gone."""
@@ -201,14 +186,15 @@ class ProcessRunner:
         process.reader = asyncio.create_task(self._read(process, incoming), name="env_worker")
         slot.process = process
         arguments = (self._game, self._kwargs, sys.path, self._worker_memory_mb)
-        return GameFacts(*await self._send(process, "start", "", START_TIMEOUT_S, arguments))
+        return GameFacts(*await self._send(process, "start", "", arguments))
 
     def _send(
-        self, process: _Process, verb: str, episode: str, limit_s: float, arguments: Any
+        self, process: _Process, verb: str, episode: str, arguments: Any
     ) -> "asyncio.Future[Any]":
         number = next(self._numbers)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _Call(verb, episode, limit_s, future, started=time.monotonic())
+        limit_s = START_TIMEOUT_S if verb == "start" else self._limits.of(verb)
+        call = Call(verb, episode, limit_s, future, started=time.monotonic())
         process.calls[number] = call
         body = pickle.dumps((number, verb, arguments))
         process.writer.write(LENGTH.pack(len(body)) + body)
@@ -240,7 +226,7 @@ class ProcessRunner:
         else:
             call.future.set_exception(error_from_reply(*error))
 
-    def _crashed(self, call: _Call | None, code: int) -> GameError:
+    def _crashed(self, call: Call | None, code: int) -> GameError:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
         where = f" in {call.verb}" if call else ""
         return GameError(
@@ -248,7 +234,7 @@ class ProcessRunner:
             hint="a crash of native code, os._exit, or the out-of-memory killer; see the log",
         )
 
-    def _end(self, process: _Process, culprit: _Call | None, error: GameError) -> None:
+    def _end(self, process: _Process, culprit: Call | None, error: GameError) -> None:
         """Fail the call that is to blame with `error`, and the process's others with why."""
         if culprit is not None and not culprit.future.done():
             culprit.future.set_exception(error)

@@ -13,6 +13,7 @@ from ..registry import load_game
 from .async_runner import AsyncRunner
 from .episodes import GameFacts, Opening, is_async, refuse_async
 from .process_runner import ProcessRunner
+from .step_timeout import TimeLimits
 from .thread_runner import ThreadRunner
 
 T = TypeVar("T")
@@ -41,8 +42,8 @@ class Runner(Protocol):
         """Forget an episode."""
         ...
 
-    def reap(self) -> None:
-        """Deal with calls that have run past their limit; called a few times a second."""
+    def end_overdue(self) -> None:
+        """Deal with calls that have run past their limit; called every `LOOK_S`."""
         ...
 
     async def stop(self) -> None:
@@ -61,7 +62,7 @@ class TimedRunner:
         self._num_asked = 0
         self.start = runner.start
         self.drop = runner.drop
-        self.reap = runner.reap
+        self.end_overdue = runner.end_overdue
         self.stop = runner.stop
 
     def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
@@ -97,10 +98,7 @@ def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None)
 
     `game_class` stands for `config.game` where a client hosts a class of its own. Raises GameError.
     """
-    limits = {
-        "reset_timeout_s": config.reset_timeout_s,
-        "step_timeout_s": config.step_timeout_s,
-    }
+    limits = TimeLimits(config.reset_timeout_s, config.step_timeout_s)
     if config.isolation == "process" and game_class is None:
         return _process_runner(config, config.game, limits)
     found = game_class or load_game(config.game)
@@ -108,20 +106,20 @@ def make_runner(config: EnvConfig, game_class: type[AbstractGame] | None = None)
     if is_async(found):
         if isolation == "process":
             refuse_async(found)
-        return AsyncRunner(found, config.kwargs, **limits)
+        return AsyncRunner(found, config.kwargs, limits=limits)
     if isolation == "process":
         target = config.game if game_class is None else _importable(game_class)
         return _process_runner(config, target, limits)
-    return ThreadRunner(found, config.kwargs, num_workers=config.workers, **limits)
+    return ThreadRunner(found, config.kwargs, num_workers=config.workers, limits=limits)
 
 
-def _process_runner(config: EnvConfig, target: str, limits: dict[str, float]) -> ProcessRunner:
+def _process_runner(config: EnvConfig, target: str, limits: TimeLimits) -> ProcessRunner:
     return ProcessRunner(
         target,
         config.kwargs,
         num_workers=config.workers,
         worker_memory_mb=config.worker_memory_mb,
-        **limits,
+        limits=limits,
     )
 
 

@@ -4,7 +4,7 @@ Worker threads take work from one queue and put finished work on another. They a
 all that was asked within one turn of the event loop, and the loop once for all that finished
 meanwhile, so that many short steps share the cost of a wake-up.
 A thread cannot be killed: one that hangs past its limit is given up and replaced, a bounded
-number of times. The limit counts from when a thread takes the work, not from when it was asked.
+number of times.
 """
 
 import asyncio
@@ -20,21 +20,17 @@ from typing import Any
 from ...schemas.wire.errors import GameError
 from ..game import AbstractGame, ChatMessage, StepResult
 from .episodes import Episodes, GameFacts, Opening
+from .step_timeout import Call, TimeLimits
 
 MAX_GIVEN_UP = 16
 """Threads hung at the same time that are replaced; past it the host says it cannot go on."""
 
 
-@dataclass(slots=True)
-class _Work:
-    """One call into a game, and where its outcome goes."""
+@dataclass
+class _Work(Call):
+    """One call into a game, and its outcome."""
 
-    verb: str
-    episode: str
-    limit_s: float
     call: Callable[[], Any]
-    future: "asyncio.Future[Any]"
-    started: float | None = None
     outcome: Any = None
     error: BaseException | None = None
 
@@ -72,14 +68,12 @@ class ThreadRunner:
         kwargs: dict[str, Any],
         *,
         num_workers: int,
-        reset_timeout_s: float,
-        step_timeout_s: float,
+        limits: TimeLimits,
     ) -> None:
         self._episodes = Episodes(game_class, kwargs)
         self._name = game_class.__name__
         self._num_workers = num_workers
-        self._reset_timeout_s = reset_timeout_s
-        self._step_timeout_s = step_timeout_s
+        self._limits = limits
         self._queue: deque[_Work] = deque()
         self._num_new = 0
         self._wakes: SimpleQueue[bool] = SimpleQueue()
@@ -95,41 +89,29 @@ class ThreadRunner:
         self._loop = asyncio.get_running_loop()
         for _ in range(self._num_workers):
             self._add_worker()
-        return await self._submit("__init__", "", self._reset_timeout_s, self._episodes.probe)
+        return await self._submit("__init__", "", self._episodes.probe)
 
     def reset(self, opening: Opening) -> "asyncio.Future[list[ChatMessage]]":
         """Start an episode."""
-        return self._submit(
-            "reset",
-            opening.episode,
-            self._reset_timeout_s,
-            lambda: self._episodes.reset(opening),
-        )
+        return self._submit("reset", opening.episode, lambda: self._episodes.reset(opening))
 
     def step(self, episode: str, action: str) -> "asyncio.Future[StepResult]":
         """Play one action."""
-        return self._submit(
-            "step", episode, self._step_timeout_s, lambda: self._episodes.step(episode, action)
-        )
+        return self._submit("step", episode, lambda: self._episodes.step(episode, action))
 
     def turn(self, episode: str) -> "asyncio.Future[tuple[str, list[ChatMessage]]]":
         """Say whose turn it is, and what opens that role's conversation."""
-        return self._submit(
-            "step", episode, self._step_timeout_s, lambda: self._episodes.turn(episode)
-        )
+        return self._submit("turn", episode, lambda: self._episodes.turn(episode))
 
     def drop(self, episode: str) -> None:
         """Forget an episode."""
         self._episodes.drop(episode)
 
-    def reap(self) -> None:
+    def end_overdue(self) -> None:
         """Give up threads whose game has hung past its limit, and fail its episode."""
-        now = time.monotonic()
         for worker in list(self._workers):
-            work = worker.work
-            if work is None or work.started is None or now - work.started < work.limit_s:
-                continue
-            self._give_up(worker, work)
+            if (work := worker.work) is not None and work.is_overdue:
+                self._give_up(worker, work)
         if not self._workers:
             self._refuse_queued()
 
@@ -138,10 +120,9 @@ class ThreadRunner:
         for _ in self._workers:
             self._wakes.put(False)
 
-    def _submit(
-        self, verb: str, episode: str, limit_s: float, call: Callable[[], Any]
-    ) -> "asyncio.Future[Any]":
-        work = _Work(verb, episode, limit_s, call, self._loop.create_future())
+    def _submit(self, verb: str, episode: str, call: Callable[[], Any]) -> "asyncio.Future[Any]":
+        future = self._loop.create_future()
+        work = _Work(verb, episode, self._limits.of(verb), future, call)
         self._queue.append(work)
         if not self._num_new:
             self._loop.call_soon(self._wake_workers)
@@ -200,7 +181,7 @@ class ThreadRunner:
         if self._num_given_up <= MAX_GIVEN_UP:
             self._add_worker()
             self._wakes.put(True)  # for what it may have left in the queue
-        work.error = hung(self._name, work.verb, work.limit_s)
+        work.error = work.hung(self._name)
         work.finish()
 
     def _return_thread(self) -> None:
@@ -218,12 +199,3 @@ class ThreadRunner:
                 hint="set env.isolation=process: a hung game is killed there",
             )
             work.finish()
-
-
-def hung(game: str, verb: str, limit_s: float) -> GameError:
-    """Return the error of a game that ran past its limit."""
-    key = "env.step_timeout_s" if verb == "step" else "env.reset_timeout_s"
-    return GameError(
-        f"{game} hung in {verb} for {limit_s:g} s",
-        hint=f"mend the game, or raise {key} if it may take longer",
-    )

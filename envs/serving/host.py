@@ -41,13 +41,13 @@ from ..record import Record
 from ..rewards.rewards import make_rewards
 from ..running.episodes import Opening
 from ..running.runner import TimedRunner, make_runner
+from ..running.step_timeout import LOOK_S
 from .answers import ResetAnswer, StepAnswer, wait_for_some
 from .held import Held
 from .seats import Player, Solo, Table
 
 MAX_EPISODES = 4096
 DRAIN_S = 30.0
-_KEEP_S = 0.1
 _LEASE_CHECKS = 10
 
 _log = structlog.get_logger()
@@ -183,12 +183,12 @@ class EnvironmentHost:
         """Deal with hung games and free episodes whose lease has run out."""
         next_check = 0.0
         while True:
-            self._runner.reap()
+            self._runner.end_overdue()
             now = time.monotonic()
             if now >= next_check and self._broker.is_connected:
                 self._expire(now)
                 next_check = now + min(1.0, self._config.lease_s / _LEASE_CHECKS)
-            await asyncio.sleep(_KEEP_S)
+            await asyncio.sleep(LOOK_S)
 
     def _renew(self) -> None:
         """Begin all leases anew: while the broker was away nobody could have stepped."""
