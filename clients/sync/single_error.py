@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
 
-from ...schemas.wire.errors import TinkermqError
+from ...schemas.wire.errors import root_cause
 
 
 @contextmanager
@@ -13,13 +12,4 @@ def single_errors() -> Iterator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        raise single(group) from group
-
-
-def single(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the first TinkermqError inside a group, or its first error."""
-    matching = group.subgroup(TinkermqError)
-    error: BaseException = matching or group
-    while isinstance(error, BaseExceptionGroup):
-        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
-    return error
+        raise root_cause(group) from group

@@ -11,7 +11,7 @@ import stamina
 
 from ...schemas.config.reward import RewardConfig
 from ...schemas.wire.errors import ConfigError, RewardError
-from .rewards import Case, Score, read_score
+from .source import Case, Score, read_score
 
 if TYPE_CHECKING:
     import httpx

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...schemas.config.reward import RewardConfig
 from ...schemas.wire.errors import ConfigError, RewardError
-from .rewards import Case, Score, read_score
+from .source import Case, Score, read_score
 
 MAX_HUNG = 16
 """Calls of a function that hang at the same time; past it the host says it cannot go on."""

@@ -20,7 +20,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import JobScope
 from .endpoint import HttpSource, again
-from .rewards import Case, Score
+from .source import Case, Score
 
 _JUDGE_PROMPT = """\
 You grade answers.

@@ -6,75 +6,19 @@ blamed on the reward: it is never a reward of 0.
 """
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
 
 from ...broker.client.connection import Broker
 from ...schemas.config.reward import RewardConfig
-from ...schemas.wire.codec import pack, unpack
-from ...schemas.wire.errors import MessageError, NotFoundError, RewardError
+from ...schemas.wire.errors import NotFoundError, RewardError
 from ..game import ChatMessage, StepResult
 from ..record import Record
-
-_VALUE_KEYS = ("score", "reward")
-
-
-@dataclass
-class Case:
-    """What a source judges: the policy's answer, and all that is known of the episode."""
-
-    data_source: str
-    """What the row of the data says of its origin."""
-    ground_truth: Any
-    """The row's gold answer; None for a game that generates its states."""
-    extra_info: dict[str, Any]
-    """Whatever else the row says."""
-    messages: list[ChatMessage]
-    """The conversation so far."""
-    solution_str: str = ""
-    """The policy's last answer."""
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What the game said in `info` at its last step."""
-    game_return: float = 0.0
-    """Sum of the game's own rewards."""
-
-    def arguments(self) -> dict[str, Any]:
-        """Return what functions and endpoints are given."""
-        return {
-            "data_source": self.data_source,
-            "solution_str": self.solution_str,
-            "ground_truth": self.ground_truth,
-            "extra_info": self.extra_info,
-            "messages": self.messages,
-            "info": self.info,
-        }
-
-
-@dataclass(frozen=True)
-class Score:
-    """What a source says."""
-
-    value: float
-    info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Whatever else it tells; numbers become metrics."""
-
-
-class Source(Protocol):
-    """Says what a case is worth."""
-
-    async def start(self) -> None:
-        """Get ready; raises what makes the source unusable."""
-        ...
-
-    async def score(self, case: Case) -> Score:
-        """Judge a case; RewardError when that is not possible."""
-        ...
-
-    async def stop(self) -> None:
-        """Give back what it holds."""
-        ...
+from .endpoint import EndpointSource
+from .function import FunctionSource
+from .judge import JudgeSource
+from .source import Case, Score, Source
 
 
 class Rewards:
@@ -154,40 +98,6 @@ class Rewards:
                 ) from error
 
 
-def read_score(answer: Any, whose: str) -> Score:
-    """Read what a function returned or an endpoint answered: a number, or a map with one.
-
-    The map holds it as `score` (verl's name) or `reward`. Raises RewardError for anything else,
-    naming `whose` answer it is.
-    """
-    value, info = answer, cast("dict[str, Any]", {})
-    if isinstance(answer, Mapping):
-        info = {str(key): item for key, item in cast("Mapping[Any, Any]", answer).items()}
-        value = next((info.pop(key) for key in _VALUE_KEYS if key in info), None)
-    number = _number(value)
-    if not math.isfinite(number):
-        shown = repr(cast("object", answer))
-        raise RewardError(
-            f"{whose} answered {shown[:77]}{'...' * (len(shown) > 77)}, which is no finite reward",
-            hint="answer a number, or a map whose `score` or `reward` is one",
-        )
-    try:
-        return Score(number, unpack(pack(info)) if info else {})
-    except MessageError as error:
-        raise RewardError(
-            f"what {whose} answered beside the reward cannot travel: {error.message}",
-            hint="put plain texts, numbers, lists and maps beside the reward",
-        ) from error
-
-
-def _number(value: Any) -> float:
-    """Return a number of any kind, NumPy's and torch's too, as a float; NaN for what is none."""
-    try:
-        return math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        return math.nan
-
-
 def make_rewards(
     config: RewardConfig,
     broker: Broker,
@@ -200,10 +110,6 @@ def make_rewards(
     `function` stands for `config.function` where a client hosts the game; `judge_job` is the id
     of the job `config.judge`, where it is known.
     """
-    from .endpoint import EndpointSource
-    from .function import FunctionSource
-    from .judge import JudgeSource
-
     if config.source == "function":
         return Rewards(config, FunctionSource(config, function))
     if config.source == "endpoint":

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tinkermq.broker.client.parts import PartsService
 from tinkermq.broker.client.rpc import Service, call
 from tinkermq.envs.rewards.function import load_function
-from tinkermq.envs.rewards.rewards import read_score
+from tinkermq.envs.rewards.source import read_score
 from tinkermq.envs.write_data import verl_row, write_rows
 from tinkermq.schemas.config.reward import RewardConfig
 from tinkermq.schemas.env import StepReply, StepRequest
