@@ -170,8 +170,9 @@ async def _our_error(request: Request, error: TinkermqError) -> Response:
 def _told(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
-    if request.url.path.startswith("/v1/"):
-        return Json(openai.envelope(error, status), status_code=status, headers=again)
+    if (path := request.url.path).startswith("/v1/"):
+        told = openai.words_of(path)(error, status)
+        return Json(told, status_code=status, headers=again)
     if _wants_json(request):
         return Json(error_fields(error), status_code=status, headers=again)
     if isinstance(error, LogInError) and request.method == "GET":

@@ -45,12 +45,13 @@ def gateway_of(request: Request) -> Gateway:
 async def visitor_of(request: Request) -> Visitor:
     """Return who asks, with a connection that stays until the request is answered.
 
-    Raises LogInError.
+    A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it. Raises
+    LogInError.
     """
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     visitor = await gateway_of(request).sessions.visitor(
         session=request.cookies.get(COOKIE),
-        key=key.strip() if scheme.lower() == "bearer" else None,
+        key=key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key"),
     )
     request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
     return visitor

@@ -1,13 +1,13 @@
 """OpenAI's endpoints over the inference jobs of a pool.
 
-`/v1/models` lists what a user's jobs serve, `/v1/chat/completions` and `/v1/completions` ask them.
-Errors come in OpenAI's envelope, whatever they are.
+`/v1/models` lists what a user's jobs serve, `/v1/chat/completions` and `/v1/completions` ask them;
+so do the further dialects, `/v1/responses` and `/v1/messages`. Errors come in the words of each.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -16,19 +16,16 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ....broker.client.connection import Broker
-from ....broker.client.parts import ask_parts
-from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from ....envs.agents.dialects.messages_api import messages_error
+from ....envs.agents.dialects.request import RequestError, text_of
+from ....schemas.infer import CompletionRequest, InferPart
 from ....schemas.wire.errors import TinkermqError
-from ..limits import MAX_INFERENCE_BYTES
 from .answer import Answer, event
+from .asking import LARGE, STREAM_HEADERS, ask, first_of, read_body, unless_gone
 from .body import BodyError, ChatBody, CompletionBody, parse_body, query_of
+from .dialects import MESSAGES, RESPONSES, Dialects, Words
 from .serving_jobs import Serving, ServingJobs
 
-T = TypeVar("T")
-
-_GONE_S = 0.5
-_CLIENT_CLOSED = 499
-_LARGE = 64 << 10
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -49,6 +46,8 @@ def routes(sessions: UserBrokers) -> list[Route]:
         Route("/v1/models/{model:path}", guarded(api.model), methods=["GET"]),
         Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
         Route("/v1/completions", guarded(api.complete), methods=["POST"]),
+        Route("/v1/responses", guarded(api.respond), methods=["POST"]),
+        Route("/v1/messages", guarded(api.message, messages_error), methods=["POST"]),
     ]
 
 
@@ -58,6 +57,7 @@ class OpenAI:
     def __init__(self, sessions: UserBrokers) -> None:
         self._sessions = sessions
         self._serving = ServingJobs()
+        self._dialects = Dialects(self._serving)
 
     async def models(self, request: Request) -> Response:
         """List what the user's jobs serve."""
@@ -78,79 +78,73 @@ class OpenAI:
         """Continue texts."""
         return await self._answer(request, CompletionBody)
 
+    async def respond(self, request: Request) -> Response:
+        """Answer as Responses does."""
+        return await self._dialects.answer(
+            request, await self._sessions.broker(request), RESPONSES, envelope
+        )
+
+    async def message(self, request: Request) -> Response:
+        """Answer as Messages does."""
+        return await self._dialects.answer(
+            request, await self._sessions.broker(request), MESSAGES, messages_error
+        )
+
     async def _answer(
         self, request: Request, model: type[ChatBody] | type[CompletionBody]
     ) -> Response:
         broker = await self._sessions.broker(request)  # nobody's body is read
-        body = await _parsed(await _body(request), model)
+        body = await _parsed(await read_body(request), model)
         serving = await self._serving.find(broker, body.model)
         query = query_of(body).model_copy(update={"adapter": serving.adapter})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
-        parts = _ask(broker, serving, query)
+        parts = ask(broker, serving, query)
         if not body.stream:
-            return JSONResponse(await _unless_gone(request, _whole(parts, answer)))
-        try:
-            first = await anext(parts)  # what is refused at once gets a status of its own
-        except BaseException:
-            await parts.aclose()
-            raise
+            return JSONResponse(await unless_gone(request, _whole(parts, answer)))
+        first = await first_of(parts)
         return StreamingResponse(
-            _stream(first, parts, answer),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            _stream(first, parts, answer), media_type="text/event-stream", headers=STREAM_HEADERS
         )
 
 
 def guarded(
-    endpoint: Callable[[Request], Awaitable[Response]],
+    endpoint: Callable[[Request], Awaitable[Response]], words: Words | None = None
 ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-    """Return an endpoint whose errors come in OpenAI's envelope."""
+    """Return an endpoint whose errors come in the words of its API: OpenAI's, by default."""
+    told = words or envelope
 
     async def answer(request: Request) -> Response:
         try:
             return await endpoint(request)
         except TinkermqError as error:
             headers = {"Retry-After": "1"} if error.status == 429 else None
-            return JSONResponse(envelope(error, error.status), error.status, headers=headers)
+            return JSONResponse(told(error, error.status), error.status, headers=headers)
         except HTTPException as error:
-            told = _envelope(str(error.detail), error.status_code, None, None)
-            return JSONResponse(told, error.status_code, headers=error.headers)
+            said = told(RequestError(str(error.detail)), error.status_code)
+            return JSONResponse(said, error.status_code, headers=error.headers)
 
     return answer
 
 
+def words_of(path: str) -> Words:
+    """Return how errors are worded under a path."""
+    return messages_error if path == "/v1/messages" else envelope
+
+
 def envelope(error: TinkermqError, status: int) -> dict[str, Any]:
     """Return an error as OpenAI words it."""
-    text = f"{error.message}. {error.hint}" if error.hint else error.message
-    param = error.param if isinstance(error, BodyError) else None
+    param = error.param if isinstance(error, BodyError | RequestError) else None
     code = "model_not_found" if status == 404 else error.code
-    return _envelope(text, status, param, code)
-
-
-def _envelope(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     if status == 429:
         kind = "rate_limit_error"
     elif status >= 500:
         kind = "server_error"
     else:
         kind = _TYPES.get(status, "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _ask(
-    broker: Broker, serving: Serving, query: ChatRequest | CompletionRequest
-) -> AsyncGenerator[InferPart, None]:
-    scope = serving.record.scope
-    verb = "chat" if isinstance(query, ChatRequest) else "complete"
-    return ask_parts(
-        broker,
-        scope.infer(verb),
-        query,
-        InferPart,
-        waiting_for=f"a server of {serving.record.name}",
-        cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
-    )
+    return {
+        "error": {"message": text_of(error), "type": kind, "param": param or None, "code": code}
+    }
 
 
 async def _whole(parts: AsyncGenerator[InferPart, None], answer: Answer) -> dict[str, Any]:
@@ -178,35 +172,13 @@ async def _stream(
             yield text
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await something, but give it up when the client has gone away."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not task.done():
-            await asyncio.wait({task}, timeout=_GONE_S)
-            if not task.done() and await request.is_disconnected():
-                raise HTTPException(_CLIENT_CLOSED, "the client has gone")
-        return task.result()
-    finally:
-        task.cancel()
-
-
 async def _parsed(
     raw: bytes, model: type[ChatBody] | type[CompletionBody]
 ) -> ChatBody | CompletionBody:
     """Read a body, a large one in a thread: the loop answers others meanwhile."""
-    if len(raw) > _LARGE:
+    if len(raw) > LARGE:
         return await asyncio.to_thread(parse_body, raw, model)
     return parse_body(raw, model)
-
-
-async def _body(request: Request) -> bytes:
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_INFERENCE_BYTES:
-            raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
-    return bytes(raw)
 
 
 def _model(serving: Serving) -> dict[str, Any]:

@@ -209,12 +209,3 @@ def told(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.generated,
         "prompt_tokens_details": {"cached_tokens": usage.reused},
     }
-
-
-def chat_error(error: RequestError) -> dict[str, Any]:
-    """Return an error in the words of Chat Completions and Responses."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    told = error.message + (f" ({error.hint})" if error.hint else "")
-    return {
-        "error": {"message": told, "type": kind, "param": error.param or None, "code": error.code}
-    }

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ....schemas.wire.errors import TinkermqError
 from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
@@ -16,6 +17,7 @@ from .request import (
     part_of,
     picture_of,
     sampling_of,
+    text_of,
 )
 
 _SAMPLING = ("temperature", "top_p", "top_k")
@@ -144,6 +146,10 @@ class MessagesAnswer:
             empty = {"type": "thinking", "thinking": "", "signature": ""}
             yield from self._add("thinking", piece.text, empty)
 
+    def fail(self, told: dict[str, Any]) -> str:
+        """Return the event that ends an answer which cannot go on: `messages_error`'s words."""
+        return event(told, "error")
+
     def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
         """End the answer."""
         yield from self._close()
@@ -221,9 +227,16 @@ def _event(kind: str, **said: Any) -> str:
     return event({"type": kind, **said}, kind)
 
 
-def messages_error(error: RequestError) -> dict[str, Any]:
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def messages_error(error: TinkermqError, status: int) -> dict[str, Any]:
     """Return an error in the words of Messages."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-    kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    told = error.message + (f" ({error.hint})" if error.hint else "")
-    return {"type": "error", "error": {"type": kind, "message": told}}
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": text_of(error)}}

@@ -21,6 +21,11 @@ class RequestError(TinkermqError):
         """Which field: `messages[3].content`."""
 
 
+def text_of(error: TinkermqError) -> str:
+    """Return what an error says, remedy included."""
+    return f"{error.message}. {error.hint}" if error.hint else error.message
+
+
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One call of the model, before it is attached to the calls before it."""

@@ -134,8 +134,9 @@ class ResponseAnswer:
         self._output: list[dict[str, Any]] = []
         self._open: dict[str, Any] | None = None
 
-    def start(self) -> Iterator[str]:
-        """Yield the first events."""
+    def start(self, usage: Usage) -> Iterator[str]:
+        """Yield the first events, which tell no counts."""
+        del usage
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response("in_progress"))
 
@@ -154,6 +155,13 @@ class ResponseAnswer:
         name = "reasoning_text" if isinstance(piece, ReasoningPiece) else "output_text"
         logprobs: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
         yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **logprobs)
+
+    def fail(self, told: dict[str, Any]) -> str:
+        """Return the event that ends an answer which cannot go on; `told` as OpenAI words it."""
+        error = told["error"]
+        code = "rate_limit_exceeded" if error["type"] == "rate_limit_error" else "server_error"
+        said = {"code": code, "message": error["message"]}
+        return self._event("response.failed", response={**self._response("failed"), "error": said})
 
     def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
         """End the answer."""

@@ -4,9 +4,12 @@ from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
+from tests.actors.gateway.canned import canned
 from tests.browser import Browser, open_browser
 from tests.gateway import Gateway, run_gateway
 from tests.stack import Stack
+
+__all__ = ["canned"]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

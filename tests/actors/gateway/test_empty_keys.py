@@ -68,8 +68,9 @@ async def test_an_empty_key_does_not_fall_back_to_the_session_beside_it(by_hand:
     own = f"key={by_hand.pool.admin_key}".encode()
     cookie = (await by_hand.gateway.form("/login", own)).headers["set-cookie"].split(";")[0]
     assert (await by_hand.gateway.get("/api/v1/whoami", cookie=cookie)).json == {"user": "root"}
-    both = await by_hand.gateway.get("/api/v1/whoami", cookie=cookie, authorization="Bearer ")
-    assert both.status == 401
+    for empty in ({"authorization": "Bearer "}, {"x_api_key": ""}):
+        both = await by_hand.gateway.get("/api/v1/whoami", cookie=cookie, **empty)
+        assert both.status == 401
 
 
 async def test_every_log_in_of_a_user_beyond_sixteen_ends_the_oldest(by_hand: ByHand) -> None:

@@ -14,7 +14,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from tinkermq.envs.agents.dialects.answer import Answered, AnswerHead, Usage
-from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, chat_error, read_chat
+from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, read_chat
 from tinkermq.envs.agents.dialects.messages_api import (
     MessagesAnswer,
     messages_error,
@@ -109,7 +109,7 @@ def chat_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> An
 
 def response_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
     answer = ResponseAnswer(HEAD)
-    events = [*answer.start()]
+    events = [*answer.start(USAGE)]
     for piece in pieces:
         events += answer.push(piece)
     events += answer.finish(ended, USAGE)
@@ -278,8 +278,7 @@ def test_what_cannot_be_served_is_named(dialect: str, body: Any, param: str, mes
         read(body)
     assert raised.value.param == param
     assert message in raised.value.message
-    assert message in json.dumps(chat_error(raised.value))
-    assert message in json.dumps(messages_error(raised.value))
+    assert message in json.dumps(messages_error(raised.value, 400))
 
 
 def test_a_conversation_is_the_same_in_all_dialects() -> None:

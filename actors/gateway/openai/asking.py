@@ -1,0 +1,70 @@
+"""How the model endpoints read a body, ask a server, and give up when nobody waits any more."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from ....broker.client.connection import Broker
+from ....broker.client.parts import ask_parts
+from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from ..limits import MAX_INFERENCE_BYTES
+from .serving_jobs import Serving
+
+T = TypeVar("T")
+
+LARGE = 64 << 10
+"""Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_GONE_S = 0.5
+_CLIENT_CLOSED = 499
+
+
+def ask(
+    broker: Broker, serving: Serving, query: ChatRequest | CompletionRequest
+) -> AsyncGenerator[InferPart, None]:
+    """Ask one of a job's servers; closing the generator cancels the work."""
+    scope = serving.record.scope
+    verb = "chat" if isinstance(query, ChatRequest) else "complete"
+    return ask_parts(
+        broker,
+        scope.infer(verb),
+        query,
+        InferPart,
+        waiting_for=f"a server of {serving.record.name}",
+        cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
+    )
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await something, but give it up when the client has gone away."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=_GONE_S)
+            if not task.done() and await request.is_disconnected():
+                raise HTTPException(_CLIENT_CLOSED, "the client has gone")
+        return task.result()
+    finally:
+        task.cancel()
+
+
+async def first_of(parts: AsyncGenerator[InferPart, None]) -> InferPart:
+    """Return the first part, so that what is refused at once gets a status of its own."""
+    try:
+        return await anext(parts)
+    except BaseException:
+        await parts.aclose()
+        raise
+
+
+async def read_body(request: Request) -> bytes:
+    """Return a body; HTTPException 413 for one that is too large."""
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_INFERENCE_BYTES:
+            raise HTTPException(413, f"the body is over {MAX_INFERENCE_BYTES:,} bytes")
+    return bytes(raw)

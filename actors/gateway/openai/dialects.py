@@ -1,0 +1,259 @@
+"""The further dialects of a served model: OpenAI's Responses and Anthropic's Messages.
+
+What a body asks for without effect is refused by name, as it is in Chat Completions; labels and
+values that ask for nothing are taken.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, cast
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ....broker.client.connection import Broker
+from ....envs.agents.dialects.answer import Answered, AnswerHead, Usage
+from ....envs.agents.dialects.messages_api import MessagesAnswer, read_messages
+from ....envs.agents.dialects.request import ModelRequest, RequestError
+from ....envs.agents.dialects.responses import ResponseAnswer, read_response
+from ....envs.agents.messages import canonical_history
+from ....envs.agents.replies import Piece, ReplyReader
+from ....schemas.infer import ChatRequest, Decoding, InferPart
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import MessageError, TinkermqError
+from .asking import LARGE, STREAM_HEADERS, ask, first_of, read_body, unless_gone
+from .serving_jobs import ServingJobs
+
+Words: TypeAlias = Callable[[TinkermqError, int], dict[str, Any]]
+
+_ANYTHING = object()
+_RESPONSES: Mapping[str, tuple[Any, ...]] = {
+    "metadata": (_ANYTHING,),
+    "user": (_ANYTHING,),
+    "safety_identifier": (_ANYTHING,),
+    "prompt_cache_key": (_ANYTHING,),
+    "prompt_cache_retention": (_ANYTHING,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "parallel_tool_calls": (True,),
+    "truncation": ("disabled",),
+    "text": ({"format": {"type": "text"}},),
+    "top_logprobs": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
+_MESSAGES: Mapping[str, tuple[Any, ...]] = {
+    "metadata": (_ANYTHING,),
+    "service_tier": ("auto", "standard_only"),
+    "thinking": ({"type": "disabled"},),
+}
+_WHY = {
+    "store": "answers are not kept: give false, and send the whole conversation as input",
+    "tool_choice": "which tool is called is the model's choice: give auto or none",
+    "text": "generation is not constrained to a format: say it in the prompt",
+    "reasoning": "how much a model thinks is set by its chat template: leave it out",
+    "thinking": "how much a model thinks is set by its chat template: leave it out",
+    "truncation": "a conversation that is too long is refused: shorten it",
+}
+_SAMPLED = ("temperature", "top_p", "top_k", "seed")
+
+
+class WordedAnswer(Protocol):
+    """An answer in the words of one API."""
+
+    def start(self, usage: Usage) -> Iterator[str]:
+        """Yield the first events."""
+        ...
+
+    def push(self, piece: Piece) -> Iterator[str]:
+        """Take more of the answer; yield it as events."""
+        ...
+
+    def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
+        """End the answer."""
+        ...
+
+    def fail(self, told: dict[str, Any]) -> str:
+        """Return the event that ends an answer which cannot go on."""
+        ...
+
+    def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:
+        """Return the answer as one object, once it is finished."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API: how its requests are read, and its answers worded."""
+
+    prefix: str
+    """Of an answer's id."""
+    read: Callable[[Any], ModelRequest]
+    answer: Callable[[AnswerHead], WordedAnswer]
+    asks_nothing: Mapping[str, tuple[Any, ...]]
+
+
+RESPONSES = Dialect("resp", read_response, ResponseAnswer, _RESPONSES)
+MESSAGES = Dialect("msg", read_messages, MessagesAnswer, _MESSAGES)
+
+
+class Dialects:
+    """Answers requests of further dialects."""
+
+    def __init__(self, serving: ServingJobs) -> None:
+        """Ask the jobs that `serving` knows."""
+        self._serving = serving
+
+    async def answer(
+        self, request: Request, broker: Broker, dialect: Dialect, words: Words
+    ) -> Response:
+        """Answer one request as `broker`'s user."""
+        raw = await read_body(request)
+        large = len(raw) > LARGE
+        asked = await asyncio.to_thread(_read, raw, dialect) if large else _read(raw, dialect)
+        serving = await self._serving.find(broker, asked.model)
+        query = _query(asked).model_copy(update={"adapter": serving.adapter})
+        parts = ask(broker, serving, query)
+        if not asked.stream:
+            work = _whole(parts, dialect, query)
+            return JSONResponse(await unless_gone(request, work))
+        first = await first_of(parts)
+        return StreamingResponse(
+            _stream(first, parts, dialect, query, words),
+            media_type="text/event-stream",
+            headers=STREAM_HEADERS,
+        )
+
+
+def _read(raw: bytes, dialect: Dialect) -> ModelRequest:
+    """Read a body; RequestError names what would be without effect."""
+    try:
+        value: Any = read_json(raw)
+    except MessageError as error:
+        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    if isinstance(value, dict):
+        value = {
+            key: given
+            for key, given in cast("dict[str, Any]", value).items()
+            if not any(
+                nothing is _ANYTHING or nothing == given
+                for nothing in dialect.asks_nothing.get(key, ())
+            )
+        }
+    asked = dialect.read(value)
+    unknown = [name for name in asked.overruled or {} if name not in _SAMPLED]
+    for name in (*asked.without_effect, *unknown):
+        hint = _WHY.get(name, "leave it out")
+        raise RequestError(f"{name!r} is not supported here", param=name, hint=hint)
+    if not asked.model:
+        raise RequestError("the parameter 'model' is missing", param="model")
+    if asked.previous:
+        raise RequestError(
+            "answers are not kept, so none can be continued by its id",
+            param="previous_response_id",
+            hint="send the whole conversation as input",
+        )
+    if asked.is_prefill:
+        raise RequestError(
+            "the last message is the assistant's, and an answer is not continued here",
+            param="messages",
+            hint="end with a message of the user, or continue the text with /v1/completions",
+        )
+    return asked
+
+
+def _query(asked: ModelRequest) -> ChatRequest:
+    sampled = asked.overruled or {}
+    try:
+        return ChatRequest(
+            request=uuid.uuid4().hex,
+            messages=[told.for_template() for told in canonical_history(asked.messages, ())],
+            tools=[dict(tool) for tool in asked.tools],
+            decoding=Decoding(max_tokens=asked.max_tokens, stop=list(asked.stop), **sampled),
+            stream=asked.stream,
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        param = str(problem["loc"][-1]) if problem["loc"] else ""
+        raise RequestError(
+            f"the parameter {param!r} cannot be used: {problem['msg']}", param=param
+        ) from error
+
+
+class _Reading:
+    """One answer, read part by part."""
+
+    def __init__(self, dialect: Dialect, query: ChatRequest, model: str) -> None:
+        head = AnswerHead(f"{dialect.prefix}_{query.request}", int(time.time()), model)
+        self.answer = dialect.answer(head)
+        self.usage = Usage(0, 0)
+        self.answered: Answered = "stop"
+        self._reader = ReplyReader(f"call_{query.request[:20]}", calls=bool(query.tools))
+
+    def start(self, part: InferPart) -> Iterator[str]:
+        """Yield the first events, which the first part has the counts for."""
+        self.usage = Usage(part.prompt_tokens, 0)
+        yield from self.answer.start(self.usage)
+
+    def push(self, part: InferPart) -> Iterator[str]:
+        """Take a part; yield what is new as events."""
+        for delta in part.deltas:
+            self.answered = delta.finish or self.answered
+            yield from self._said(self._reader.push(delta.text))
+        if part.last:
+            self.usage = Usage(part.prompt_tokens, part.completion_tokens)
+
+    def end(self) -> Iterator[str]:
+        """Yield the last events."""
+        yield from self._said(self._reader.finish())
+        yield from self.answer.finish(self.answered, self.usage)
+
+    def _said(self, pieces: list[Piece]) -> Iterator[str]:
+        for piece in pieces:
+            yield from self.answer.push(piece)
+
+
+async def _whole(
+    parts: AsyncGenerator[InferPart, None], dialect: Dialect, query: ChatRequest
+) -> dict[str, Any]:
+    reading: _Reading | None = None
+    async with aclosing(parts):
+        async for part in parts:
+            reading = reading or _Reading(dialect, query, part.model)
+            _exhaust(reading.push(part))
+    reading = reading or _Reading(dialect, query, "")
+    _exhaust(reading.end())
+    return reading.answer.whole(reading.answered, reading.usage)
+
+
+async def _stream(
+    first: InferPart,
+    parts: AsyncGenerator[InferPart, None],
+    dialect: Dialect,
+    query: ChatRequest,
+    words: Words,
+) -> AsyncGenerator[str, None]:
+    """Yield the events of an answer; the server stops when the reader goes away."""
+    reading = _Reading(dialect, query, first.model)
+    async with aclosing(parts):
+        for text in (*reading.start(first), *reading.push(first)):
+            yield text
+        try:
+            async for part in parts:
+                for text in reading.push(part):
+                    yield text
+        except TinkermqError as error:
+            yield reading.answer.fail(words(error, error.status))
+            return
+        for text in reading.end():
+            yield text
+
+
+def _exhaust(events: Iterator[str]) -> None:
+    for _ in events:
+        pass

@@ -1,0 +1,89 @@
+"""A server behind the gateway that says what a test wants."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.parts import PartsService, Tell
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jobs import JobStore
+from tinkermq.broker.presence import presences
+from tinkermq.schemas.infer import (
+    CancelInference,
+    ChatRequest,
+    CompletionRequest,
+    Delta,
+    InferPart,
+)
+from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.metric import Presence
+from tinkermq.schemas.wire.subjects import JobScope
+
+
+class Canned:
+    """A server that says what the test wants, and remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.words = ["Hel", "lo"]
+        self.asked: list[ChatRequest | CompletionRequest] = []
+        self.error: Exception | None = None
+        self.fails_late: Exception | None = None
+        self.hang = False
+        self.cancelled = asyncio.Event()
+
+    async def answer(
+        self, request: ChatRequest | CompletionRequest, tell: Tell[InferPart]
+    ) -> InferPart:
+        """Tell the words one by one."""
+        self.asked.append(request)
+        if self.error is not None:
+            raise self.error
+        for number, word in enumerate(self.words):
+            ids, logprobs = [number], [-0.5 * number]
+            delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
+            await tell(InferPart(model="my-run@4", deltas=[delta]))
+        if self.fails_late is not None:
+            raise self.fails_late
+        try:
+            await asyncio.sleep(3600 if self.hang else 0)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        end = Delta(choice=0, finish="stop")
+        return InferPart(model="my-run@4", deltas=[end], prompt_tokens=3, completion_tokens=2)
+
+
+@pytest.fixture
+async def canned(broker: Broker, scope: JobScope) -> AsyncIterator[Canned]:
+    """A job that serves my-run@4, with a canned server."""
+    record = JobRecord(
+        job=scope.job,
+        name=f"serves-{scope.job}",
+        user=scope.user,
+        kind="infer",
+        state="RUNNING",
+        config={},
+        fork_of="my-run@4",
+        serves="my-run@4",
+        adapters={"other-run@2": "/pool/adapters/other-run@2"},
+        created=time.time(),
+    )
+    await JobStore(broker).create(record, "test")
+    presence = Presence(
+        actor="server-0", role="server", host="h", pid=1, state="working", version=4, time=0
+    )
+    await presences(broker).put(f"{scope.key}.server-0", presence)
+    server = Canned()
+    async with await Service.start(broker, name="canned", description="canned") as service:
+        parts = PartsService(broker, service)
+        for verb, model in (("chat", ChatRequest), ("complete", CompletionRequest)):
+            await parts.endpoint(verb, scope.infer(verb), model, InferPart, server.answer)
+        listening = await broker.listen(
+            scope.infer("cancel"),
+            lambda message: parts.cancel(CancelInference.from_bytes(message.data).request),
+        )
+        yield server
+        await listening.stop()
+    await JobStore(broker).transition(record, "COMPLETED", "the test is over", "test")

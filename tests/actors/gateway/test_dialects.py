@@ -1,0 +1,201 @@
+"""A served model asked through Responses and Messages, with their makers' clients."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+import pytest_asyncio
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+from tinkermq.broker.client.connection import Broker
+from tinkermq.schemas.infer import ChatRequest
+from tinkermq.schemas.wire.errors import BusyError
+
+from tests.actors.gateway.canned import Canned
+from tests.actors.gateway.http import openai_client, serving
+
+WORDS = [
+    "<think>\nhm",
+    "\n</think>I lo",
+    'ok.<tool_call>{"name": "add", "argu',
+    'ments": {"a": 1}}',
+]
+WORDS += ["</tool_call>"]
+PNG = (
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJ"
+    "RU5ErkJggg=="
+)
+ASKED: Any = {"model": "my-run@4", "input": "2+2?"}
+
+
+@pytest_asyncio.fixture
+async def responses(broker: Broker, canned: Canned) -> AsyncIterator[AsyncOpenAI]:
+    """OpenAI's client."""
+    canned.words = WORDS
+    async with openai_client(broker) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def messages(broker: Broker, canned: Canned) -> AsyncIterator[AsyncAnthropic]:
+    """Anthropic's client."""
+    canned.words = WORDS
+    async with serving(broker) as url:
+        base = url.removesuffix("/v1")
+        async with AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client:
+            yield client
+
+
+async def respond(client: AsyncOpenAI, *, stream: bool = False, **more: Any) -> Any:
+    tool: Any = {"type": "function", "name": "add", "parameters": {}, "strict": False}
+    asked = {**ASKED, "instructions": "be brief", "tools": [tool], **more}
+    if not stream:
+        return await client.responses.create(**asked)
+    async with client.responses.stream(**asked) as events:
+        return await events.get_final_response()
+
+
+async def message(client: AsyncAnthropic, *, stream: bool = False, **more: Any) -> Any:
+    tool: Any = {"name": "add", "input_schema": {"type": "object"}}
+    asked: Any = {"model": "my-run@4", "messages": [{"role": "user", "content": "2+2?"}]}
+    asked |= {"tools": [tool], "system": "be brief", "max_tokens": 9, **more}
+    if not stream:
+        return await client.messages.create(**asked)
+    async with client.messages.stream(**asked) as events:
+        return await events.get_final_message()
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_response_has_reasoning_text_call_and_counts(
+    responses: AsyncOpenAI, canned: Canned, stream: bool
+) -> None:
+    made = await respond(
+        responses, stream=stream, temperature=0.5, store=False, max_output_tokens=7
+    )
+    thought, said, call = made.output
+    assert (thought.type, thought.content[0].text) == ("reasoning", "hm")
+    assert (said.type, said.content[0].text) == ("message", "I look.")
+    assert (call.type, call.name, call.arguments) == ("function_call", "add", '{"a": 1}')
+    assert (made.model, made.status) == ("my-run@4", "completed")
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (3, 2)
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert (asked.decoding.temperature, asked.decoding.max_tokens) == (0.5, 7)
+    assert asked.stream == stream
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_message_has_thinking_text_call_and_counts(
+    messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    made = await message(messages, stream=stream, stop_sequences=["!"], metadata={"user_id": "u"})
+    thought, said, call = made.content
+    assert (thought.type, thought.thinking) == ("thinking", "hm")
+    assert (said.type, said.text) == ("text", "I look.")
+    assert (call.type, call.name, call.input) == ("tool_use", "add", {"a": 1})
+    assert (made.model, made.stop_reason) == ("my-run@4", "tool_use")
+    assert made.usage.output_tokens == 2
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    assert [told["content"] for told in asked.messages] == ["be brief", "2+2?"]
+    assert asked.decoding.stop == ["!"]
+
+
+async def test_results_of_tools_and_images_reach_the_server(
+    messages: AsyncAnthropic, canned: Canned
+) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}}
+    image = {"type": "base64", "media_type": "image/png", "data": PNG}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "3"}
+    history = [
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result, {"type": "image", "source": image}]},
+    ]
+    await message(messages, messages=history)
+    (asked,) = canned.asked
+    assert isinstance(asked, ChatRequest)
+    _, _, called, answered, shown = asked.messages
+    function = {"name": "add", "arguments": {"a": 1}}
+    assert called["tool_calls"] == [{"type": "function", "id": "c1", "function": function}]
+    assert (answered["role"], answered["content"]) == ("tool", "3")
+    assert answered["tool_call_id"] == "c1"
+    assert shown["content"][0]["image"].startswith(b"\x89PNG")
+
+
+REFUSED_RESPONSES: list[tuple[dict[str, Any], str]] = [
+    ({"store": True}, "answers are not kept"),
+    ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+    ({"tool_choice": "required"}, "which tool is called is the model's choice"),
+    ({"reasoning": {"effort": "high"}}, "set by its chat template"),
+    ({"presence_penalty": 1.0}, "'presence_penalty' is not supported here"),
+    ({"temperature": -1}, "the parameter 'temperature' cannot be used"),
+    ({"tools": [{"type": "web_search"}]}, "'tools: web_search' is not supported here"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "texts and images"),
+]
+
+
+async def test_what_a_response_cannot_do_is_refused_by_name(
+    responses: AsyncOpenAI, canned: Canned
+) -> None:
+    for more, told in REFUSED_RESPONSES:
+        with pytest.raises(openai.BadRequestError, match=told):
+            await respond(responses, extra_body=more)
+    assert not canned.asked
+
+
+REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
+    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
+    ({"tool_choice": {"type": "any"}}, "which tool is called is the model's choice"),
+    ({"messages": [{"role": "assistant", "content": "so"}]}, "is not continued here"),
+    ({"top_k": "many"}, "the parameter 'top_k' cannot be used"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "is not supported here"),
+]
+
+
+async def test_what_a_message_cannot_do_is_refused_by_name(
+    messages: AsyncAnthropic, canned: Canned
+) -> None:
+    for more, told in REFUSED_MESSAGES:
+        with pytest.raises(anthropic.BadRequestError, match=told):
+            await message(messages, extra_body=more)
+    assert not canned.asked
+
+
+async def test_errors_come_in_the_words_of_each_api(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    canned.error = BusyError("too much to do", hint="ask again")
+    with pytest.raises(openai.RateLimitError, match="too much to do"):
+        await respond(responses)
+    with pytest.raises(anthropic.RateLimitError, match="too much to do") as raised:
+        await message(messages)
+    assert raised.value.body == {
+        "type": "error",
+        "error": {"type": "rate_limit_error", "message": "too much to do. ask again"},
+    }
+    with pytest.raises(anthropic.NotFoundError, match="my-run@4"):
+        await message(messages, model="nothing")
+
+
+async def test_a_body_that_is_no_json_is_told_in_the_words_of_messages(broker: Broker) -> None:
+    async with serving(broker) as url, httpx.AsyncClient() as http:
+        answer = await http.post(f"{url}/messages", content=b"{no")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "not valid JSON" in answer.json()["error"]["message"]
+
+
+async def test_a_stream_that_breaks_says_so(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    canned.fails_late = BusyError("the engine is gone")
+    *_, last = [event async for event in await responses.responses.create(**ASKED, stream=True)]
+    assert last.type == "response.failed"
+    assert last.response.error.message == "the engine is gone"
+    with pytest.raises(anthropic.APIError, match="the engine is gone"):
+        await message(messages, stream=True)
