@@ -8,7 +8,6 @@ learner: its evaluator evaluates a checkpoint, or the model of its configuration
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +28,7 @@ from ..generator.episodes.agent_loop import EpisodeFailed, EpisodePlan, EpisodeS
 from ..generator.episodes.chat import make_chat
 from ..generator.episodes.players import Players
 from ..generator.episodes.tables import play_table
+from ..generator.episodes.tries import until_played
 from ..job_weights import open_weights
 from ..models.job_models import check_weights, config_of_checkpoint
 from ..runtime import JobContext
@@ -128,9 +128,10 @@ class Evaluator:
     async def _evaluate(self, record: EvalRecord) -> None:
         try:
             await self._load(record.version)
-            values = await self._run_validation(record.version)
+            values = self._numbers(await self._play(record.version))
             done = record.model_copy(update={"state": "done", "values": values})
         except TinkermqError as error:
+            self._players.check_engines()
             await self._context.event("evaluation_failed", str(error), version=record.version)
             blame = str(error)[:_MAX_BLAME_CHARS]
             done = record.model_copy(update={"state": "failed", "blame": blame})
@@ -164,9 +165,6 @@ class Evaluator:
             manifest = await self._store.manifest(version)
         tensors = await self._store.fetch(manifest)
         await load_policies(self._players.engines, version, tensors, "recompute")
-
-    async def _run_validation(self, version: int) -> dict[str, float]:
-        return self._numbers(await self._play(version))
 
     def _numbers(self, results: Sequence["Played"]) -> dict[str, float]:
         config = self._context.config.evaluation
@@ -235,13 +233,11 @@ class Evaluator:
     ) -> Sequence[Trajectory | None]:
         """Run one episode, trying again; its conversation, or its roles', or None: all failed."""
         async with free:
-            for attempt in range(self._context.config.rollout.max_tries):
-                try:
-                    episode = f"{plan.episode}-{attempt}"
-                    return await self._try(replace(plan, episode=episode))
-                except EpisodeFailed as failure:
-                    _log.warning("episode_failed", **failure.blame.model_dump())
-        return [None]
+            max_tries = self._context.config.rollout.max_tries
+            try:
+                return await until_played(self._try, plan, max_tries, self._players.check_engines)
+            except EpisodeFailed:
+                return [None]
 
     async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
         """Play one episode; the version that is evaluated plays every role."""

@@ -2,23 +2,19 @@
 
 import asyncio
 from collections import OrderedDict
-from dataclasses import replace
-
-import structlog
 
 from ...envs.serving.remote import Environments, Start
 from ...schemas.config.job import JobConfig, RolloutConfig
 from ...schemas.infer import PlayPart, PlayRequest
-from ...schemas.task import Blame
 from ...schemas.wire.errors import BusyError, ConfigError, DeadlineError
 from ..generator.engine.engine import Engine
 from ..generator.episodes.agent_loop import AgentLoop, EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.episodes.chat import ChatTokenizer
+from ..generator.episodes.tries import until_played
 from ..runtime import JobContext
 
 _SESSIONS = 64
 _LIMITS = ("max_turns", "max_prompt_tokens", "max_turn_tokens", "max_response_tokens")
-_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class EpisodePlayer:
@@ -61,19 +57,11 @@ class EpisodePlayer:
         loop = AgentLoop(self._engine, self._chat, self._hosts(request.session), rollout, sampling)
         start = Start(request.split, request.sample, request.seed, request.kwargs)
         plan = EpisodePlan(request.request, start, greedy=request.temperature == 0)
-        blame: Blame | None = None
-        for attempt in range(rollout.max_tries):
-            try:
-                episode = f"{request.request}-{attempt}"
-                trajectory = await loop.run(replace(plan, episode=episode))
-                return PlayPart(trajectory=trajectory)
-            except EpisodeFailed as failure:
-                loop.check_engine()
-                _log.warning("episode_failed", **failure.blame.model_dump())
-                blame = failure.blame
-                if failure.is_final:
-                    break
-        return PlayPart(blame=blame)
+        try:
+            trajectory = await until_played(loop.run, plan, rollout.max_tries, loop.check_engine)
+        except EpisodeFailed as failure:
+            return PlayPart(blame=failure.blame)
+        return PlayPart(trajectory=trajectory)
 
     def _rollout(self, request: PlayRequest) -> RolloutConfig:
         """Return the job's limits with those of the request laid over."""

@@ -7,7 +7,7 @@ others are cut, and the group tells how far they had come.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -19,7 +19,6 @@ from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.task import Blame, DeadLetter, Task
 from ....schemas.wire.errors import TinkermqError, root_cause
-from ....schemas.wire.trace import trace_of
 from ...runtime import JobContext
 from ...self_play import learning_roles
 from .agent_loop import EpisodeFailed, EpisodePlan
@@ -27,6 +26,7 @@ from .players import Players
 from .recorder import EpisodeRecorder, TaskRecorder
 from .tables import play_table
 from .transcript import Transcript
+from .tries import until_played
 
 _NO_TURN = Blame(
     boundary="task",
@@ -47,14 +47,6 @@ class GroupFailed(TinkermqError):
         self.num_attempts = num_attempts
 
 
-@dataclass
-class _Cost:
-    """What failed tries of a task cost."""
-
-    tokens: int = 0
-    attempts: int = 0
-
-
 @dataclass(eq=False)
 class _Episode:
     """One episode of a group, whichever try it is."""
@@ -65,6 +57,8 @@ class _Episode:
     """How far the present try is."""
     trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
     """What it became: one for each role that learns and had a turn."""
+    failures: list[EpisodeFailed] = field(default_factory=list[EpisodeFailed])
+    """Of the tries before."""
 
 
 class GroupRunner:
@@ -104,10 +98,9 @@ class GroupRunner:
         if self._roles is None:
             self._roles = (await self._environments.describe()).roles
         started = time.time()
-        cost = _Cost()
         misfit = _misfit(self._config, self._roles)
         if misfit is not None:
-            raise self._given_up(task, misfit, cost, started)
+            raise self._given_up(task, misfit, [], started)
         recorder = recorder or TaskRecorder()
         episodes = [
             _Episode(plan, await recorder.open(number))
@@ -115,12 +108,12 @@ class GroupRunner:
         ]
         learning = learning_roles(self._config.self_play, self._roles, task.seed)
         try:
-            kept = await self._play_all(episodes, learning, cost)
+            kept = await self._play_all(episodes, learning)
         except EpisodeFailed as failure:
-            raise self._given_up(task, failure.blame, cost, started) from failure
+            raise self._given_up(task, failure.blame, episodes, started) from failure
         trajectories = [item for episode in kept for item in episode.trajectories]
         if not trajectories:
-            raise self._given_up(task, _NO_TURN, cost, started)
+            raise self._given_up(task, _NO_TURN, episodes, started)
         return Group(
             task=task,
             trajectories=trajectories,
@@ -128,7 +121,7 @@ class GroupRunner:
             kv_on_swap=self._config.generator.kv_on_swap,
             started=started,
             finished=time.time(),
-            tokens_wasted=cost.tokens,
+            tokens_wasted=_tokens_wasted(episodes),
             tokens_cut=[
                 episode.transcript.num_generated for episode in episodes if episode not in kept
             ],
@@ -136,7 +129,7 @@ class GroupRunner:
         )
 
     async def _play_all(
-        self, episodes: Sequence[_Episode], learning: Sequence[str], cost: _Cost
+        self, episodes: Sequence[_Episode], learning: Sequence[str]
     ) -> list[_Episode]:
         """Play episodes at once; return those of the group, the others are cut.
 
@@ -145,9 +138,7 @@ class GroupRunner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(
-                        self._play(episode, learning, cost), name=episode.plan.episode
-                    )
+                    tasks.create_task(self._play(episode, learning), name=episode.plan.episode)
                     for episode in episodes
                 ]
                 kept = await _first_to_end(running, len(running) - self._config.rollout.oversample)
@@ -175,35 +166,28 @@ class GroupRunner:
     def _num_episodes(self, task: Task) -> int:
         return task.group_size + int(task.greedy_baseline) + self._config.rollout.oversample
 
-    async def _play(self, episode: _Episode, learning: Sequence[str], cost: _Cost) -> None:
-        """Try an episode until it succeeds; a host that vanished does not count as a try."""
-        blames: list[Blame] = []
-        while True:
-            tried = f"{episode.plan.episode}-{len(blames) + 1}"
-            episode.transcript = Transcript()
-            try:
-                played = await self._try(episode, tried, learning)
-            except EpisodeFailed as failure:
-                self._players.check_engines()
-                if self._past is not None:
-                    self._past.check_engines()
-                cost.tokens += failure.tokens_wasted
-                cost.attempts += 1
-                trace = trace_of(episode.plan.start.traceparent)
-                blame = failure.blame.model_dump()
-                _log.warning("episode_failed", episode=tried, trace=trace, **blame)
-                blames.append(failure.blame)
-                num_counted = len([blame for blame in blames if blame.code != "host_gone"])
-                if failure.is_final or num_counted >= self._config.rollout.max_tries:
-                    raise
-                continue
-            told = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
-            episode.trajectories = [item.model_copy(update=told) for item in played]
-            return
+    async def _play(self, episode: _Episode, learning: Sequence[str]) -> None:
+        """Try an episode until it succeeds."""
 
-    async def _try(self, episode: _Episode, name: str, learning: Sequence[str]) -> list[Trajectory]:
+        async def play(plan: EpisodePlan) -> list[Trajectory]:
+            episode.transcript = Transcript()
+            return await self._try(episode, plan, learning)
+
+        max_tries, failures = self._config.rollout.max_tries, episode.failures
+        played = await until_played(play, episode.plan, max_tries, self._check_engines, failures)
+        blames = [failure.blame for failure in failures]
+        told = {"num_tries": len(blames) + 1, "failures": blames} if blames else {}
+        episode.trajectories = [item.model_copy(update=told) for item in played]
+
+    def _check_engines(self) -> None:
+        self._players.check_engines()
+        if self._past is not None:
+            self._past.check_engines()
+
+    async def _try(
+        self, episode: _Episode, plan: EpisodePlan, learning: Sequence[str]
+    ) -> list[Trajectory]:
         """Play an episode once; one conversation for each role that learns and had a turn."""
-        plan = replace(episode.plan, episode=name)
         if not self._roles:
             told = episode.transcript if self._config.rollout.oversample else None
             return [await self._players.main.run(plan, told, episode.recorder)]
@@ -222,7 +206,7 @@ class GroupRunner:
         self,
         task: Task,
         blame: Blame,
-        cost: _Cost,
+        episodes: Sequence[_Episode],
         started: float,
     ) -> GroupFailed:
         group = Group(
@@ -231,9 +215,14 @@ class GroupRunner:
             source=self._source,
             started=started,
             finished=time.time(),
-            tokens_wasted=cost.tokens,
+            tokens_wasted=_tokens_wasted(episodes),
         )
-        return GroupFailed(group, blame, cost.attempts)
+        return GroupFailed(group, blame, sum(len(episode.failures) for episode in episodes))
+
+
+def _tokens_wasted(episodes: Sequence[_Episode]) -> int:
+    """Count what was generated in tries that failed."""
+    return sum(failure.tokens_wasted for one in episodes for failure in one.failures)
 
 
 async def append_given_up(context: JobContext, log: RolloutLog, failure: GroupFailed) -> bool:

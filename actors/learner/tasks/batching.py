@@ -37,8 +37,6 @@ class Candidate:
     """Task number; None when a malformed entry does not tell."""
     min_token_version: int = 0
     """Oldest version that produced one of its tokens."""
-    max_token_version: int = 0
-    """Newest version that produced one of its tokens."""
     rewards: tuple[float, ...] = ()
     """Return of each episode; none where all are equal, compared within each role."""
     unusable: Literal["failed", "malformed"] | None = None

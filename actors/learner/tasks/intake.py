@@ -236,7 +236,6 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
         seq=raw.seq,
         number=raw.number,
         min_token_version=group.min_version,
-        max_token_version=max(int(item.versions[item.mask == 1].max()) for item in episodes),
         rewards=() if group.has_equal_rewards else tuple(item.reward for item in episodes),
     )
 

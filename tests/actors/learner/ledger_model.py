@@ -190,7 +190,6 @@ class Learner:
                     seq,
                     entry.task.task,
                     min_token_version=entry.oldest,
-                    max_token_version=entry.oldest,
                     unusable=_unusable(entry),
                 )
                 for seq, entry in self.held.items()

@@ -153,7 +153,6 @@ class Job:
             seq=len(self.log) + 1,
             number=number,
             min_token_version=start,
-            max_token_version=self.version,
             rewards=(0.0, 0.0) if fate < 0.15 else (0.0, 1.0),
             unusable="failed" if fate > 0.9 else None,
         )
