@@ -78,6 +78,16 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
     return data_source
 
 
+def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Average what games put into `info` as numbers, each over the episodes that have it."""
+    by_key: dict[str, list[float]] = {}
+    for info in infos:
+        for key, value in info.items():
+            if isinstance(value, bool | int | float):
+                by_key.setdefault(key, []).append(float(value))
+    return {key: float(np.mean(values)) for key, values in by_key.items()}
+
+
 def mean_with_interval(values: Sequence[float] | NDArray[np.float64]) -> Interval:
     """Return the mean of one value per task with its normal 95 % interval."""
     array = np.asarray(values, np.float64)

@@ -8,16 +8,14 @@ learner: its evaluator evaluates a checkpoint, or the model of its configuration
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import structlog
 
 from ...broker.feed import publish_metric
 from ...broker.jetstream.kv import Bucket
-from ...envs.evaluation import is_success, kind_of, pass_at_k, task_seed
+from ...envs.evaluation import task_seed
 from ...envs.serving.remote import Environments, Start
-from ...schemas.config.job import EvaluationConfig
 from ...schemas.env import DescribeReply
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
@@ -32,6 +30,7 @@ from ..generator.episodes.tries import until_played
 from ..job_weights import open_weights
 from ..models.job_models import check_weights, config_of_checkpoint
 from ..runtime import JobContext
+from .validation_metrics import Played, episode_columns, validation_numbers
 
 _POLL_S = 0.5
 _MAX_BLAME_CHARS = 8192
@@ -59,14 +58,6 @@ async def run_evaluator(context: JobContext) -> None:
             await evaluator.run()
     finally:
         await players.close()
-
-
-class Played(NamedTuple):
-    """One episode of an evaluation; without a trajectory when every try failed."""
-
-    task: int
-    sample: int
-    trajectory: Trajectory | None
 
 
 class Evaluator:
@@ -166,7 +157,7 @@ class Evaluator:
         tensors = await self._store.fetch(manifest)
         await load_policies(self._players.engines, version, tensors, "recompute")
 
-    def _numbers(self, results: Sequence["Played"]) -> dict[str, float]:
+    def _numbers(self, results: Sequence[Played]) -> dict[str, float]:
         config = self._context.config.evaluation
         if self._there is not None and self._there.roles:
             # An episode has as many conversations as roles that had a turn: each counts by itself.
@@ -174,7 +165,7 @@ class Evaluator:
         values = validation_numbers([one.trajectory for one in results], config)
         return {**values, "timing_s/testing": time.perf_counter() - self._started}
 
-    async def _play(self, version: int) -> list["Played"]:
+    async def _play(self, version: int) -> list[Played]:
         """Run every task `samples` times, as many at once as the generator may."""
         config = self._context.config
         tasks = await self._tasks()
@@ -246,80 +237,3 @@ class Evaluator:
             return [await self._players.main.run(plan)]
         loops = self._players.of(self._there.roles)
         return list((await play_table(self._environments, plan, loops)).values())
-
-
-def validation_numbers(
-    results: Sequence[Trajectory | None], config: EvaluationConfig
-) -> dict[str, float]:
-    """Summarise validation episodes, `samples` in a row for each task.
-
-    Failed episodes are counted apart and never as a reward of 0; pass@k is over the tasks whose
-    episodes all ran.
-    """
-    done = [item for item in results if item is not None]
-    values = {"val/failed_episodes": float(len(results) - len(done))}
-    if not done:
-        return values
-    rewards = np.array([item.reward for item in done])
-    values |= {
-        "val/mean_score": float(rewards.mean()),
-        "val/std_score": float(rewards.std()),
-        "val/max_score": float(rewards.max()),
-        "val/min_score": float(rewards.min()),
-        "val/success_rate": float(np.mean([_success(item, config) for item in done])),
-        "val/num_episodes": float(len(done)),
-        "val/response_length": float(np.mean([item.num_generated for item in done])),
-        "val/num_turns": float(np.mean([len(item.turn_ends) for item in done])),
-    }
-    by_key: dict[str, list[float]] = {}
-    for item in done:
-        for key, value in item.info.items():
-            if isinstance(value, bool | int | float):
-                by_key.setdefault(f"val_game/{key}", []).append(float(value))
-    values |= {key: float(np.mean(items)) for key, items in by_key.items()}
-    values |= _by_type(done, config)
-    n = config.samples
-    tasks = [results[start : start + n] for start in range(0, len(results), n)]
-    counts = [
-        sum(_success(item, config) for item in task if item is not None)
-        for task in tasks
-        if all(item is not None for item in task)
-    ]
-    return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
-
-
-def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, float]:
-    """Return the scores of each type of task, where there are several."""
-    types: dict[str, list[Trajectory]] = {}
-    for item in done:
-        types.setdefault(_kind(item) or "other", []).append(item)
-    if len(types) < 2:
-        return {}
-    values: dict[str, float] = {}
-    for kind, items in sorted(types.items()):
-        name = f"val_type/{kind}"
-        values[f"{name}/mean_score"] = float(np.mean([item.reward for item in items]))
-        values[f"{name}/success_rate"] = float(np.mean([_success(item, config) for item in items]))
-        values[f"{name}/num_episodes"] = float(len(items))
-    return values
-
-
-def episode_columns(results: Sequence[Played], config: EvaluationConfig) -> dict[str, list[Any]]:
-    """Return what counts of each episode that ran, column by column, for an event."""
-    ran = [(one.task, one.sample, one.trajectory) for one in results if one.trajectory is not None]
-    return {
-        "tasks": [task for task, _, _ in ran],
-        "samples": [sample for _, sample, _ in ran],
-        "rewards": [item.reward for _, _, item in ran],
-        "successes": [_success(item, config) for _, _, item in ran],
-        "types": [_kind(item) for _, _, item in ran],
-    }
-
-
-def _kind(item: Trajectory) -> str:
-    """Return the type of an episode's task; in a game with roles the role, unless the game says."""
-    return kind_of(item.info, item.data_source or item.role)
-
-
-def _success(item: Trajectory, config: EvaluationConfig) -> bool:
-    return is_success(item.reward, item.info, config.success_reward)

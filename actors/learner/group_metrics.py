@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.evaluation import is_success
+from ...envs.evaluation import is_success, mean_info
 from ...schemas.rollout import Group, Trajectory
 
 _ENDS = ("done", "turns", "length")
@@ -54,7 +54,7 @@ def group_numbers(
         "staleness/group_lag_max": float(group_lags.max()),
         **_histogram(lags),
         **_finishes(episodes),
-        **_game_numbers(groups),
+        **{f"game/{key}": mean for key, mean in mean_info(item.info for item in episodes).items()},
         "game/success_rate": float(
             np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
         ),
@@ -121,17 +121,6 @@ def _finishes(episodes: Sequence[Trajectory]) -> dict[str, float]:
         **{f"rollout/finish_{name}": counts[name] / len(episodes) for name in _ENDS},
         **({"rollout/cut_turn_share": reasons.count("length") / len(reasons)} if reasons else {}),
     }
-
-
-def _game_numbers(groups: Sequence[Group]) -> dict[str, float]:
-    """Average what the game put into `info` as numbers, as `game/<key>`."""
-    found: dict[str, list[float]] = {}
-    for group in groups:
-        for item in group.sampled:
-            for key, value in item.info.items():
-                if isinstance(value, bool | int | float):
-                    found.setdefault(f"game/{key}", []).append(float(value))
-    return {key: float(np.mean(values)) for key, values in found.items()}
 
 
 def _role_numbers(episodes: Sequence[Trajectory]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from tinkermq.actors.learner.tasks.batching import (
 
 
 def group(seq, oldest=0, number=None, rewards=(0.0, 1.0), **extra):
-    return Candidate(seq, seq if number is None else number, oldest, oldest, rewards, **extra)
+    return Candidate(seq, seq if number is None else number, oldest, rewards, **extra)
 
 
 def decide(candidates, **options):
