@@ -25,15 +25,15 @@ class Publisher:
     """Publishes the versions of a job's policies."""
 
     def __init__(
-        self, context: JobContext, models: Mapping[str, nn.Module], take: Snapshot
+        self, context: JobContext, models: Mapping[str, nn.Module], snapshot: Snapshot
     ) -> None:
-        """`models` by policy; `take` copies what changes of them."""
+        """`models` by policy; `snapshot` copies what changes of them."""
         config = context.config
         self._service = context.service
-        self._waiting = context.missing
+        self._missing = context.missing
         self._sender = make_sender(context)
         self._store = open_weights(context, self._sender)
-        self._take = take
+        self._snapshot = snapshot
         self._kind: Literal["full", "lora"] = "lora" if has_adapter(models[MAIN]) else "full"
         self._dtype: torch.dtype = getattr(torch, config.learner.publish_dtype)
         self._sending: asyncio.Task[None] | None = None
@@ -46,7 +46,7 @@ class Publisher:
         await self.wait()
         if await self._store.is_out(version):
             return
-        tensors = await in_torch(lambda: self._take(self._dtype))
+        tensors = await in_torch(lambda: self._snapshot(self._dtype))
         self._pinned &= set(keep)
         self._sending = asyncio.create_task(
             self._send(version, tensors, set(keep)), name=f"weights {version}"
@@ -77,6 +77,6 @@ class Publisher:
     async def _send(self, version: int, tensors: dict[str, TensorBytes], keep: set[int]) -> None:
         started = time.perf_counter()
         publish = partial(self._store.publish, version, tensors, kind=self._kind)
-        await with_room(publish, f"the weights of version {version}", self._waiting)
+        await with_room(publish, f"the weights of version {version}", self._missing)
         self.send_s = time.perf_counter() - started
         await self._store.keep(self._pinned | keep, newest=_KEEP_NEWEST)

@@ -95,6 +95,19 @@ async def test_sigterm_lets_the_actor_finish(broker: Broker, tmp_path: Path) -> 
     assert process.returncode == 0
 
 
+async def test_a_wait_that_comes_to_none_is_told_from_one_that_was_stopped(
+    broker: Broker, tmp_path: Path
+) -> None:
+    body = """
+        assert await context.unless_stopping(asyncio.sleep(0), stopped="stopped") is None
+        context.stopping.set()
+        assert await context.unless_stopping(asyncio.sleep(60), stopped="stopped") == "stopped"
+    """
+    process = start(broker, tmp_path, body)
+    log_of(process)
+    assert process.returncode == 0
+
+
 async def test_a_second_sigterm_ends_at_once(broker: Broker, tmp_path: Path) -> None:
     process = start(broker, tmp_path, "context.log.info('started')\nawait asyncio.sleep(60)")
     wait_for_line(process, "started")

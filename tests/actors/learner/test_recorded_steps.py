@@ -3,7 +3,6 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-import structlog
 from tinkermq.actors.learner.drops import Drops
 from tinkermq.actors.learner.recorded_steps import RecordedSteps
 from tinkermq.actors.learner.reporter import Reporter
@@ -11,46 +10,27 @@ from tinkermq.actors.learner.tasks.data_order import DataOrder
 from tinkermq.actors.learner.tasks.intake import Intake
 from tinkermq.actors.learner.tasks.ledger import Ledger
 from tinkermq.actors.learner.tasks.state import LearnerState
-from tinkermq.actors.runtime import JobContext
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.client.connection import Broker, connect
-from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.job import JobConfig
-from tinkermq.schemas.job import JobRecord
-from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.contexts import job_context
 from tests.groups import make_group, make_trajectory
 from tests.waiting import PATIENCE_S
 
 NUM_TASKS = 5
-CONFIG = {
-    "model": {"path": "none"},
-    "env": {"game": "none"},
-    "rollout": {"group_size": 2},
-    "training": {"batch_size": 100, "max_staleness": 4, "num_steps": 100},
-}
-
-
-async def learner_context(broker: Broker, scope: JobScope) -> JobContext:
-    record = JobRecord(
-        job=scope.job, name="run", user=scope.user, state="RUNNING", config=CONFIG, created=0.0
-    )
-    return JobContext(
-        broker=broker,
-        role="learner",
-        name="learner",
-        log=structlog.get_logger(),
-        stopping=asyncio.Event(),
-        service=await Service.start(broker, name="tinkermq-learner", description="learner"),
-        presence=Presence(actor="learner", role="learner", host="h", pid=1, state="", time=0.0),
-        scope=scope,
-        record=record,
-        config=JobConfig.model_validate(CONFIG),
-    )
+CONFIG = JobConfig.model_validate(
+    {
+        "model": {"path": "none"},
+        "env": {"game": "none"},
+        "rollout": {"group_size": 2},
+        "training": {"batch_size": 100, "max_staleness": 4, "num_steps": 100},
+    }
+)
 
 
 async def finish_one(url: str, scope: JobScope) -> None:
@@ -68,7 +48,7 @@ async def finish_one(url: str, scope: JobScope) -> None:
 async def test_a_task_that_is_finished_while_a_learner_reads_is_not_issued_again(
     broker: Broker, scope: JobScope
 ) -> None:
-    context, state = await learner_context(broker, scope), LearnerState()
+    context, state = await job_context(broker, scope, "learner", CONFIG), LearnerState()
     queue, log = TaskQueue(broker, scope), RolloutLog(broker, scope)
     for number in range(NUM_TASKS):
         await queue.publish(Task(task=number, index=number, seed=0, group_size=2, issued=1.0))
