@@ -6,31 +6,28 @@ from concurrent.futures import Future
 from typing import Any, cast
 
 from ..broker.calls.learner import write_checkpoint
-from ..broker.client.connection import Broker, connect
 from ..schemas.config.load_config import check_keys
 from ..schemas.config.merge import merged
 from ..schemas.job import JobRecord
 from ..schemas.secret import WANDB_KEY
 from ..schemas.wire.errors import ConfigError, DeadlineError, JobFailedError
-from ..schemas.wire.subjects import DEFAULT_USER
 from .address import JobAddress, parse_broker_url
 from .compat.arguments import as_tree, refuse_unknown_options
 from .compat.opentinker_keys import translate
 from .pool import Pool, new_request_id
+from .pool_client import PoolClient
 from .secrets import secrets_for
-from .sync.quiet import quiet_logs
 from .sync.sync_twin import SyncTwin
 from .validation.files import refuse_missing
 from .validation.names import checkpoint_named
 from .validation.paths import resolve_paths
 
-CONNECT_DEADLINE_S = 10.0
 CANCEL_S = 60.0
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
 
 
-class AsyncSchedulerClient:
+class AsyncSchedulerClient(PoolClient):
     """The scheduler of a pool, for async code; see `SchedulerClient`."""
 
     def __init__(
@@ -42,23 +39,10 @@ class AsyncSchedulerClient:
     ) -> None:
         """Name the pool's broker, `nats://host:port`; the connection is made at first use."""
         self.scheduler_url = parse_broker_url(scheduler_url)
+        super().__init__(self.scheduler_url, api_key)
         self.timeout = timeout
         self.poll_interval = poll_interval
-        self._api_key = api_key
-        self._pool: Pool | None = None
         self._submitted: JobRecord | None = None
-
-    async def __aenter__(self) -> "AsyncSchedulerClient":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection."""
-        if self._pool is not None:
-            await self._pool.broker.close()
-            self._pool = None
 
     async def submit_job(
         self,
@@ -142,11 +126,6 @@ class AsyncSchedulerClient:
         """Have a training job write a checkpoint; see `SchedulerClient.save_checkpoint`."""
         pool = await self._connected()
         return await write_checkpoint(pool.broker, await pool.find(job_id))
-
-    async def _connected(self) -> Pool:
-        if self._pool is None:
-            self._pool = Pool(await open_broker(self.scheduler_url, self._api_key))
-        return self._pool
 
     async def _started(self, pool: Pool, record: JobRecord) -> JobRecord:
         """Wait until the job runs.
@@ -281,18 +260,6 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
         Raises StateError for a job that does not train, StorageError when the disk is full.
         """
         return self._run(self.aio.save_checkpoint(job_id))
-
-
-async def open_broker(url: str, api_key: str | None) -> Broker:
-    """Connect on behalf of a client, with the API key given or that of $TINKERMQ_API_KEY."""
-    quiet_logs()
-    return await connect(
-        url,
-        name="tinkermq-client",
-        user=DEFAULT_USER,
-        api_key=api_key,
-        deadline_s=CONNECT_DEADLINE_S,
-    )
 
 
 def is_complete(tree: dict[str, Any]) -> bool:

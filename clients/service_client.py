@@ -26,8 +26,9 @@ from .compat.opentinker_keys import translate
 from .follow import follow_run
 from .hosting.game_environment import GameEnvironment
 from .pool import Pool
+from .pool_client import PoolClient
 from .progress import REWARD
-from .scheduler_client import failure, is_complete, open_broker
+from .scheduler_client import failure, is_complete
 from .sync.sync_twin import SyncTwin
 from .validation.files import refuse_missing
 from .validation.paths import resolve_paths
@@ -39,7 +40,7 @@ _FIT_DEFAULTS: dict[str, Any] = {
 }
 
 
-class AsyncServiceClient:
+class AsyncServiceClient(PoolClient):
     """The training of one job, for async code; see `ServiceClient`."""
 
     def __init__(
@@ -51,31 +52,18 @@ class AsyncServiceClient:
         api_key: str | None = None,
     ) -> None:
         """Name the job by the `server_url` that `submit_job` returned."""
-        self._api_key = api_key
         self._address = parse_server_url(server_url)
+        super().__init__(self._address.broker_url, api_key)
         self._project_name = project_name
         self._experiment_name = experiment_name
         self._logger_backends = list(logger_backends or [])
         self._config: dict[str, Any] = {}
-        self._pool: Pool | None = None
         self._attended: JobRecord | None = None
 
     @property
     def server_url(self) -> str:
         """The job's URL."""
         return self._address.server_url
-
-    async def __aenter__(self) -> "AsyncServiceClient":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection; the job goes on."""
-        if self._pool is not None:
-            await self._pool.broker.close()
-            self._pool = None
 
     async def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
         """Complete the job's configuration; see `ServiceClient.set_config`."""
@@ -210,11 +198,6 @@ class AsyncServiceClient:
             following.cancel()
             for tracker in trackers:
                 await asyncio.to_thread(tracker.finish)
-
-    async def _connected(self) -> Pool:
-        if self._pool is None:
-            self._pool = Pool(await open_broker(self._address.broker_url, self._api_key))
-        return self._pool
 
 
 class ServiceClient(SyncTwin[AsyncServiceClient]):

@@ -17,7 +17,7 @@ from ...schemas.wire.errors import ConfigError, MessageError
 from ..address import JobAddress, parse_server_url
 from ..compat.arguments import as_tree
 from ..compat.opentinker_keys import translate
-from ..scheduler_client import open_broker
+from ..pool_client import open_broker
 from ..sync.loop_thread import LoopThread
 from ..sync.single_error import single_errors
 from .host import hosted

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from ...broker.client.connection import Broker
 from ...broker.client.rpc import call
 from ...broker.jobs import JobStore
 from ...broker.rollouts import RolloutLog
@@ -38,7 +37,7 @@ from ...schemas.wire.errors import (
 from ...schemas.wire.message import Message, summarize
 from ..address import parse_server_url
 from ..compat.arguments import refuse_unknown_options
-from ..scheduler_client import open_broker
+from ..pool_client import PoolClient
 from ..sync.sync_twin import SyncTwin
 
 R = TypeVar("R", bound=Message)
@@ -50,7 +49,7 @@ _TASKS_AT_ONCE = 1_000
 _UNKNOWN = 2**31 - 1
 
 
-class AsyncTrajectoryPublisher:
+class AsyncTrajectoryPublisher(PoolClient):
     """Publishes into one job, for async code; see `TrajectoryPublisher`."""
 
     def __init__(
@@ -58,22 +57,9 @@ class AsyncTrajectoryPublisher:
     ) -> None:
         """Name the job by its `server_url`, and the agent by `source`."""
         self._address = parse_server_url(server_url)
+        super().__init__(self._address.broker_url, api_key)
         self._source = source
-        self._api_key = api_key
-        self._broker: Broker | None = None
         self._limits: ReserveReply | None = None
-
-    async def __aenter__(self) -> "AsyncTrajectoryPublisher":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connection."""
-        if self._broker is not None:
-            await self._broker.close()
-            self._broker = None
 
     async def publish_group(
         self,
@@ -89,7 +75,7 @@ class AsyncTrajectoryPublisher:
         self._limits = await self._reserve(time.monotonic() + timeout_s)
         number = self._limits.tasks[0]
         group = self._group(trajectories, number, sample, self._limits)
-        broker = await self._connected()
+        broker = (await self._connected()).broker
         if not await RolloutLog(broker, self._address.scope).append(group):
             raise StateError(
                 f"the reservation of task {number} ran out before the group was appended",
@@ -173,7 +159,7 @@ class AsyncTrajectoryPublisher:
 
     async def _ask(self, verb: str, request: Message, reply: type[R]) -> R:
         scope = self._address.scope
-        broker = await self._connected()
+        broker = (await self._connected()).broker
         try:
             return await call(
                 broker,
@@ -199,11 +185,6 @@ class AsyncTrajectoryPublisher:
                 hint="it takes more after its next training step; raise timeout_s",
             )
         await asyncio.sleep(_RETRY_S)
-
-    async def _connected(self) -> Broker:
-        if self._broker is None:
-            self._broker = await open_broker(self._address.broker_url, self._api_key)
-        return self._broker
 
 
 class TrajectoryPublisher(SyncTwin[AsyncTrajectoryPublisher]):

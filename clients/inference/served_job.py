@@ -9,7 +9,7 @@ from ...schemas.wire.errors import ConfigError, NotFoundError
 from ..address import parse_server_url
 from ..home import find_url
 from ..pool import Pool
-from ..scheduler_client import open_broker
+from ..pool_client import open_broker
 from .inference_client import START_S, submit_inference, until_served
 
 _HTTP = {"http", "https"}
