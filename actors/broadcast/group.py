@@ -71,7 +71,7 @@ def open_store(address: str) -> Store:
 
 
 def reach_store(address: str, port: int) -> Store:
-    """Connect to the learner's place to meet; GroupFailed where it cannot be reached."""
+    """Connect to the learner's place to meet; ProcessGroupFailed where it cannot be reached."""
     try:
         socket.create_connection((address, port), MEET_S).close()
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=MEET_S))
@@ -107,8 +107,8 @@ class ProcessGroup:
     ) -> "ProcessGroup":
         """Form a group with the others whose list bears this name.
 
-        `address` is where this machine listens for the others. Raises GroupFailed when somebody
-        does not come within `meet_s`.
+        `address` is where this machine listens for the others. Raises ProcessGroupFailed when
+        somebody does not come within `meet_s`.
         """
         own = dist.PrefixStore(name, store)
         try:
@@ -119,11 +119,11 @@ class ProcessGroup:
             raise ProcessGroupFailed(f"group {name} did not form: {error}", hint=_AGAIN) from error
 
     def send(self, payload: Tensor) -> None:
-        """Give uint8[N], in memory of the machine, to all; GroupFailed if anybody is lost."""
+        """Give uint8[N], in the machine's memory, to all; ProcessGroupFailed if one is lost."""
         self._move(bucket.to(self.device) for bucket in _buckets(payload))
 
     def receive(self, num_bytes: int) -> Tensor:
-        """Return uint8[N] from the learner, on this group's device; GroupFailed."""
+        """Return uint8[N] from the learner, on this group's device; ProcessGroupFailed."""
         payload = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._move(_buckets(payload))
         return payload

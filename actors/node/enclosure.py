@@ -107,13 +107,13 @@ class Enclosure:
         """Start the program of one; OSError where none can be enclosed, with the remedy."""
         sandboxes = SandboxSocket(_allowed(os.environ))
         try:
-            walls = await asyncio.to_thread(self._walls, wanted)  # disks may be slow
-            walls += ["--bind", str(sandboxes.path), str(SOCKET)]
+            arguments = await asyncio.to_thread(self._arguments, wanted)  # disks may be slow
+            arguments += ["--bind", str(sandboxes.path), str(SOCKET)]
             if not self._tried:
-                await _try(walls)
+                await _try(arguments)
                 self._tried = True
             process = await _start(
-                [*walls, "--", *_dropped(command)],
+                [*arguments, "--", *_dropped(command)],
                 stdout=output,
                 stderr=output,
                 env={**_allowed(os.environ), **_WHO, **environment},
@@ -126,7 +126,7 @@ class Enclosure:
             raise
         return EnclosedChild(process, sandboxes)
 
-    def _walls(self, wanted: WantedActor) -> list[str]:
+    def _arguments(self, wanted: WantedActor) -> list[str]:
         """Return bubblewrap's command line up to the program that it is to run."""
         shown = [*_python(), *_named(FOLDERS_VARIABLE)]
         _refuse_runs(shown, Path(wanted.run_dir))
@@ -194,10 +194,10 @@ async def _start(command: Sequence[str], **settings: Any) -> asyncio.subprocess.
         os.close(rules)
 
 
-async def _try(walls: list[str]) -> None:
+async def _try(arguments: list[str]) -> None:
     """Raise SandboxError if no program runs behind the walls."""
     process = await _start(
-        [*walls, "--", *_dropped(["true"])],
+        [*arguments, "--", *_dropped(["true"])],
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )

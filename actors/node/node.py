@@ -92,7 +92,7 @@ class Node:
             slot_model=gpus[0].model if gpus else platform.processor() or platform.machine(),
             groups=self._gpus.groups if self._gpus else [],
             gpus=gpus,
-            actors=[_told(actor) for actor in self._actors.values()],
+            actors=[_reported(actor) for actor in self._actors.values()],
             time=time.time(),
         )
 
@@ -245,7 +245,7 @@ def _key(wanted: WantedActor) -> ActorKey:
     return (wanted.user, wanted.job, wanted.name)
 
 
-def _told(actor: ActorProcess) -> ActorStatus:
+def _reported(actor: ActorProcess) -> ActorStatus:
     """Return an actor's status; an end that the node brought about is not the actor's own."""
     status = actor.status
     if actor.stopping and status.state in {"running", "exited"}:
