@@ -31,9 +31,9 @@ from ...schemas.wire.errors import (
     MessageError,
     TinkermqError,
 )
+from ...schemas.wire.subjects import DEFAULT_USER
 from .limits import MAX_CONNECTIONS, MAX_RUNNING, Share
 
-LOCAL_USER = "local"
 COOKIE = "tinkermq_session"
 SESSION_S = 12 * 3600.0
 IDLE_S = 600.0
@@ -202,7 +202,7 @@ class Sessions:
                 user = user_of(key)
                 broker = await _connect_as(self.url, user, key)
             else:
-                user = LOCAL_USER
+                user = DEFAULT_USER
                 broker = await connect(
                     self.url, name="gateway", login=nobody(), deadline_s=_CONNECT_DEADLINE_S
                 )

@@ -1,6 +1,7 @@
 """What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
 
 import asyncio
+from functools import partial
 from typing import cast
 
 from ...broker.client.connection import Broker
@@ -88,9 +89,9 @@ class SchedulerRequests:
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
             ("quota", Empty, self.quota),
-            ("archive", JobRequest, self.archive),
-            ("unarchive", JobRequest, self.unarchive),
-            ("delete", JobRequest, self.delete),
+            ("archive", JobRequest, partial(self._remove, removal="archive")),
+            ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
+            ("delete", JobRequest, partial(self._remove, removal="delete")),
             ("damaged", Empty, self.damaged),
             ("key", Empty, self.key),
             ("secrets", SecretsRequest, self.secrets),
@@ -279,20 +280,8 @@ class SchedulerRequests:
 
         return JobReply(record=await self._jobs.update(record, change))
 
-    async def archive(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Put the streams of a job that has ended into its run folder."""
-        return await self._remove(request, context, "archive")
-
-    async def unarchive(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Bring the streams of an archived job back."""
-        return await self._remove(request, context, "unarchive")
-
-    async def delete(self, request: JobRequest, context: RequestContext) -> JobReply:
-        """Remove a job that has ended, with all that is stored of it."""
-        return await self._remove(request, context, "delete")
-
     async def _remove(
-        self, request: JobRequest, context: RequestContext, removal: Removal
+        self, request: JobRequest, context: RequestContext, *, removal: Removal
     ) -> JobReply:
         """Write into the record what shall be done; the reconciler does it."""
         async with self._submission.lock(

@@ -14,7 +14,6 @@ from typing import NamedTuple
 from ...schemas.wire.errors import AuthError, MessageError
 from ...schemas.wire.subjects import JobScope, token
 
-SECRET_BYTES = 32
 _SECRET_CHARS = 43  # 62**43 > 256**32
 _NUMBER_CHARS = 8
 _LETTERS = string.digits + string.ascii_letters

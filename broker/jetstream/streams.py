@@ -34,6 +34,7 @@ from ...schemas.wire.subjects import (
 )
 from ..client.connection import Broker, ConnectionLost, NoResponders
 from ..client.faults import Refused
+from .pull import NS
 
 PRESENCE_TTL_S = 10
 REQUEST_TTL_S = 24 * 3600
@@ -56,7 +57,6 @@ _DEADLINE_S = 30.0
 _LOOK_S = 0.1
 _NAME_IN_USE = 10058
 _NO_SPACE = (10028, 10047)
-_NS = 1_000_000_000
 _LAST_WORDS_BYTES = 1 << 20
 
 StreamConfig = Mapping[str, Any]
@@ -126,7 +126,7 @@ async def ensure_task_consumer(
         "durable_name": TASK_CONSUMER,
         "description": f"Generators of job {scope.job}",
         "ack_policy": "explicit",
-        "ack_wait": int(ack_wait_s * _NS),
+        "ack_wait": int(ack_wait_s * NS),
         "max_deliver": -1,
         "max_ack_pending": max_leases,
         "max_waiting": 4096,
@@ -230,7 +230,7 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             [scope.segment("*")],
             limits.segment_bytes,
             discard="new",
-            max_age=SEGMENT_TTL_S * _NS,
+            max_age=SEGMENT_TTL_S * NS,
         ),
         stream_config(
             scope.stream_batch,
@@ -293,8 +293,8 @@ def bucket_config(
         max_bytes,
         discard="new",
         max_msgs_per_subject=1,
-        max_age=ttl_s * _NS,
-        duplicate_window=min(ttl_s or 120, 120) * _NS,
+        max_age=ttl_s * NS,
+        duplicate_window=min(ttl_s or 120, 120) * NS,
         allow_rollup_hdrs=True,
         allow_msg_ttl=True,
         deny_delete=True,

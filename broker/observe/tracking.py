@@ -5,18 +5,16 @@ imported when such a tracker is made, so that nothing else needs them; nothing l
 unless one of them is asked for.
 """
 
-import asyncio
 import contextlib
 import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from ...schemas.metric import Metric
 from ...schemas.wire.errors import ConfigError, StorageError
 from ..disk.lines import append_lines
 
@@ -71,19 +69,6 @@ def make_trackers(
                 f"unknown logger backend {backend!r}", hint=f"known are {', '.join(BACKENDS)}"
             )
     return [makers[backend]() for backend in wanted]
-
-
-async def follow_into(trackers: Sequence[Tracker], metrics: AsyncIterator[Metric]) -> Metric | None:
-    """Log every metric into all trackers until the feed ends; return the last one.
-
-    Trackers may write to disk or to the network, so each call runs in a thread.
-    """
-    last: Metric | None = None
-    async for metric in metrics:
-        for tracker in trackers:
-            await asyncio.to_thread(tracker.log, metric.values, metric.step)
-        last = metric
-    return last
 
 
 class ConsoleTracker:

@@ -5,12 +5,10 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tinkermq.broker.observe.tracking import ConsoleTracker, follow_into, make_trackers
-from tinkermq.schemas.metric import Metric
+from tinkermq.broker.observe.tracking import ConsoleTracker, make_trackers
 from tinkermq.schemas.wire.errors import ConfigError, StorageError
 
 
@@ -114,15 +112,3 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path: 
 def test_an_unknown_backend_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="known are console, jsonl"):
         make("mlflow", tmp_path)
-
-
-async def test_following_a_feed_logs_every_metric_and_returns_the_last() -> None:
-    async def feed() -> AsyncIterator[Metric]:
-        for step in (1, 2):
-            yield Metric(step=step, values={"training_step_reward": step / 2}, time=0.0)
-
-    lines: list[str] = []
-    last = await follow_into([ConsoleTracker(lines.append)], feed())
-    assert len(lines) == 2
-    assert last is not None
-    assert last.step == 2

@@ -92,7 +92,6 @@ class Curves:
         """Keep at most `max_points` buckets, an even number."""
         self._max_points = max_points
         self.width = 1
-        self.num_metrics = 0
         self.last_step = -1
         shape = (len(NAMES), max_points)
         self._sum = np.zeros(shape)
@@ -104,7 +103,6 @@ class Curves:
         """Enter metrics; a step that is told again counts as well (a run that was resumed)."""
         if not metrics:
             return
-        self.num_metrics += len(metrics)
         steps = np.array([metric.step for metric in metrics], dtype=np.int64)
         self.last_step = max(self.last_step, int(steps.max()))
         while self.last_step // self.width >= self._max_points:

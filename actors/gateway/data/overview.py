@@ -15,8 +15,6 @@ from ..web import Gateway
 from .logs import bottleneck_of
 from .records import row
 
-_RATIOS = ("busy_share", "idle_share")
-
 
 async def glance(gateway: Gateway, visitor: Visitor, record: JobRecord) -> dict[str, Any]:
     """Return what the head of a job's page shows, and its actors."""
