@@ -31,7 +31,6 @@ _PASSING = frozenset({10008, 10009, 10023, 10118, 10119})
 """What a cluster without a quorum answers, and a server whose storage is all in use."""
 _WRONG_SEQUENCE = frozenset({10071, 10164})
 _STORE_FAILED = 10077
-_STOPPING_S, _ELECTION_S = 2.0, 20.0
 _STORE = "store"
 INVITED = "invited"
 """Who logs in with an invitation."""
@@ -47,18 +46,6 @@ _BRINGS_BACK = {
     "weights": "`tinkermq resume RUN` makes it again, and the learner publishes its weights again",
 }
 _OPERATIONS = {"publish": "publish to", "subscription": "subscribe to"}
-
-
-def absence_s(*, is_guest: bool, is_clustered: bool) -> float:
-    """Return for how long nobody may listen until nobody will.
-
-    A server that is being stopped ends its streams some time before its connections, and a stream
-    of a cluster may be without a leader; the store proxy, which guests ask, knows what is not
-    there.
-    """
-    if is_guest:
-        return 0.0
-    return _ELECTION_S if is_clustered else _STOPPING_S
 
 
 class ConnectionLost(BrokerError):

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ...schemas.wire.errors import BrokerError
 from ...schemas.wire.subjects import stream_of
-from ..client import faults
-from ..client.faults import ConnectionLost, NoResponders, Refused, missing
+from ..client.faults import TRANSIENT, ConnectionLost, NoResponders, Refused, missing
 from ..client.replies import checked
 from .availability import Unanswered
 
@@ -20,6 +19,7 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _LOOK_S = 2.0
+_STOPPING_S, _ELECTION_S = 2.0, 20.0
 
 
 async def persist(
@@ -48,7 +48,7 @@ async def persist(
                 if not waits and (not error.is_unsettled or _is_over(broker, deadline)):
                     raise
                 unanswered.note(f"{error.description}: is the storage of nats-server full?")
-            except (ConnectionLost, TimeoutError, *faults.TRANSIENT) as error:
+            except (ConnectionLost, TimeoutError, *TRANSIENT) as error:
                 if not broker.is_patient and _is_over(broker, deadline):
                     raise broker.late(waiting_for) from error
                 unanswered.note("no answer; is the disk of nats-server full?")
@@ -86,8 +86,14 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Whether whoever reconnects or is elected has had the time to answer."""
-    absent_s = faults.absence_s(is_guest=broker.is_guest, is_clustered=broker.is_clustered)
+    """Whether whoever reconnects or is elected has had the time to answer.
+
+    A server that is being stopped ends its streams some time before its connections, and a stream
+    of a cluster may be without a leader; the store proxy, which guests ask, knows what is not
+    there.
+    """
+    absent_s = _ELECTION_S if broker.is_clustered else _STOPPING_S
+    absent_s = 0.0 if broker.is_guest else absent_s
     return broker.settled and broker.clock() >= min(missed + absent_s, deadline)
 
 
