@@ -1,6 +1,7 @@
 """Trajectories and groups: what generators and external agents append to the rollout log."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -40,6 +41,11 @@ class Trajectory(Message):
     """Why each turn ended: by a stop token, or cut by its limit of tokens; empty: not told."""
     role: str = ""
     """Role that it was played in; empty in a game for one."""
+    episode: int = Field(default=-1, ge=-1)
+    """Number of its episode within the group, where an episode has several rows: together they
+    count as one. -1: it is a whole episode."""
+    kind: str = Field(default="", max_length=32)
+    """What it is of its episode: main, sub-agent, compacted, edited or sample; empty: all."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
     """Roles that an earlier version played, and that version; they have no trajectories."""
     greedy: bool = False
@@ -156,7 +162,10 @@ class Group(Message):
         if (self.error is None) == (not self.trajectories):
             raise ValueError("a group has trajectories, or an error and none")
         expected = self.task.group_size
-        for role, count in Counter(item.role for item in self.sampled).items():
+        told = [(rows[0].role, rows[0].episode) for rows in self.episodes if rows[0].episode >= 0]
+        if len(told) != len(set(told)):
+            raise ValueError(f"the rows of an episode of task {self.task.task} stand apart")
+        for role, count in Counter(rows[0].role for rows in self.episodes).items():
             # A game may end before a role's first turn: that role has fewer conversations.
             if count > expected or (count < expected and not role):
                 raise ValueError(
@@ -185,17 +194,39 @@ class Group(Message):
         return [trajectory for trajectory in self.trajectories if not trajectory.greedy]
 
     @property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The rows of each episode that is trained, its main row first; mostly it has one."""
+        episodes: list[list[Trajectory]] = []
+        for item in self.sampled:
+            last = episodes[-1][-1] if episodes else None
+            is_more = last is not None and item.episode >= 0 and _episode(last) == _episode(item)
+            if is_more:
+                episodes[-1].append(item)
+            else:
+                episodes.append([item])
+        return episodes
+
+    @property
     def has_equal_rewards(self) -> bool:
         """Whether all episodes have the same return, compared within each role."""
         returns: dict[str, set[float]] = {}
-        for item in self.sampled:
-            returns.setdefault(item.role, set()).add(item.reward)
+        for rows in self.episodes:
+            returns.setdefault(rows[0].role, set()).add(return_of(rows))
         return all(len(found) == 1 for found in returns.values())
 
     @property
     def min_version(self) -> int:
         """Oldest version that produced one of the group's generated tokens."""
         return min(trajectory.min_version for trajectory in self.sampled)
+
+
+def return_of(rows: Sequence[Trajectory]) -> float:
+    """Return what an episode earned in all its rows."""
+    return sum(item.reward for item in rows)
+
+
+def _episode(item: Trajectory) -> tuple[str, int]:
+    return item.role, item.episode
 
 
 def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int) -> None:

@@ -21,15 +21,17 @@ def group_numbers(
 
     An episode whose return is above `success_reward` is solved, unless its game says so itself.
     """
-    episodes = [item for group in groups for item in group.sampled]
+    played = [rows for group in groups for rows in group.episodes]
+    episodes = [rows[0].model_copy(update={"rewards": _total(rows)}) for rows in played]
+    rows = [item for rows in played for item in rows]
     rewards = np.array([item.reward for item in episodes])
-    prompts = np.array([int(np.argmax(item.mask)) for item in episodes])
-    responses = np.array([len(item.mask) for item in episodes]) - prompts
-    generated = np.array([item.num_generated for item in episodes])
-    turns = np.array([len(item.turn_ends) for item in episodes])
-    cut = np.array([item.ended_by == "length" for item in episodes])
-    told = np.array([bool(item.finish_reasons) for item in episodes])
-    lags = version - np.concatenate([item.versions[item.mask == 1] for item in episodes])
+    prompts = np.array([int(np.argmax(item.mask)) for item in rows])
+    responses = np.array([len(item.mask) for item in rows]) - prompts
+    generated = np.array([sum(item.num_generated for item in rows) for rows in played])
+    turns = np.array([sum(len(item.turn_ends) for item in rows) for rows in played])
+    cut = np.array([item.ended_by == "length" for item in rows])
+    told = np.array([bool(item.finish_reasons) for item in rows])
+    lags = version - np.concatenate([item.versions[item.mask == 1] for item in rows])
     group_lags = np.array([version - group.min_version for group in groups])
     equal = [group.has_equal_rewards for group in groups]
     return {
@@ -60,6 +62,10 @@ def group_numbers(
         ),
         **_role_numbers(episodes),
     }
+
+
+def _total(rows: Sequence[Trajectory]) -> NDArray[np.float32]:
+    return np.concatenate([item.rewards for item in rows])
 
 
 def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from ....broker.jetstream.stored import get_batch
 from ....broker.jetstream.streams import stream_info
 from ....broker.rollouts import LogEntry, RolloutLog
 from ....schemas.batch import BatchRecord
-from ....schemas.rollout import Group
+from ....schemas.rollout import Group, return_of
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.subjects import JobScope
 
@@ -138,7 +138,7 @@ def group_row(entry: LogEntry, step: int | None) -> dict[str, Any]:
         "sample": group.task.sample,
         "step": step,
         "source": group.source,
-        "reward": _mean([one.reward for one in group.sampled]),
+        "reward": _mean([return_of(rows) for rows in group.episodes]),
         "tokens": sum(one.num_generated for one in group.trajectories),
         "versions": _versions(group),
         "seconds": max(0.0, group.finished - group.started),

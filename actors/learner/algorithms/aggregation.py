@@ -7,8 +7,9 @@ ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from .registry import choose
@@ -22,15 +23,31 @@ class Denominators:
     tokens: int
     """Generated tokens, before any correction masks some."""
     sequences: int
-    """Sequences with at least one generated token."""
+    """Sequences with at least one generated token; rows of one episode are one."""
     constant_length: int = 1
     """Divides in seq-mean-token-sum-norm; the longest response allowed."""
+    lengths_S: Tensor | None = None
+    """int64: generated tokens of each sequence of the whole batch; None: none is divided."""
+    share_S: Tensor | None = None
+    """Of each sequence of a part of the batch: how much of it the part holds; None: all."""
 
     @classmethod
-    def of(cls, seq_N: Tensor, constant_length: int = 1) -> "Denominators":
-        """Count the tokens and sequences of a whole batch."""
-        sequences = int((lengths_by_sequence(seq_N, 0) > 0).sum())
-        return cls(len(seq_N), sequences, constant_length)
+    def of(cls, seq_N: Tensor, constant_length: int = 1, num_seqs: int = 0) -> "Denominators":
+        """Count the tokens of a whole batch, and its sequences among `num_seqs`."""
+        lengths_S = lengths_by_sequence(seq_N, num_seqs)
+        return cls(len(seq_N), int((lengths_S > 0).sum()), constant_length, lengths_S)
+
+    def of_part(self, seq_N: Tensor, numbers_S: Tensor) -> "Denominators":
+        """Return those for a part of the batch, whose sequences have these numbers in the whole.
+
+        An episode of several rows may be divided; one that is not has a share of exactly 1. What
+        is only measured is not among the lengths.
+        """
+        if self.lengths_S is None:
+            return self
+        here_S = lengths_by_sequence(seq_N, len(numbers_S))
+        whole_S = self.lengths_S[numbers_S]
+        return replace(self, share_S=here_S / torch.where(whole_S > 0, whole_S, here_S))
 
 
 Aggregation = Callable[[Tensor, Tensor, int, Denominators], Tensor]
@@ -47,7 +64,10 @@ def seq_mean_token_mean(
     loss_N: Tensor, seq_N: Tensor, num_seqs_local: int, denominators: Denominators
 ) -> Tensor:
     """Weigh every sequence the same: the mean of the sequences' means."""
-    return mean_by_sequence(loss_N, seq_N, num_seqs_local).sum() / max(denominators.sequences, 1)
+    means_S = mean_by_sequence(loss_N, seq_N, num_seqs_local)
+    if denominators.share_S is not None:
+        means_S = means_S * denominators.share_S
+    return means_S.sum() / max(denominators.sequences, 1)
 
 
 def seq_mean_token_sum(

@@ -1,6 +1,6 @@
 """Credit: from a batch's rewards to the advantage of each generated token, as configured.
 
-Shape letters: N generated tokens, S sequences, M samples.
+Shape letters: N generated tokens, S sequences, E episodes, M samples.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Credit:
     """What the tokens of a batch have earned."""
 
     samples: Samples
-    rewards_S: Tensor
+    rewards_E: Tensor
     """What each episode earned, with all that the configuration adds and takes off."""
     advantages_N: Tensor
     targets: ValueTargets | None
@@ -62,16 +62,17 @@ def assign_credit(
         token_rewards_N=rewards_N,
         turn_N=batch.turn_N,
         state_N=answered_states(batch) if algorithm.advantage == "gigpo" else None,
-        baseline_S=batch.baseline_S,
+        baseline_S=batch.baseline_E,
         values_N=values_N,
         lone_S=samples.lone_M,
         kept_N=kept_N,
         gamma=algorithm.token_discount,
     )
     advantages_N = compute_advantages(algorithm.advantage, inputs, **_options(config))
+    whole = episodes(batch)
     return Credit(
         samples,
-        sum_by_sequence(earned_N, batch.seq_N, batch.num_seqs),
+        sum_by_sequence(earned_N, whole.sample_N, whole.num),
         advantages_N.masked_fill(~kept_N, 0.0),
         None if values_N is None else _targets(config, samples, rewards_N, values_N, kept_N),
         kept_S,

@@ -3,7 +3,8 @@
 A turn as a sample has the conversation before it as its prompt. Every turn only appends to that
 conversation, so the log-probs are those of the episode's one forward pass: only rewards,
 advantages and all that is computed by sequence are taken by turn. Turns are compared with those
-of the same number in the group's other episodes, so that long episodes do not weigh more.
+of the same number in the group's other episodes, so that long episodes do not weigh more. An
+episode of several rows is one sample: its tokens follow each other, row by row.
 
 Shape letters: N generated tokens, S sequences (episodes), M samples.
 """
@@ -37,15 +38,18 @@ class Samples:
     """bool: turns that no other episode of the group reached."""
 
 
-def renumber(sample_n: Tensor) -> tuple[Tensor, int]:
-    """Number the samples of some of the tokens from 0, and count them."""
-    numbers, local_n = _unique(sample_n)
-    return local_n, len(numbers)
+def renumber(sample_n: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the samples of some of the tokens from 0; also return their numbers in the batch."""
+    numbers_M, local_n = _unique(sample_n)
+    return local_n, numbers_M
 
 
 def episodes(batch: TrainingBatch) -> Samples:
-    """Take each episode as one sample."""
-    return Samples(batch.seq_N, batch.group_S, batch.num_seqs)
+    """Take each episode as one sample, however many rows it has."""
+    episode_S = batch.episode_S
+    begins_S = torch.diff(episode_S, prepend=episode_S[:1] - 1) > 0
+    group_E = batch.group_S[begins_S]
+    return Samples(episode_S[batch.seq_N], group_E, len(group_E))
 
 
 def turns(batch: TrainingBatch) -> Samples:
@@ -90,7 +94,7 @@ def answered_states(batch: TrainingBatch) -> Tensor:
             known.setdefault(sequence.token_ids[begin:end].tobytes(), len(known))
             for begin, end in zip(begins, at[firsts], strict=True)
         ]
-        states.append(np.array(state_of_turn)[turn_n])
+        states.append(np.array(state_of_turn)[turn_n - turn_n[0]])
     return torch.from_numpy(np.concatenate(states)).to(batch.turn_N.device)
 
 

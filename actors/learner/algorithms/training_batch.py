@@ -29,23 +29,25 @@ class TrainingBatch:
     seq_N: Tensor
     """int64: the sequence of each generated token."""
     turn_N: Tensor
-    """int64: its turn, from 0."""
+    """int64: its turn, from 0; those of an episode's further rows follow."""
     token_rewards_N: Tensor
     """float32: a turn's reward on the turn's last token, 0 elsewhere."""
     behaviour_N: Tensor
     """float32: log-prob recorded by the engine."""
     versions_N: Tensor
     """int64: version that produced the token."""
+    episode_S: Tensor
+    """int64: the episode that each sequence is a row of, ascending; mostly its only one."""
     rewards_S: Tensor
-    """float32: return of each episode."""
+    """float32: return of each sequence's episode."""
     group_S: Tensor
     """int64: the sequences that are compared: those of one task, and of one role in it."""
     lengths_S: Tensor
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
-    """bool: a token limit ended the episode or cut its last turn."""
-    baseline_S: Tensor | None
-    """float32: return of the greedy episode of the task, where there is one."""
+    """bool: a token limit ended a row of the episode or cut its last turn."""
+    baseline_E: Tensor | None
+    """float32, by episode: return of the greedy one of the task, where there is one."""
 
     def to(self, device: torch.device) -> "TrainingBatch":
         """Copy every tensor to a device."""
@@ -71,6 +73,9 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained."""
     members = [group.sampled for group in groups]
     trajectories = [trajectory for group in members for trajectory in group]
+    rows_E = np.array([len(rows) for group in groups for rows in group.episodes])
+    episode_S = np.repeat(np.arange(len(rows_E)), rows_E)
+    first_E = np.cumsum(rows_E) - rows_E
     lengths_S = np.array([len(item.mask) for item in trajectories])
     first_S = np.cumsum(lengths_S) - lengths_S
     turns_S = np.array([len(item.turn_ends) for item in trajectories])
@@ -82,6 +87,8 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     rewards_N = np.zeros(len(at_N), dtype=np.float32)
     rewards_N[np.searchsorted(at_N, ends_K)] = rewards_K
     first_turn_S = np.cumsum(turns_S) - turns_S
+    first_turn_E = first_turn_S[first_E]
+    cut_S = np.array([item.ended_by == "length" for item in trajectories])
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     return TrainingBatch(
         sequences=[
@@ -90,15 +97,16 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
             for item in group.sampled
         ],
         seq_N=_tensor(seq_N),
-        turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_S[seq_N]),
+        turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_E[episode_S[seq_N]]),
         token_rewards_N=_tensor(rewards_N),
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
         versions_N=_tensor(np.concatenate([item.versions for item in trajectories])[at_N]).long(),
-        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_S)),
+        episode_S=_tensor(episode_S),
+        rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_E)[episode_S]),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
-        truncated_S=torch.tensor([item.ended_by == "length" for item in trajectories]),
-        baseline_S=_baselines(groups),
+        truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
+        baseline_E=_baselines(groups),
     )
 
 
@@ -124,5 +132,5 @@ def _baselines(groups: Sequence[Group]) -> Tensor | None:
     greedy = [[item.reward for item in group.trajectories if item.greedy] for group in groups]
     if not all(greedy):
         return None
-    counts = torch.tensor([len(group.sampled) for group in groups])
+    counts = torch.tensor([len(group.episodes) for group in groups])
     return torch.tensor([rewards[0] for rewards in greedy]).repeat_interleave(counts)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ....envs.evaluation import is_success
 from ....schemas.batch import DropReason
-from ....schemas.rollout import Group
+from ....schemas.rollout import Group, return_of
 from ....schemas.task import Task
 from .data_order import Chosen, DataOrder
 from .state import LearnerState
@@ -117,7 +117,7 @@ class Curriculum:
 
     def _count(self, group: Group) -> None:
         item, above = group.task.item, self._config.success_reward
-        solved = [is_success(one.reward, one.info, above) for one in group.sampled]
+        solved = [is_success(return_of(rows), rows[0].info, above) for rows in group.episodes]
         self._tries[item] = MEMORY * self._tries[item] + len(solved)
         self._solved[item] = MEMORY * self._solved[item] + sum(solved)
 

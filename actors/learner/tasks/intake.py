@@ -15,7 +15,7 @@ from itertools import pairwise
 import structlog
 
 from ....broker.rollouts import LogEntry, RolloutLog
-from ....schemas.rollout import Group, check_group
+from ....schemas.rollout import Group, check_group, return_of
 from ....schemas.task import Blame, Task
 from ....schemas.wire.errors import DataError, DeadlineError, MessageError, StorageError
 from .batching import Candidate
@@ -224,19 +224,21 @@ class Intake:
                 self._check_images(group)
             except DataError as error:
                 raise MessageError(f"a group of task {task.task} is refused: {error}") from error
-        if not all(math.isfinite(item.reward) for item in group.trajectories):
+        if not all(math.isfinite(item.reward) for item in group.trajectories) or not all(
+            math.isfinite(return_of(rows)) for rows in group.episodes
+        ):
             raise MessageError(f"the returns of the group of task {task.task} must be finite")
 
 
 def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: bool) -> Candidate:
     if not usable or group is None:
         return Candidate(raw.seq, raw.number, unusable="malformed" if malformed else "failed")
-    episodes = group.sampled
+    rewards = tuple(return_of(rows) for rows in group.episodes)
     return Candidate(
         seq=raw.seq,
         number=raw.number,
         min_token_version=group.min_version,
-        rewards=() if group.has_equal_rewards else tuple(item.reward for item in episodes),
+        rewards=() if group.has_equal_rewards else rewards,
     )
 
 

@@ -23,10 +23,11 @@ class Waste(BaseModel):
         tokens = sum(item.num_generated for item in group.trajectories)
         self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
-        self.episodes_finished += len(group.trajectories)
+        episodes = len(group.episodes) + len(group.trajectories) - len(group.sampled)
+        self.episodes_finished += episodes
         if trained:
             self.tokens_trained += tokens
-            self.episodes_trained += len(group.trajectories)
+            self.episodes_trained += episodes
 
     def add_failed(self, tokens: int) -> None:
         """Count the tokens of tries that failed."""

@@ -121,8 +121,9 @@ class Critic:
             targets.returns_N[index_N],
             self._config.critic.clip,
         )
-        sample_N, num = renumber(targets.sample_N[index_N])
-        loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, num, denominators)
+        sample_N, numbers_M = renumber(targets.sample_N[index_N])
+        part = denominators.of_part(sample_N, numbers_M)
+        loss = aggregate(self._config.algorithm.loss_agg, loss_N, sample_N, len(numbers_M), part)
         loss.backward()
         self._num_tokens += len(index_N)
         measured = {"vf_loss": loss, "vf_clipfrac": clipped_N.sum(), "vpred_mean": values_N.sum()}

@@ -107,7 +107,8 @@ class Objective:
     ) -> MicroLoss:
         """Compute the loss of a micro-batch from the scores of its tokens."""
         algorithm, index_N = self._algorithm, micro.index_N
-        sample_N, num_samples = renumber(inputs.sample_N[index_N])
+        sample_N, numbers_M = renumber(inputs.sample_N[index_N])
+        part = denominators.of_part(sample_N, numbers_M)
         current_N = scores.logprobs_N
         old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
         correction = self._correction(inputs, micro, current_N, old_N)
@@ -119,13 +120,13 @@ class Objective:
                 old_logprobs_N=correction.old_logprobs_N,
                 behaviour_logprobs_N=inputs.batch.behaviour_N[index_N],
                 seq_N=sample_N,
-                num_seqs=num_samples,
+                num_seqs=len(numbers_M),
             ),
             **self._loss_options,
         )
 
         def total(values_N: Tensor) -> Tensor:
-            return aggregate(algorithm.loss_agg, values_N, sample_N, num_samples, denominators)
+            return aggregate(algorithm.loss_agg, values_N, sample_N, len(numbers_M), part)
 
         loss = total(policy_N * correction.weight_N)
         sums |= {"pg_loss": loss.detach(), "entropy": scores.entropy_N.detach().sum()}
@@ -147,12 +148,12 @@ class Objective:
         if inputs.weights_N is not None:
             return Correction(inputs.weights_N[micro.index_N], old_N)
         batch = inputs.batch
-        sample_N, num_samples = renumber(inputs.sample_N[micro.index_N])
+        sample_N, numbers_M = renumber(inputs.sample_N[micro.index_N])
         read = CorrectionInputs(
             old_logprobs_N=old_N,
             behaviour_logprobs_N=batch.behaviour_N[micro.index_N],
             seq_N=sample_N,
-            num_seqs=num_samples,
+            num_seqs=len(numbers_M),
             logprobs_N=current_N.detach(),
             lag_N=inputs.version - batch.versions_N[micro.index_N],
         )

@@ -196,7 +196,8 @@ class Trainer:
         sums = StepSums()
         for part_S in self._minibatches(batch):
             kept_S = part_S & credit.kept_S
-            denominators = self._denominators(sample_N[kept_S[batch.seq_N]])
+            kept_n = sample_N[kept_S[batch.seq_N]]
+            denominators = self._denominators(kept_n, credit.samples.num)
             if step > self.config.critic.warmup_steps:
                 self._update(inputs, part_S, kept_S, denominators, sums)
             if self.critic is not None:
@@ -207,7 +208,7 @@ class Trainer:
             **sums.numbers(),
             **({} if entropy_N is None else {"actor/entropy": float(entropy_N.mean())}),
             **spread("critic/advantages", advantages_N[kept_N]),
-            **spread("critic/rewards", credit.rewards_S),
+            **spread("critic/rewards", credit.rewards_E),
             **({} if self.critic is None else self.critic.numbers()),
             "training/num_samples": float(credit.samples.num),
             **_mismatch(sums.old, batch, step - 1),
@@ -280,9 +281,9 @@ class Trainer:
         parts = torch.tensor_split(groups, self.config.learner.num_minibatches)
         return [torch.isin(batch.group_S, part) for part in parts if len(part)]
 
-    def _denominators(self, sample_n: Tensor) -> Denominators:
+    def _denominators(self, sample_n: Tensor, num_samples: int) -> Denominators:
         length = self.config.algorithm.loss_agg_length or self.config.rollout.max_response_tokens
-        return Denominators.of(sample_n, length)
+        return Denominators.of(sample_n, length, num_samples)
 
     def _update(
         self,

@@ -73,7 +73,7 @@ def test_a_turn_earns_its_reward_or_its_return(
     config = _config(sample="turn", turn_reward=turn_reward, advantage="dr_grpo", **gamma)
     credit = assign_credit(config, batch, None, None, None)
     assert credit.advantages_N.tolist() == expected
-    assert credit.rewards_S.tolist() == [3, 5, 4, 11]  # of episodes, whatever the samples are
+    assert credit.rewards_E.tolist() == [3, 5, 4, 11]  # of episodes, whatever the samples are
 
 
 def test_grpo_over_turns_with_returns_is_grpo_per_turn(batch: TrainingBatch) -> None:

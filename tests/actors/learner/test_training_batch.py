@@ -48,8 +48,8 @@ def test_every_generated_token_knows_its_episode_turn_reward_and_version() -> No
 
 def test_the_greedy_episode_is_a_baseline_only_if_every_group_has_one() -> None:
     groups = _two_groups()
-    assert assemble(groups).baseline_S is None
-    baseline_S = assemble([groups[1], groups[1]]).baseline_S
+    assert assemble(groups).baseline_E is None
+    baseline_S = assemble([groups[1], groups[1]]).baseline_E
     assert baseline_S is not None
     assert baseline_S.tolist() == [0.75, 0.75]
 

@@ -1,0 +1,130 @@
+"""An episode counts once, in however many rows it stands."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from tinkermq.actors.learner.algorithms.training_batch import assemble
+from tinkermq.actors.learner.group_metrics import group_numbers
+from tinkermq.actors.learner.training.model import load_model
+from tinkermq.actors.learner.training.step import Trainer
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.task import Task
+
+from tests.models import make_tiny_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's folder."""
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def calls_of(rng: np.random.Generator, num_calls: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the prompt's and the generated tokens of each call of an episode."""
+    return [
+        (rng.integers(1, 200, rng.integers(2, 5)), rng.integers(1, 200, rng.integers(1, 5)))
+        for _ in range(num_calls)
+    ]
+
+
+def row(
+    calls: list[tuple[np.ndarray, np.ndarray]], trained: list[int], reward: float, **more: object
+) -> Trajectory:
+    """Return the row up to the last of the trained calls."""
+    ids, mask, ends = [], [], []
+    for number, (given, said) in enumerate(calls[: trained[-1] + 1]):
+        ids += [*given, *said]
+        mask += [0] * len(given) + [int(number in trained)] * len(said)
+        if number in trained:
+            ends.append(len(ids) - 1)
+    flags = np.array(mask, np.uint8)
+    rewards = np.zeros(len(ends), np.float32)
+    rewards[-1] = reward
+    return Trajectory(
+        token_ids=np.array(ids, np.int32),
+        mask=flags,
+        logprobs=np.where(flags, -1.0, 0.0).astype(np.float32),
+        versions=np.where(flags, 0, -1).astype(np.int32),
+        turn_ends=np.array(ends, np.int32),
+        rewards=rewards,
+        **more,
+    )
+
+
+def groups_of(*, split: bool) -> list[Group]:
+    """Return two groups of three episodes; with `split`, each call stands in a row of its own."""
+    rng = np.random.default_rng(3)
+    groups: list[Group] = []
+    for task in range(2):
+        rows: list[Trajectory] = []
+        for episode in range(3):
+            calls, reward = calls_of(rng, 1 + (task + episode) % 3), float(rng.normal())
+            everything = list(range(len(calls)))
+            if not split:
+                rows.append(row(calls, everything, reward))
+                continue
+            rows.append(row(calls, everything[-1:], reward, episode=episode, kind="main"))
+            rows += [row(calls, [n], 0.0, episode=episode) for n in everything[:-1]]
+        made = Task(task=task, seed=task, group_size=3, version=0)
+        groups.append(Group(task=made, trajectories=rows, source="test"))
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("advantage", "loss_agg"),
+    [
+        ("grpo", "token-mean"),
+        ("grpo", "seq-mean-token-mean"),
+        ("rloo", "seq-mean-token-sum"),
+        ("dr_grpo", "seq-mean-token-sum-norm"),
+        ("opo", "seq-mean-token-mean"),
+        ("reinforce_pp_baseline", "token-mean"),
+    ],
+)
+def test_a_step_is_the_same_with_each_call_in_a_row_of_its_own(
+    folder: Path, advantage: str, loss_agg: str
+) -> None:
+    config = JobConfig.model_validate(
+        {
+            "model": {"path": str(folder)},
+            "env": {"game": "none"},
+            "algorithm": {"advantage": advantage, "loss_agg": loss_agg, "loss": "cispo"},
+            "learner": {"lr": 0.1, "eps": 1.0, "microbatch_tokens": 24, "row_tokens": 24},
+            "rollout": {"max_prompt_tokens": 8, "max_turn_tokens": 8, "max_response_tokens": 16},
+        }
+    )
+    trained: list[tuple[dict[str, float], torch.Tensor]] = []
+    for split in (False, True):
+        model = load_model(config.model, config.learner)
+        report = Trainer(model, config, total_steps=10).step(assemble(groups_of(split=split)), 1)
+        gradients = [weight.grad.flatten() for weight in model.parameters()]
+        trained.append((report.numbers, torch.cat(gradients)))
+    (numbers, gradient), (again, split_gradient) = trained
+    assert gradient.abs().max() > 0
+    assert torch.allclose(gradient, split_gradient, rtol=1e-4, atol=1e-7)
+    assert numbers["actor/grad_norm"] == pytest.approx(again["actor/grad_norm"], rel=1e-5)
+    assert numbers["critic/rewards/mean"] == pytest.approx(again["critic/rewards/mean"])
+
+
+def test_the_numbers_of_a_step_count_episodes() -> None:
+    whole, split = (group_numbers(groups_of(split=split), 1, 99, 0.0) for split in (False, True))
+    for name in ("rollout/episodes", "critic/score/mean", "num_turns/max", "game/success_rate"):
+        assert whole[name] == pytest.approx(split[name])
+    assert whole["rollout/generated_tokens"] == split["rollout/generated_tokens"]
+
+
+def test_a_group_with_an_episode_less_or_in_pieces_is_refused() -> None:
+    group = groups_of(split=True)[1]
+    assert [len(rows) for rows in group.episodes] == [2, 3, 1]
+    for rows, told in (
+        (group.trajectories[:5], "has 3 episodes, this has 2"),
+        ([*group.trajectories[1:], group.trajectories[0]], "stand apart"),
+    ):
+        with pytest.raises(ValidationError, match=told):
+            Group(task=group.task, trajectories=rows, source="test")
