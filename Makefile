@@ -54,7 +54,7 @@ test-vllm-engine test-vllm-stack: $(VLLM)/started.stamp
 
 # Imports from a cold disk, byte code and what is compiled once: shown, and not in a test's time.
 $(VLLM)/started.stamp: $(VLLM)/vllm.stamp
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -W ignore -m tests.vllm_start
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -W ignore -m tests.support.vllm_start
 	@touch $@
 
 $(VLLM)/vllm.stamp: pyproject.toml

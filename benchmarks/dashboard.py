@@ -30,9 +30,9 @@ from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 from ulid import ULID
 
 from benchmarks.report import Report, parser
-from tests.browser import open_browser
-from tests.gateway import Gateway, run_gateway
-from tests.waiting import eventually
+from tests.support.browser import open_browser
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.waiting import eventually
 
 NAMES = (
     *("training_step_reward", "val/mean_score", "response_length/mean", "actor/entropy"),

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 from playwright.async_api import Browser
 from tinkermq.actors.warm_start import warm_start
 
-from tests.browser import open_browser
+from tests.support.browser import open_browser
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"

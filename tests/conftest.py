@@ -13,8 +13,8 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.measured import measured_s
-from tests.stack_fixtures import model, shared_stack, stack
+from tests.support.measured import measured_s
+from tests.support.stack_fixtures import model, shared_stack, stack
 
 __all__ = ["model", "shared_stack", "stack"]
 

@@ -21,8 +21,8 @@ from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.generate import message_modules, pages
 from docs.topics import STORES, TOPICS
-from tests.pages import Block, blocks, prose, save, succeed
-from tests.stack import Stack
+from tests.support.pages import Block, blocks, prose, save, succeed
+from tests.support.stack import Stack
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import Block, blocks, environment, matches, run, save, succeed
+from tests.support.pages import Block, blocks, environment, matches, run, save, succeed
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = [*sorted((DOCS / "tutorials").glob("*.md")), DOCS / "multi-agent.md"]

@@ -26,7 +26,7 @@ from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 async def start(broker: Broker, scope: JobScope, game: str) -> Process:

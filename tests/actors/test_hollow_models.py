@@ -9,8 +9,8 @@ from tinkermq.actors.models.model_folder import load_causal_lm, load_policy
 from tinkermq.schemas.config.lora import LoraConfig
 from transformers import Qwen2Config
 
-from tests.images import make_vision_model
-from tests.models import make_tiny_model
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
 
 
 def _held_mib() -> float:

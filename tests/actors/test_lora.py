@@ -37,8 +37,8 @@ from tinkermq.schemas.config.lora import LoraConfig
 from tinkermq.schemas.wire.errors import ModelError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from tests.groups import random_group
-from tests.models import make_tiny_model, plain_logprobs
+from tests.support.groups import random_group
+from tests.support.models import make_tiny_model, plain_logprobs
 
 IDS = torch.arange(12)[None] + 40
 

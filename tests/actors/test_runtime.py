@@ -14,7 +14,7 @@ from tinkermq.actors.runtime import EXIT_CRASHED, EXIT_FAILED
 from tinkermq.broker.client.connection import Broker
 from tinkermq.schemas.wire.errors import ConfigError, root_cause
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 PROGRAM = """
 import asyncio, sys, time

@@ -17,8 +17,8 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.strategies import make_group
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.strategies import make_group
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 RIGHTS = """
 authorization { users: [{ user: ann, password: pw, permissions: {

@@ -26,8 +26,8 @@ from tinkermq.schemas.task import Blame, DeadLetter
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.strategies import make_task
-from tests.waiting import PATIENCE_S
+from tests.support.strategies import make_task
+from tests.support.waiting import PATIENCE_S
 
 
 def _metric(step: int) -> Metric:

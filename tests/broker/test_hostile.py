@@ -24,8 +24,8 @@ from tinkermq.schemas.wire.errors import MessageError
 from tinkermq.schemas.wire.message import Message
 from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 
-from tests.strategies import hostile_payloads, make_group, make_task, nested
-from tests.waiting import PATIENCE_S
+from tests.support.strategies import hostile_payloads, make_group, make_task, nested
+from tests.support.waiting import PATIENCE_S
 
 BLAME = Blame(boundary="engine", code="engine", message="m")
 METRIC = Metric(step=1, values={"reward/mean": 0.5}, time=1.0)

@@ -15,7 +15,7 @@ from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_REQUESTS
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

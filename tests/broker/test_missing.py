@@ -28,7 +28,7 @@ from tinkermq.schemas.wire.subjects import (
     stream_of,
 )
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 TASK = Task(task=0, seed=0, group_size=1)
 GROUP = make_group([make_trajectory([1], [([2], [])], [0.0])])

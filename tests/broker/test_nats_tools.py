@@ -21,9 +21,9 @@ from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
 
 from tests.actors.scheduler.conftest import Stack
 from tests.clients.command import tinkermq
-from tests.gateway import run_gateway
-from tests.secured import secured
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.gateway import run_gateway
+from tests.support.secured import secured
+from tests.support.waiting import PATIENCE_S, eventually
 
 SERVICES = {"tinkermq-scheduler-desk", "tinkermq-scheduler", "tinkermq-node", "tinkermq-gateway"}
 

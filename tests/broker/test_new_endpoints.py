@@ -13,7 +13,7 @@ from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NUM_ENDPOINTS = 60
 NUM_CALLERS = 4

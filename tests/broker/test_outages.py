@@ -17,7 +17,7 @@ from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 from tinkermq.schemas.wire.subjects import BUCKET_REQUESTS, JobScope
 
-from tests.waiting import until
+from tests.support.waiting import until
 
 VALUE = RequestRecord(job="x")
 

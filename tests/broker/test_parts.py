@@ -12,7 +12,7 @@ from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayReques
 from tinkermq.schemas.wire.errors import BusyError, DeadlineError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import AFTER_PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S
 
 
 class Counter:

@@ -10,7 +10,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def _presence(name: str) -> Presence:

@@ -14,7 +14,7 @@ from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 SUBJECT = rpc("local", "behind", "look")
 

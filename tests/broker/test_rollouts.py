@@ -17,8 +17,8 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.strategies import hostile_payloads, make_group, make_tombstone
-from tests.waiting import PATIENCE_S
+from tests.support.strategies import hostile_payloads, make_group, make_tombstone
+from tests.support.waiting import PATIENCE_S
 
 
 class Tail:

@@ -25,8 +25,8 @@ from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.reply import ErrorReply
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.strategies import hostile_payloads
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.strategies import hostile_payloads
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 
 class Question(Message):

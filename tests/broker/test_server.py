@@ -13,7 +13,7 @@ from tinkermq.broker.jetstream.streams import create_shared, stream_info
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.wire.errors import BrokerError
 
-from tests.processes import alive
+from tests.support.processes import alive
 
 
 def test_a_free_port_is_found_and_kept_over_a_restart(own_server: NatsServer) -> None:

@@ -14,7 +14,7 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, StateError, StorageError
 from tinkermq.schemas.wire.subjects import TASK_CONSUMER, JobScope
 
-from tests.secured import secured
+from tests.support.secured import secured
 
 BIG = b"x" * 2_000_000
 

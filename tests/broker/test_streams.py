@@ -20,7 +20,7 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS, JobScope
 
-from tests.strategies import make_group, make_task
+from tests.support.strategies import make_group, make_task
 
 
 async def _listed(broker: Broker) -> dict[str, dict[str, Any]]:

@@ -12,8 +12,8 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.strategies import make_task
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.strategies import make_task
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 
 async def _publish(queue: TaskQueue, numbers: range) -> None:

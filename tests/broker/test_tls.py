@@ -13,8 +13,8 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.certificates import Certificate, self_signed
-from tests.secured import environment, secured
+from tests.support.certificates import Certificate, self_signed
+from tests.support.secured import environment, secured
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 from tinkermq.schemas.wire.trace import TRACEPARENT, is_traceparent, new_trace, span_of, trace_of
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 
 async def test_a_trace_goes_with_a_task_to_its_group_and_to_whom_is_asked(

@@ -11,7 +11,7 @@ from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 NUM_WORDS = 5000
 

@@ -24,7 +24,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 TRANSPORTS: tuple[Literal["object", "file"], ...] = ("object", "file")
 

@@ -203,7 +203,7 @@ def test_what_the_endpoint_refuses_is_told(
 
 def test_a_game_that_fails_is_told_and_no_score(cli: Cli, server: Server) -> None:
     server.reply = lambda _: "?"
-    game = "tests.games:RaisesInStep"
+    game = "tests.support.games:RaisesInStep"
     done = cli("env", "eval", game, "--model", url(server), "--max-samples", "2", "--json")
     assert done.code == 1
     assert json.loads(done.out.splitlines()[-1])["summary"]["failed_episodes"] == 2
@@ -211,7 +211,7 @@ def test_a_game_that_fails_is_told_and_no_score(cli: Cli, server: Server) -> Non
 
 
 @pytest.mark.parametrize(
-    ("game", "said"), [("tictactoe", "has roles"), ("tests.games:WithTool", "has tools")]
+    ("game", "said"), [("tictactoe", "has roles"), ("tests.support.games:WithTool", "has tools")]
 )
 def test_a_game_that_only_a_pool_can_play_is_refused(
     cli: Cli, server: Server, game: str, said: str

@@ -16,7 +16,7 @@ from tinkermq.schemas.metric import Event, Metric, Presence
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 async def followed(broker: Broker, record: JobRecord) -> list[Update]:

@@ -10,8 +10,8 @@ from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.clients.home import Home, StackState
 
 from tests.clients.conftest import Cli
-from tests.disks import fill, small_disk
-from tests.waiting import PATIENCE_S
+from tests.support.disks import fill, small_disk
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

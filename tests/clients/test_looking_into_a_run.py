@@ -24,8 +24,8 @@ from tinkermq.schemas.wire.trace import GroupTrace, StepTrace, new_trace
 
 from tests.clients.command import Outcome, command
 from tests.clients.conftest import Cli, new_record
-from tests.groups import make_group, make_trajectory
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 async def aside(cli: Cli, *words: str) -> Outcome:

@@ -6,7 +6,7 @@ import pytest
 from tinkermq.broker.users.credentials import PoolSecrets
 from tinkermq.clients.cli.pool.nats_conf import listening_host, read_nats_conf
 
-from tests.configs import REPOSITORY
+from tests.support.configs import REPOSITORY
 
 
 @pytest.mark.parametrize(

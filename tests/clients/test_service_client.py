@@ -19,7 +19,7 @@ from tinkermq.schemas.wire.errors import ConfigError, JobFailedError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.test_game_environment import EchoGame
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ from tinkermq.schemas.wire.errors import BrokerError, StateError
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS
 
 from tests.clients.conftest import Cli
-from tests.processes import alive
-from tests.waiting import PATIENCE_S
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import yaml
 from tinkermq.broker.programs.server import binary_path
 from tinkermq.schemas.wire.subjects import SERVICES
 
-from tests.configs import REPOSITORY
+from tests.support.configs import REPOSITORY
 
 FOLDER = REPOSITORY / "deploy" / "container"
 COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())

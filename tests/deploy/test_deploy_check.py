@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import REPOSITORY
+from tests.support.configs import REPOSITORY
 
 DEPLOY = REPOSITORY / "deploy"
 

@@ -29,8 +29,8 @@ from tinkermq.schemas.env import DescribeReply, DescribeRequest
 from tinkermq.schemas.job import ActorPlacement
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.configs import REPOSITORY
-from tests.waiting import PATIENCE_S
+from tests.support.configs import REPOSITORY
+from tests.support.waiting import PATIENCE_S
 
 UNITS = sorted((REPOSITORY / "deploy" / "systemd").glob("*.service"))
 PORT_OF_ITS_OWN = {"gateway": " --port 0"}

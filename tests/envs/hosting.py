@@ -23,7 +23,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.message import Empty
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 COUNTING = "broken_games:CountingGame"
 ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])

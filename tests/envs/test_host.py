@@ -16,7 +16,7 @@ from tinkermq.schemas.wire.errors import (
     StateError,
 )
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 
 @ISOLATIONS

@@ -13,7 +13,7 @@ from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MANY = [f"e{number}" for number in range(2000)]
 

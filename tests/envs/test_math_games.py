@@ -17,7 +17,7 @@ from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.wire.errors import ConfigError
 
-from tests.configs import example
+from tests.support.configs import example
 
 PLAIN = {"packages": [], "time_s": 5}
 

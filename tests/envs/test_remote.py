@@ -9,7 +9,7 @@ from tinkermq.envs.serving.remote import Environments, HostGone, Start
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError, SandboxError
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 START = Start("train", None, 7)
 MANY = [f"e{number}" for number in range(16)]

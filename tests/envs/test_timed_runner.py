@@ -10,7 +10,7 @@ from tinkermq.envs.running.episodes import Opening
 from tinkermq.envs.running.runner import TimedRunner, make_runner
 from tinkermq.schemas.config.job import EnvConfig
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 class HeldBandit(BanditGame):

@@ -10,10 +10,10 @@ from tinkermq.schemas.control import ReserveReply, ReserveRequest
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 
-from tests.jobs import Job
-from tests.processes import alive
-from tests.stack import Stack
-from tests.waiting import PATIENCE_S
+from tests.support.jobs import Job
+from tests.support.processes import alive
+from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 _WRITTEN_S = 5.0
 """For how long a checkpoint is written, at most."""

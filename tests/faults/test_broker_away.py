@@ -16,10 +16,10 @@ from tinkermq.broker.client.connection import connect
 from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.schemas.config.load_config import parse_config
 
-from tests.configs import REPOSITORY, small_job
-from tests.processes import alive
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import REPOSITORY, small_job
+from tests.support.processes import alive
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.faults, pytest.mark.long]
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.faults, pytest.mark.long]
 async def test_a_job_goes_on_after_its_broker_was_away(
     away_s: float, tmp_path: Path, model: Path
 ) -> None:
-    slow = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 4}
+    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 4}
     config = small_job(
         model,
         env={**slow, "hosts": 1},

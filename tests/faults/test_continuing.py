@@ -14,10 +14,10 @@ from tinkermq.broker.jetstream.stored import get_all
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.segment import Segment
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
@@ -29,7 +29,7 @@ def job_of_long_episodes(model: Path, **rollout: int) -> dict:
     """Return a job of episodes that take seconds, written down as they go."""
     return small_job(
         model,
-        env={"game": "tests.games:SlowEcho", "num_val": 0, "workers": 32},
+        env={"game": "tests.support.games:SlowEcho", "num_val": 0, "workers": 32},
         rollout={
             "group_size": 3,
             "max_prompt_tokens": 64,
@@ -138,7 +138,7 @@ async def test_another_generator_goes_on_and_the_one_that_wakes_is_refused(
 
 async def test_an_oversampled_run_is_replayed_to_the_bit(stack: Stack, model: Path) -> None:
     config = job_of_long_episodes(model, oversample=3)
-    config["env"] = {"game": "tests.games:CoinGame", "num_val": 0}
+    config["env"] = {"game": "tests.support.games:CoinGame", "num_val": 0}
     config["generator"] = {**config["generator"], "count": 1, "segment_tokens": 0}
     job = await stack.submit(config)
     await job.until("COMPLETED")

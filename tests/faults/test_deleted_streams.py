@@ -20,14 +20,14 @@ from tinkermq.schemas.wire.subjects import (
     rpc,
 )
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def _started(stack: Stack, model: Path, num_steps: int = 30) -> Job:

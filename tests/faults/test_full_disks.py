@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from tinkermq.broker.disk.lines import append_lines
 
-from tests.configs import REPOSITORY, small_job
-from tests.disks import fill, small_disk
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import REPOSITORY, small_job
+from tests.support.disks import fill, small_disk
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0}
 
 
 def tinkermq(stack: Stack, *words: str) -> str:

@@ -18,15 +18,15 @@ from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.config.load_config import parse_config
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.processes import alive
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.processes import alive
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def assert_nothing_lost(job: Job) -> None:
@@ -111,7 +111,7 @@ async def test_a_rank_of_the_learner_killed_amid_training(stack: Stack, model: P
 
 
 PPO = {
-    "env": {"game": "tests.games:SlowGuess", "num_val": 0},
+    "env": {"game": "tests.support.games:SlowGuess", "num_val": 0},
     "rollout": {"max_turns": 3, "max_response_tokens": 64},
     "algorithm": {"advantage": "gae", "sample": "turn", "gamma": 0.9, "filter_equal_rewards": True},
     "critic": {"lr": 1e-3, "warmup_steps": 2},

@@ -13,10 +13,10 @@ from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
 from tinkermq.schemas.batch import BatchRecord
 
-from tests.configs import small_job
 from tests.faults.injected import append_untrainable, episode, kill_after_checkpoint
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
@@ -36,7 +36,12 @@ async def test_what_comes_while_recorded_steps_are_trained_again_is_trained(
     job = await stack.submit(
         small_job(
             large,
-            env={"game": "tests.games:SlowBandit", "kwargs": game, "num_val": 0, "workers": 48},
+            env={
+                "game": "tests.support.games:SlowBandit",
+                "kwargs": game,
+                "num_val": 0,
+                "workers": 48,
+            },
             training={"num_steps": 20, "save_freq": 0, "staleness_policy": "train"},
         )
     )
@@ -68,7 +73,7 @@ async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_bef
     stack: Stack, model: Path, keep_rollouts: bool
 ) -> None:
     training = {"num_steps": 24, "keep_rollouts": keep_rollouts}
-    slow = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
     job = await stack.submit(small_job(model, env=slow, training=training))
     await job.until_step(10)
     await job.stop()

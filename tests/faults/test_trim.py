@@ -13,11 +13,11 @@ from tinkermq.broker.jetstream.stored import get_seq
 from tinkermq.broker.jetstream.streams import delete_stream, stream_info
 from tinkermq.broker.rollouts import read_entry
 
-from tests.configs import small_job
 from tests.faults.injected import kill_after_checkpoint
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [
     pytest.mark.faults,
@@ -32,7 +32,7 @@ SAVED_STEP = 6
 async def test_a_learner_killed_between_a_checkpoint_and_its_trim_and_a_late_append(
     stack: Stack, model: Path
 ) -> None:
-    env = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
     training = {"keep_rollouts": False, "save_freq": SAVED_STEP, "num_steps": 30}
     job = await stack.submit(small_job(model, env=env, training=training))
     await _mirror(stack, job.scope.stream_rollout, BACKUP)

@@ -33,13 +33,13 @@ from tinkermq.schemas.wire.reply import ErrorReply
 from tinkermq.schemas.wire.subjects import JobScope
 
 from docs.topics import TOPICS, Topic
-from tests.configs import small_job
 from tests.fuzz.payloads import Hostile, Schemas
-from tests.jobs import Job
-from tests.processes import peak_mb
-from tests.secured import SecuredPool, secured
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.processes import peak_mb
+from tests.support.secured import SecuredPool, secured
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -126,7 +126,7 @@ async def jobs(shared_stack: Stack, model: Path) -> AsyncIterator[Field]:
     stack = shared_stack
     config = small_job(
         model,
-        env={"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.5}, "num_val": 0},
+        env={"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.5}, "num_val": 0},
         training={"num_steps": 10**6, "save_freq": 10**6, "keep_rollouts": False},
     )
     training = await stack.submit(config)

@@ -20,10 +20,10 @@ from tinkermq.actors.gateway.pages import routes as pages
 from tinkermq.actors.gateway.rest.routes import OPERATIONS
 
 from tests.fuzz.payloads import Hostile, Schemas
-from tests.gateway import Gateway, run_gateway
-from tests.processes import peak_mb
-from tests.stack import Stack
-from tests.waiting import PATIENCE_S
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.processes import peak_mb
+from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -24,7 +24,7 @@ from tinkermq.broker.client.keys import (
 from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.subjects import number_of, token, user_name
 
-from tests.configs import REPOSITORY
+from tests.support.configs import REPOSITORY
 
 ROOMS = ("schemas", "broker", "envs", "actors", "clients")
 BREAKS = ("\n", "\r", "\r\n", "\u2028", "\x00", " ")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import example, small_job
-from tests.stack import Stack
+from tests.support.configs import example, small_job
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.clients.command import tinkermq
-from tests.configs import small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.long
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def test_a_run_goes_on_from_a_back_up_after_the_broker_lost_everything(

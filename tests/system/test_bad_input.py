@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 FORGETS = "{%- for message in messages[-1:] -%}<|user|>{{ message['content'] }}{%- endfor -%}"
 
-NO_REWARD = {"source": "function", "function": "tests.games:no_reward"}
+NO_REWARD = {"source": "function", "function": "tests.support.games:no_reward"}
 HANGS = {
-    "game": "tests.games:SlowBandit",
+    "game": "tests.support.games:SlowBandit",
     "kwargs": {"delay_s": 600},
     "isolation": "process",
     "step_timeout_s": 0.5,
@@ -64,14 +64,18 @@ async def jobs(
         "missing": small_job(model, env=data("missing.parquet"), generator=alone),
         "column": small_job(model, env=data("no_answer.jsonl"), generator=alone),
         "nothing": small_job(model, env=data("nothing.jsonl"), generator=alone),
-        "import": small_job(model, env={"game": "tests.games:NoSuchGame"}, generator=alone),
-        "raises": small_job(model, env={"game": "tests.games:RaisesInStep"}),
+        "import": small_job(model, env={"game": "tests.support.games:NoSuchGame"}, generator=alone),
+        "raises": small_job(model, env={"game": "tests.support.games:RaisesInStep"}),
         "reward": small_job(model, env={"reward": NO_REWARD}, rollout={"max_tries": 1}),
         "hangs": small_job(model, env=HANGS, rollout={"max_tries": 1}),
         "prompt": small_job(model, rollout={"max_prompt_tokens": 5}),
         "deserted": small_job(
             model,
-            env={"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.2}, "num_val": 0},
+            env={
+                "game": "tests.support.games:SlowBandit",
+                "kwargs": {"delay_s": 0.2},
+                "num_val": 0,
+            },
             training={"num_steps": 10_000},
             limits={"idle_s": 20},
         ),
@@ -92,7 +96,7 @@ async def jobs(
         ("missing", ["missing.parquet"]),
         ("column", ["no_answer.jsonl", "answer"]),
         ("nothing", ["nothing.jsonl"]),
-        ("import", ["module tests.games has no game 'NoSuchGame'", "SlowBandit"]),
+        ("import", ["module tests.support.games has no game 'NoSuchGame'", "SlowBandit"]),
         ("raises", ["tasks in a row failed", "ValueError: no rule for", "letters"]),
         ("reward", ["tasks in a row failed", "no_reward raised LookupError: no rubric for this"]),
         ("hangs", ["tasks in a row failed", "SlowBandit hung in step for 0.5 s"]),

@@ -37,10 +37,10 @@ from tinkermq.schemas.wire.trace import is_traceparent
 
 from tests.clients.command import command
 from tests.clients.test_game_environment import EchoGame
-from tests.configs import UNHURRIED, small_job
-from tests.processes import listening_ports
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import UNHURRIED, small_job
+from tests.support.processes import listening_ports
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -114,7 +114,9 @@ client.fit(env, num_steps=80)
 async def test_a_job_that_fails_tells_its_reason_to_whoever_waits(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    config = small_job(model, env={"game": "tests.games:NoSuchGame"}, training={"num_steps": 2})
+    config = small_job(
+        model, env={"game": "tests.support.games:NoSuchGame"}, training={"num_steps": 2}
+    )
     async with AsyncSchedulerClient(stack.server.url, timeout=90) as scheduler:
         # It fails while it starts, or just after.
         with pytest.raises(JobFailedError, match="has no game 'NoSuchGame'"):

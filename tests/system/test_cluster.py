@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.cluster import Cluster
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.waiting import eventually
+from tests.support.cluster import Cluster
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.faults, pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -29,7 +29,7 @@ async def test_a_server_is_killed_and_a_node_cut_off_until_it_is_missed_and_noth
 ) -> None:
     mended = tmp_path / "mended"
     slow = {"delay_s": 2.0, "until": str(mended)}  # it must not be over before the node is back
-    env = {"game": "tests.games:SlowBandit", "kwargs": slow, "num_val": 0}
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": slow, "num_val": 0}
     config = small_job(model, env=env, generator={"count": 2}, training={"num_steps": 60})
     job = await cluster.submit_from_client(config)
     told = await job.until_step(3, LONG_S)

@@ -32,10 +32,10 @@ from tinkermq.schemas.wire.errors import ConfigError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.http import openai_client
-from tests.configs import small_job
-from tests.games import RaisesInStep, SlowBandit
-from tests.jobs import Job
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.games import RaisesInStep, SlowBandit
+from tests.support.jobs import Job
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient
 
-from tests.configs import small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 

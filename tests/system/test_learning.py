@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tinkermq.envs.registry import companion, load_game
 
-from tests.configs import example
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import example
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.learns,

@@ -33,8 +33,8 @@ from tinkermq.schemas.metric import EvalRecord
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope
 
-from tests.configs import REPOSITORY, small_job
-from tests.groups import random_group
+from tests.support.configs import REPOSITORY, small_job
+from tests.support.groups import random_group
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.runtime import EXIT_DRAINED
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.proofs import assert_no_task_twice
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.proofs import assert_no_task_twice
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
@@ -25,7 +25,7 @@ async def members(job: Job, since: int) -> tuple[set[str], set[str]]:
 async def test_generators_and_environment_hosts_come_and_go_while_a_job_runs(
     stack: Stack, model: Path
 ) -> None:
-    env = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.4}, "num_val": 0}
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.4}, "num_val": 0}
     training = {"num_steps": 10_000, "max_staleness": 4, "save_freq": 0}
     config = small_job(model, env=env, training=training, generator={"max_episodes": 8})
     job = await stack.submit(config)

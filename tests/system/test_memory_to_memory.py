@@ -10,11 +10,11 @@ from tinkermq.broker.weights.store import WeightStore
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.bandit import BanditGame
 
-from tests.configs import UNHURRIED, example, small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
-from tests.waiting import eventually
+from tests.support.configs import UNHURRIED, example, small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
+from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.long,

@@ -7,10 +7,10 @@ from tinkermq.clients import AsyncTrajectoryPublisher
 from tinkermq.clients.address import JobAddress
 from tinkermq.schemas.wire.errors import MessageError
 
-from tests.configs import small_job
 from tests.faults.injected import append_untrainable, episode
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

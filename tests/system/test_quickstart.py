@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import REPOSITORY
+from tests.support.configs import REPOSITORY
 
 MARK = "TINKERMQ_TEST_MARK"
 

@@ -8,15 +8,15 @@ from tinkermq.actors.learner.training.checkpoint import CheckpointStore
 from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.broker.weights.store import WeightStore
 
-from tests.configs import small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 SENT = {"publish_dtype": "bfloat16", "lr": 1e-6}
 """So that new weights travel as differences."""
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def test_a_stopped_run_goes_on_and_a_fork_starts_from_its_checkpoint(

@@ -24,10 +24,10 @@ from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.clients.command import Outcome, tinkermq
-from tests.configs import REPOSITORY, UNHURRIED, small_job
-from tests.games import Snoop
-from tests.secrets_on_disk import files_with
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.configs import REPOSITORY, UNHURRIED, small_job
+from tests.support.games import Snoop
+from tests.support.secrets_on_disk import files_with
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 class Operator:
@@ -158,7 +158,10 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     for name in ("ada", "bob"):
         brokers[name] = await connect(operator.url, name=name, api_key=operator.keys[name])
         pattern = str(tmp_path / "runs" / "*" / "*" / "*")
-        snoop = {"game": "tests.games:Snoop", "kwargs": {"pattern": pattern.replace("/", "|")}}
+        snoop = {
+            "game": "tests.support.games:Snoop",
+            "kwargs": {"pattern": pattern.replace("/", "|")},
+        }
         settings = {**config, "name": f"run-{name}", "env": {**config["env"], **snoop}}
         records[name] = await trained(Pool(brokers[name]), settings)
         assert records[name].state == "COMPLETED", records[name].reason

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from tinkermq.actors.models.tiny_model import save_tiny_model
 
-from tests.configs import example, small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import example, small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.long,
@@ -55,7 +55,7 @@ async def test_policies_by_role_and_earlier_versions_of_them_play_in_one_job(
     other = save_tiny_model(tmp_path / "other", width=32, layers=1, seed=7)
     config = small_job(
         model,
-        env={"game": "tests.games:DuetGame", "num_val": 2, "kwargs": {"per_letter": 0.5}},
+        env={"game": "tests.support.games:DuetGame", "num_val": 2, "kwargs": {"per_letter": 0.5}},
         rollout=SHORT,
         policies={"low": str(other)},
         self_play={"past_share": 0.6, "pool_every": 2, "pool_size": 2},

@@ -19,10 +19,10 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from tests.clients.command import Outcome, command
-from tests.configs import UNHURRIED, small_job
-from tests.jobs import Job
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import UNHURRIED, small_job
+from tests.support.jobs import Job
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

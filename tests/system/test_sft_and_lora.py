@@ -24,12 +24,12 @@ from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.write_data import write_rows
 
 from tests.actors.gateway.http import openai_client
-from tests.configs import example
-from tests.games import AnyArm
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import example
+from tests.support.games import AnyArm
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.learns,
@@ -58,7 +58,7 @@ def sft_job(model: Path, chats: Path) -> dict[str, Any]:
 
 
 def lora_job() -> dict[str, Any]:
-    env = "env={game: tests.games:AnyArm, num_val: 64}"
+    env = "env={game: tests.support.games:AnyArm, num_val: 64}"
     more = (f"training.num_steps={LORA_STEPS}", "training.save_freq=10", "training.test_freq=0")
     lora = ("lora.rank=8", "lora.alpha=32", "learner.lr=2e-3", "algorithm.kl_coef=0.001")
     return example("bandit", env, *more, *lora)

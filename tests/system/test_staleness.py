@@ -16,21 +16,21 @@ from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.rollout import Group
 
-from tests.configs import small_job
-from tests.jobs import Job
-from tests.models import plain_logprobs
-from tests.proofs import assert_every_task_once
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.jobs import Job
+from tests.support.models import plain_logprobs
+from tests.support.proofs import assert_every_task_once
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 STRAGGLERS = {
-    "game": "tests.games:SlowBandit",
+    "game": "tests.support.games:SlowBandit",
     "kwargs": {"delay_s": 0.02, "tail_s": 3.0, "tail_share": 0.04},
     "num_val": 0,
     "workers": 64,
 }
-COIN = {"game": "tests.games:FirstLetter", "num_val": 0}
+COIN = {"game": "tests.support.games:FirstLetter", "num_val": 0}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -8,8 +8,8 @@ from tinkermq.schemas.control import ControlReply, ControlRequest
 from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.configs import small_job
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -27,7 +27,7 @@ FAR = 1_000_000
 async def test_junk_on_every_subject_of_a_running_job_harms_nothing(
     stack: Stack, model: Path
 ) -> None:
-    env = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
+    env = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.05}, "num_val": 0}
     job = await stack.submit(small_job(model, env=env, training={"num_steps": 20}))
     await job.until_step(3)
     before = {name: actor.pid for name, actor in (await job.actors()).items()}

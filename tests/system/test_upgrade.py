@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.configs import small_job
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
+from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="session")]
 
-SLOW = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+SLOW = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
 
 
 async def test_scheduler_node_and_server_are_restarted_and_no_job_is_lost(

@@ -15,11 +15,11 @@ from tinkermq.clients.inference.play import PlayOptions
 from tinkermq.envs.games.geo3k import Geo3KToolGame, make_data
 
 from tests.actors.gateway.http import serving
-from tests.configs import example, small_job
-from tests.images import IMAGE_ID
-from tests.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import example, small_job
+from tests.support.images import IMAGE_ID
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.long,

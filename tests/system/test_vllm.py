@@ -6,11 +6,11 @@ import pytest
 from tinkermq.clients import AsyncInferenceSchedulerClient, run_inference_async
 from tinkermq.envs.games.guess import GuessGame
 
-from tests.configs import example
-from tests.jobs import Job
-from tests.proofs import assert_every_task_once
-from tests.stack import Stack
-from tests.stack_fixtures import warm_model
+from tests.support.configs import example
+from tests.support.jobs import Job
+from tests.support.proofs import assert_every_task_once
+from tests.support.stack import Stack
+from tests.support.stack_fixtures import warm_model
 
 pytestmark = [
     pytest.mark.vllm,

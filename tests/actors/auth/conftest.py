@@ -14,8 +14,8 @@ from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.metric import Event, LogLines, Metric
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.secured import SecuredPool, environment, secured
-from tests.strategies import make_group, make_task
+from tests.support.secured import SecuredPool, environment, secured
+from tests.support.strategies import make_group, make_task
 
 from .submitting import a_scheduler
 

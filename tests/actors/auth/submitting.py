@@ -15,8 +15,8 @@ from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 
-from tests.secured import SecuredPool
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.secured import SecuredPool
+from tests.support.waiting import PATIENCE_S, eventually
 
 
 @asynccontextmanager

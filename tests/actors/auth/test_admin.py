@@ -13,8 +13,8 @@ from tinkermq.schemas.job import JobRecord, StopRequest
 from tinkermq.schemas.user import AuditList, AuditRequest
 from tinkermq.schemas.wire.errors import BrokerError, ConfigError, NotFoundError
 
-from tests.secured import SecuredPool, environment
-from tests.waiting import eventually
+from tests.support.secured import SecuredPool, environment
+from tests.support.waiting import eventually
 
 from .submitting import submitted
 

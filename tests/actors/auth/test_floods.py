@@ -24,8 +24,8 @@ from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_JOBS, BUCKET_LEASES, rpc
 
 from tests.actors.auth.flooding import opened, publication
-from tests.secured import SecuredPool, secured
-from tests.waiting import eventually
+from tests.support.secured import SecuredPool, secured
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="function")
 FLOODING = Path(__file__).with_name("flooding.py")

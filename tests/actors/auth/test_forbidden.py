@@ -22,8 +22,8 @@ from tinkermq.schemas.job import JobReply, StopRequest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqError
 from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
 
-from tests.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
-from tests.strategies import make_group
+from tests.support.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
+from tests.support.strategies import make_group
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

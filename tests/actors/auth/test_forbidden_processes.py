@@ -14,7 +14,7 @@ from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 
-from tests.secured import REFUSED, SecuredPool, refused_listen, refused_publish
+from tests.support.secured import REFUSED, SecuredPool, refused_listen, refused_publish
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -32,9 +32,9 @@ from tinkermq.schemas.wire.errors import AuthError, BrokerError
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import AUDIT, BUCKET_EVALS, JobScope, rpc
 
-from tests.secured import SecuredPool, environment, refused_publish
-from tests.strategies import make_group
-from tests.waiting import eventually
+from tests.support.secured import SecuredPool, environment, refused_publish
+from tests.support.strategies import make_group
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

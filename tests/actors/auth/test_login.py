@@ -36,9 +36,9 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.message import Empty
 
-from tests.secured import SecuredPool
-from tests.strategies import make_group
-from tests.waiting import PATIENCE_S, eventually, until
+from tests.support.secured import SecuredPool
+from tests.support.strategies import make_group
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 REFUSED = "refuses this user"

@@ -34,8 +34,8 @@ from tinkermq.schemas.wire.errors import (
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS, BUCKET_JOBS, rpc
 
-from tests.secured import SecuredPool, environment
-from tests.waiting import eventually
+from tests.support.secured import SecuredPool, environment
+from tests.support.waiting import eventually
 
 from .submitting import submitted
 

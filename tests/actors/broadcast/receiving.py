@@ -20,7 +20,7 @@ from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 MEET_S = 1.0
 """How long members of a group wait for one that does not come."""

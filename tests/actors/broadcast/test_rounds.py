@@ -21,7 +21,7 @@ from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest, processes
-from tests.waiting import AFTER_PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, until
 
 
 class Learner:

@@ -9,8 +9,8 @@ from tinkermq.schemas.wire.errors import EngineError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import playing
-from tests.contexts import job_context
-from tests.models import make_tiny_model
+from tests.support.contexts import job_context
+from tests.support.models import make_tiny_model
 
 
 async def test_an_engine_that_has_ended_ends_the_evaluator_instead_of_failing_every_episode(

@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 import pytest_asyncio
 
 from tests.actors.gateway.canned import canned
-from tests.browser import Browser, open_browser
-from tests.gateway import Gateway, run_gateway
-from tests.stack import Stack
+from tests.support.browser import Browser, open_browser
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.stack import Stack
 
 __all__ = ["canned"]
 

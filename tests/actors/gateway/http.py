@@ -12,7 +12,7 @@ from starlette.requests import Request
 from tinkermq.actors.gateway.openai.routes import routes
 from tinkermq.broker.client.connection import Broker
 
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 @dataclass

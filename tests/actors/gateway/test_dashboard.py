@@ -16,10 +16,10 @@ from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope
 from tinkermq.schemas.wire.subjects import node as node_subject
 
 from tests.actors.gateway.test_rest import HOSTILE, finished_job
-from tests.browser import PATIENCE_MS, Browser, watched_page
-from tests.configs import UNHURRIED, small_job
-from tests.gateway import Gateway
-from tests.stack import Stack
+from tests.support.browser import PATIENCE_MS, Browser, watched_page
+from tests.support.configs import UNHURRIED, small_job
+from tests.support.gateway import Gateway
+from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
 

@@ -20,8 +20,8 @@ from tinkermq.broker.programs.process import die_with
 from tinkermq.clients import SchedulerClient
 from tinkermq.schemas.wire.errors import AuthError
 
-from tests.gateway import Gateway, run_gateway
-from tests.secured import SecuredPool, environment, secured
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.secured import SecuredPool, environment, secured
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

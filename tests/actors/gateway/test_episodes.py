@@ -19,7 +19,7 @@ from tinkermq.actors.learner.algorithms import advantages as learner
 from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.schemas.wire.errors import NotFoundError
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="

@@ -24,11 +24,11 @@ from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.user import AddUser, NameUser, NewKey, UserReply
 
-from tests.browser import Browser, watched_page
-from tests.certificates import self_signed
-from tests.gateway import Gateway, run_gateway, start
-from tests.secured import SecuredPool, environment, secured
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.browser import Browser, watched_page
+from tests.support.certificates import self_signed
+from tests.support.gateway import Gateway, run_gateway, start
+from tests.support.secured import SecuredPool, environment, secured
+from tests.support.waiting import PATIENCE_S, eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -19,10 +19,10 @@ from tinkermq.actors.gateway.limits.shares import MAX_HELD_BYTES
 from tinkermq.broker.jetstream.streams import create_shared
 from tinkermq.schemas.wire.errors import BusyError
 
-from tests.gateway import Gateway, run_gateway
-from tests.processes import peak_mb
-from tests.secured import SecuredPool, secured
-from tests.waiting import PATIENCE_S, until
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.processes import peak_mb
+from tests.support.secured import SecuredPool, secured
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

@@ -24,11 +24,11 @@ from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.gateway.test_episodes import PNG, two_turns
-from tests.configs import small_job
-from tests.gateway import Gateway, free_port, run_gateway, start
-from tests.groups import make_group
-from tests.stack import Stack
-from tests.waiting import eventually
+from tests.support.configs import small_job
+from tests.support.gateway import Gateway, free_port, run_gateway, start
+from tests.support.groups import make_group
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 

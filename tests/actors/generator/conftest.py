@@ -25,9 +25,9 @@ from tinkermq.schemas.config.job import LimitsConfig
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.images import KINDS, make_vision_model
-from tests.models import make_tiny_model
-from tests.vllm_start import ADAPTER, MAX_CONTEXT, MAX_SLOTS, configured
+from tests.support.images import KINDS, make_vision_model
+from tests.support.models import make_tiny_model
+from tests.support.vllm_start import ADAPTER, MAX_CONTEXT, MAX_SLOTS, configured
 
 if TYPE_CHECKING:
     from tinkermq.actors.generator.engine.vllm.model import VllmModel

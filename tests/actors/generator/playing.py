@@ -25,7 +25,7 @@ from tinkermq.schemas.segment import Segment
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 
 @dataclass
@@ -99,7 +99,7 @@ async def playing(
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "env": {"game": f"tests.games:{game}"},
+            "env": {"game": f"tests.support.games:{game}"},
             "generator": {"max_requests": 16, "segment_tokens": 4},
             **sections,
             "rollout": {"group_size": 3, "max_turns": 4, **rollout, **sections.get("rollout", {})},

@@ -14,7 +14,7 @@ from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import Playing, playing
-from tests.models import until
+from tests.support.models import until
 
 TASK = Task(task=5, seed=3, group_size=3)
 
@@ -141,6 +141,6 @@ def _changed(folder: Path) -> dict:
     import torch
     from tinkermq.actors.models.model_folder import load_causal_lm
 
-    from tests.models import changed
+    from tests.support.models import changed
 
     return changed(load_causal_lm(str(folder), dtype=torch.float32), 1)

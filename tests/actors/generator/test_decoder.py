@@ -18,7 +18,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 SMALL = {
     "vocab_size": 264,

@@ -13,7 +13,7 @@ from tinkermq.actors.generator.engine.transformers.transformers_engine import (
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind
-from tests.models import make_tiny_model, plain_logprobs, random_prompt, until
+from tests.support.models import make_tiny_model, plain_logprobs, random_prompt, until
 
 Capsys = pytest.CaptureFixture[str]
 

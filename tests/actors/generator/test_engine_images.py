@@ -14,9 +14,9 @@ from tinkermq.schemas.wire.errors import DataError
 from transformers import PreTrainedModel
 
 from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind, InVllm
-from tests.images import IMAGE_ID, load, png, seeing_logprobs, seeing_pass
-from tests.models import adapted, until
-from tests.vllm_start import ADAPTER, configured
+from tests.support.images import IMAGE_ID, load, png, seeing_logprobs, seeing_pass
+from tests.support.models import adapted, until
+from tests.support.vllm_start import ADAPTER, configured
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 SMALL, TALL, WIDE = png(16, 16), png(24, 40, 1), png(32, 8, 2)

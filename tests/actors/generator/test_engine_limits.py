@@ -12,8 +12,8 @@ from tinkermq.actors.generator.engine.transformers.transformers_engine import (
 from tinkermq.schemas.wire.errors import ConfigError, EngineError, ModelError
 
 from tests.actors.generator.conftest import StartEngine
-from tests.images import png
-from tests.models import random_prompt, until
+from tests.support.images import png
+from tests.support.models import random_prompt, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS = 8

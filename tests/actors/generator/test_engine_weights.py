@@ -14,7 +14,7 @@ from tinkermq.schemas.wire.errors import EngineError
 from transformers import PreTrainedModel
 
 from tests.actors.generator.conftest import EngineKind
-from tests.models import changed, loaded, plain_logprobs, random_prompt, until
+from tests.support.models import changed, loaded, plain_logprobs, random_prompt, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
 MAX_SLOTS = 8

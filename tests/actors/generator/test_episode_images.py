@@ -32,8 +32,8 @@ from tinkermq.schemas.wire.errors import DataError, ModelError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.conftest import EngineKind, StartEngine
-from tests.groups import make_group
-from tests.images import IMAGE, IMAGE_ID, make_vision_model, png
+from tests.support.groups import make_group
+from tests.support.images import IMAGE, IMAGE_ID, make_vision_model, png
 
 
 def _config(model: Path, data: Path, **rollout: Any) -> JobConfig:

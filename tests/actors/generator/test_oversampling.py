@@ -11,7 +11,7 @@ from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.generator.playing import playing
-from tests.models import until
+from tests.support.models import until
 
 LONG = {"max_turns": 12, "max_turn_tokens": 4, "max_response_tokens": 280}
 

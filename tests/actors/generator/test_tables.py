@@ -23,7 +23,7 @@ from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.models import changed, plain_logprobs, until
+from tests.support.models import changed, plain_logprobs, until
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ async def playing(
     config = JobConfig.model_validate(
         {
             "model": {"path": str(folder)},
-            "env": {"game": f"tests.games:{game}"},
+            "env": {"game": f"tests.support.games:{game}"},
             "rollout": {
                 "group_size": 3,
                 "max_turns": 4,

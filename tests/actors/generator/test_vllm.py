@@ -20,9 +20,9 @@ from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import InVllm
-from tests.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
-from tests.processes import alive
-from tests.vllm_start import configured
+from tests.support.models import adapted, changed, loaded, make_tiny_model, plain_logprobs, until
+from tests.support.processes import alive
+from tests.support.vllm_start import configured
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="package")]
 LORAS = [LoraConfig(rank=4), LoraConfig(rank=2, alpha=8, targets=["q_proj", "v_proj"])]

@@ -14,9 +14,9 @@ from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.schemas.wire.errors import NotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests import disks
-from tests.models import make_tiny_model
-from tests.saving import (
+from tests.support import disks
+from tests.support.models import make_tiny_model
+from tests.support.saving import (
     fork_context,
     make_store,
     make_trainer,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 from .test_ranks import assert_same_reports, assert_same_weights, config_of, trained
 

@@ -20,8 +20,8 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
-from tests.groups import make_group, random_group
-from tests.models import make_tiny_model
+from tests.support.groups import make_group, random_group
+from tests.support.models import make_tiny_model
 
 from .plain_step import Episodes, Tokens, plain_step
 

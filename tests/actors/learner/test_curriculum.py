@@ -10,7 +10,7 @@ from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 
-from tests.groups import make_trajectory
+from tests.support.groups import make_trajectory
 
 NUM_ITEMS = 5
 SETTINGS = CurriculumConfig(NUM_ITEMS, uniform=0.1, success_reward=0.5)

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from tests.images import make_vision_model
+from tests.support.images import make_vision_model
 
 from .test_images import _groups as groups_with_images
 from .test_model import _batch, _mistral, _qwen2, _random

@@ -13,8 +13,8 @@ from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.groups import make_group, make_trajectory
-from tests.waiting import PATIENCE_S
+from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S
 
 GAME = EnvConfig(game="guess", hosts=2)
 

@@ -7,7 +7,7 @@ from tinkermq.actors.learner.group_metrics import group_numbers
 from tinkermq.actors.learner.tasks.state import Waste
 from tinkermq.schemas.task import Blame
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 
 def _groups():

@@ -16,8 +16,16 @@ from tinkermq.schemas.config.job import JobConfig, LearnerConfig, ModelConfig
 from tinkermq.schemas.rollout import Group, check_group
 from tinkermq.schemas.wire.errors import DataError, MessageError
 
-from tests.groups import make_group, make_trajectory
-from tests.images import IMAGE_ID, KINDS, load, make_vision_model, picture, png, seeing_logprobs
+from tests.support.groups import make_group, make_trajectory
+from tests.support.images import (
+    IMAGE_ID,
+    KINDS,
+    load,
+    make_vision_model,
+    picture,
+    png,
+    seeing_logprobs,
+)
 
 torch.set_num_threads(1)
 SMALL, TALL, WIDE = png(16, 16), png(24, 40, 1), png(32, 8, 2)

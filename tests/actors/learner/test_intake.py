@@ -20,8 +20,8 @@ from tinkermq.schemas.task import Blame
 from tinkermq.schemas.wire.errors import StorageError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.groups import make_group, make_trajectory, random_group
-from tests.waiting import PATIENCE_S
+from tests.support.groups import make_group, make_trajectory, random_group
+from tests.support.waiting import PATIENCE_S
 
 SCOPE = JobScope("local", "intake")
 

@@ -17,7 +17,7 @@ from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.errors import StateError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 
 def _issuer(broker: Broker, scope: JobScope, ledger: Ledger, **training: Any) -> TaskIssuer:

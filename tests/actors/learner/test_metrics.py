@@ -15,8 +15,8 @@ from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 
-from tests.groups import random_group
-from tests.models import changed, loaded, make_tiny_model
+from tests.support.groups import random_group
+from tests.support.models import changed, loaded, make_tiny_model
 
 from .plain_step import plain_logprobs
 

@@ -25,8 +25,8 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from tests.groups import random_group
-from tests.models import make_tiny_model
+from tests.support.groups import random_group
+from tests.support.models import make_tiny_model
 
 from .plain_step import plain_logprobs
 

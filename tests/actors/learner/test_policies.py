@@ -14,9 +14,9 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError
 
-from tests.groups import random_group
-from tests.models import make_tiny_model
-from tests.saving import make_store, make_trainer
+from tests.support.groups import random_group
+from tests.support.models import make_tiny_model
+from tests.support.saving import make_store, make_trainer
 
 
 @pytest.fixture(scope="module")

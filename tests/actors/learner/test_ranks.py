@@ -23,10 +23,10 @@ from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.errors import ConfigError, EngineError
 from torch import Tensor
 
-from tests.groups import random_group
-from tests.images import make_vision_model
-from tests.models import make_tiny_model
-from tests.saving import make_store
+from tests.support.groups import random_group
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
+from tests.support.saving import make_store
 
 from .test_images import _groups as groups_with_images
 

@@ -14,8 +14,8 @@ from tinkermq.actors.learner.training.step import Trainer
 from tinkermq.schemas.rollout import Group
 from torch import Tensor
 
-from tests.images import make_vision_model
-from tests.models import make_tiny_model
+from tests.support.images import make_vision_model
+from tests.support.models import make_tiny_model
 
 from .test_ranks import (
     HARD,

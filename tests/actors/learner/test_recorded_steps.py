@@ -18,9 +18,9 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.task import Task
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.contexts import job_context
-from tests.groups import make_group, make_trajectory
-from tests.waiting import PATIENCE_S
+from tests.support.contexts import job_context
+from tests.support.groups import make_group, make_trajectory
+from tests.support.waiting import PATIENCE_S
 
 NUM_TASKS = 5
 CONFIG = JobConfig.model_validate(

@@ -14,7 +14,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 
-from tests.models import make_tiny_model
+from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
 

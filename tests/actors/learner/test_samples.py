@@ -7,7 +7,7 @@ from tinkermq.actors.learner.algorithms.credit import assign_credit
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.schemas.config.job import JobConfig
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 
 @pytest.fixture

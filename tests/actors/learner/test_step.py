@@ -17,8 +17,8 @@ from tinkermq.schemas.rollout import Group
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.groups import make_group, make_trajectory, random_group
-from tests.models import changed, loaded, make_tiny_model
+from tests.support.groups import make_group, make_trajectory, random_group
+from tests.support.models import changed, loaded, make_tiny_model
 
 from .plain_step import Episodes, grpo, plain_logprobs, plain_step
 

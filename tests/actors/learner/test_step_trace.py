@@ -11,7 +11,7 @@ from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.wire.trace import StepTrace, new_trace
 
-from tests.groups import make_group, make_trajectory
+from tests.support.groups import make_group, make_trajectory
 
 TRACE = new_trace()
 

@@ -10,7 +10,7 @@ from tinkermq.actors.learner.algorithms.training_batch import assemble, select
 from tinkermq.schemas.rollout import Group
 from tinkermq.schemas.task import Task
 
-from tests.groups import make_group, make_trajectory, random_group
+from tests.support.groups import make_group, make_trajectory, random_group
 
 
 def _two_groups():

@@ -13,9 +13,9 @@ from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE, VARIABLES_VARIABLE,
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.node import WantedActor
 
-from tests import hostile
-from tests.processes import alive
-from tests.waiting import PATIENCE_S, until
+from tests.support import hostile
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, until
 
 LOOK = """
 import json, os, sys

@@ -13,8 +13,8 @@ from tinkermq.actors.node.command import actor_environment
 from tinkermq.actors.runtime import EXIT_DRAINED
 from tinkermq.schemas.node import WantedActor
 
-from tests.processes import alive
-from tests.waiting import PATIENCE_S, until
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -20,7 +20,7 @@ from tinkermq.schemas.wire.errors import ConfigError, FencedError, MessageError,
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, node, token
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 HANGS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"

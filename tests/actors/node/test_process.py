@@ -15,8 +15,8 @@ from tinkermq.actors.node.process import ActorProcess, ReadBeat, no_beat
 from tinkermq.schemas.metric import LogLines, Presence
 from tinkermq.schemas.node import WantedActor
 
-from tests.processes import alive
-from tests.waiting import PATIENCE_S, until
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, until
 
 
 def wanted(run_dir: Path, **changes: object) -> WantedActor:

@@ -40,7 +40,7 @@ from tinkermq.schemas.wire.errors import NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 from .toy_node import toy_command
 

@@ -11,8 +11,8 @@ from tinkermq.broker.feed import read_events
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.job import StopRequest
 
-from tests.processes import alive
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.processes import alive
+from tests.support.waiting import PATIENCE_S, eventually
 
 from .conftest import FAST, Stack
 

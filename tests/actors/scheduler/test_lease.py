@@ -13,7 +13,7 @@ from tinkermq.schemas.job import JobRequest, RequestRecord
 from tinkermq.schemas.wire.errors import FencedError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES
 
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 from .conftest import FAST, Stack
 

@@ -23,8 +23,8 @@ from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope, rpc
 from tinkermq.schemas.wire.subjects import node as node_subject
 from ulid import ULID
 
-from tests.processes import alive
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
+from tests.support.processes import alive
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, eventually
 
 from .conftest import FAST, Inside, Stack
 from .toy_node import toy_command

@@ -27,8 +27,8 @@ from tinkermq.schemas.wire.subjects import (
     BUCKET_SECRETS,
 )
 
-from tests.strategies import make_group
-from tests.waiting import eventually
+from tests.support.strategies import make_group
+from tests.support.waiting import eventually
 
 from .conftest import Stack
 

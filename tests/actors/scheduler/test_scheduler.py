@@ -12,7 +12,7 @@ from tinkermq.schemas.metric import Presence
 from tinkermq.schemas.user import UserRecord
 from tinkermq.schemas.wire.errors import QuotaError
 
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 from .conftest import Stack
 

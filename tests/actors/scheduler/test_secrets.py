@@ -28,8 +28,8 @@ from tinkermq.schemas.secret import (
 from tinkermq.schemas.wire.errors import AuthError
 from tinkermq.schemas.wire.subjects import BUCKET_SECRETS, JobScope, rpc
 
-from tests.secrets_on_disk import files_with
-from tests.waiting import PATIENCE_S, eventually, until
+from tests.support.secrets_on_disk import files_with
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 from .conftest import Stack
 

@@ -19,7 +19,7 @@ from tinkermq.schemas.config.lora import LoraConfig
 from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.wire.errors import ModelError
 
-from tests.models import make_tiny_model, plain_logprobs
+from tests.support.models import make_tiny_model, plain_logprobs
 
 PROMPT = np.arange(40, 52, dtype=np.int32)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tinkermq.broker.load.fair_queue import MAX_BYTES, FairQueue
 
-from tests.waiting import until
+from tests.support.waiting import until
 
 
 class Requests:

@@ -15,7 +15,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.wire.message import Empty
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S, until
 
 NUM_FLOODING = 30_000
 NUM_BREAKS = 5

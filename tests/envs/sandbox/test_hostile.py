@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import hostile
+from tests.support import hostile
 
 CTYPES = """
 import ctypes

@@ -19,7 +19,7 @@ from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.wire.errors import ConfigError, SandboxError
 
 from tests.envs.sandbox.conftest import LIMITS
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(

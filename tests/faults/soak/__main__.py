@@ -28,7 +28,7 @@ from tests.faults.soak.injector import WEIGHTS, Injector
 from tests.faults.soak.lanes import Finished, Lane, Watcher
 from tests.faults.soak.pool import Pool, tinkermq
 from tests.faults.soak.recipes import RECIPES, num_rows
-from tests.waiting import eventually
+from tests.support.waiting import eventually
 
 _TEND_S = 0.5
 _REPLAY_S = 600.0

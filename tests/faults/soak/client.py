@@ -7,7 +7,7 @@ import threading
 from tinkermq.clients import GameEnvironment
 from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 
-from tests.games import SlowGuess
+from tests.support.games import SlowGuess
 
 NUM_VAL = 4
 _LOOK_S = 1.0

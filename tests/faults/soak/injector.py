@@ -22,7 +22,7 @@ from tinkermq.schemas.wire.errors import StateError, TinkermqError
 
 from tests.faults.soak.lanes import Lane
 from tests.faults.soak.pool import BROKER, Pool, Target
-from tests.jobs import Job
+from tests.support.jobs import Job
 
 WEIGHTS = {
     "generator": 24,

@@ -18,7 +18,7 @@ from tinkermq.schemas.wire.errors import BrokerError, DeadlineError
 
 from tests.faults.soak.pool import Pool
 from tests.faults.soak.recipes import Recipe
-from tests.jobs import Job
+from tests.support.jobs import Job
 
 T = TypeVar("T")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from tests.configs import REPOSITORY
-from tests.gateway import Gateway, free_port
-from tests.jobs import tail
-from tests.stack import Stack
+from tests.support.configs import REPOSITORY
+from tests.support.gateway import Gateway, free_port
+from tests.support.jobs import tail
+from tests.support.stack import Stack
 
 SERVICES = ("scheduler", "scheduler-b", "node", "node-b", "gateway")
 BROKER = "nats-server"

@@ -59,7 +59,7 @@ def _rows(model: Path, folder: Path, steps: int) -> Config:
 
 def _lora(model: Path, folder: Path, steps: int) -> Config:
     """Low-rank adapters, on-policy."""
-    bandit = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 4}
+    bandit = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 4}
     return _job(model, steps, env=bandit, lora={"rank": 4}, training={"max_staleness": 0})
 
 
@@ -68,7 +68,7 @@ def _turns(model: Path, folder: Path, steps: int) -> Config:
     return _job(
         model,
         steps,
-        env={"game": "tests.games:SlowEcho", "kwargs": {"delay_s": 0.1}, "num_val": 2},
+        env={"game": "tests.support.games:SlowEcho", "kwargs": {"delay_s": 0.1}, "num_val": 2},
         rollout={"max_turns": 4, "max_turn_tokens": 20, "max_response_tokens": 160},
         generator={"segment_tokens": 8},
         training={"staleness_policy": "wait", "batch_size": 2, "save_freq": 30},
@@ -80,7 +80,7 @@ def _client(model: Path, folder: Path, steps: int) -> Config:
     return _job(
         model,
         steps,
-        env={"game": "tests.games:SlowGuess", "hosts": 0, "num_val": NUM_VAL},
+        env={"game": "tests.support.games:SlowGuess", "hosts": 0, "num_val": NUM_VAL},
         rollout={"max_turns": 3},
         algorithm={"filter_equal_rewards": True},
         training={"save_freq": 10},

@@ -21,12 +21,12 @@ from tinkermq.schemas.node import NodeList
 from tinkermq.schemas.wire.errors import TinkermqError
 from tinkermq.schemas.wire.message import Empty
 
-from tests.configs import REPOSITORY
-from tests.jobs import Job
-from tests.namespaces import Network
-from tests.secured import environment
-from tests.stack import Stack
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.configs import REPOSITORY
+from tests.support.jobs import Job
+from tests.support.namespaces import Network
+from tests.support.secured import environment
+from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S, eventually
 
 SERVERS = ("nats-1", "nats-2", "nats-3")
 NODES = ("node-1", "node-2")

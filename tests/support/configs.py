@@ -6,8 +6,8 @@ from typing import Any
 
 from tinkermq.schemas.config.load_config import load_config
 
-REPOSITORY = Path(__file__).parents[1]
-UNHURRIED = {"game": "tests.games:SlowBandit", "kwargs": {"delay_s": 1.0}, "num_val": 0}
+REPOSITORY = Path(__file__).parents[2]
+UNHURRIED = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 1.0}, "num_val": 0}
 """A game for runs that a test only looks at: it leaves the machine to whoever looks."""
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from tinkermq.broker.programs.process import die_with
 
-from tests.certificates import Certificate
-from tests.configs import REPOSITORY
-from tests.waiting import eventually
+from tests.support.certificates import Certificate
+from tests.support.configs import REPOSITORY
+from tests.support.waiting import eventually
 
 _STOP_S = 15.0
 

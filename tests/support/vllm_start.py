@@ -1,4 +1,4 @@
-"""How the tests configure vLLM, and its first start on a machine: `python -m tests.vllm_start`.
+"""How the tests configure vLLM, and its first start: `python -m tests.support.vllm_start`.
 
 What is slow only once (byte code, imports from a cold disk, what is compiled and kept) is done
 here, before tests are timed: every kind of engine that they start is started, asked for a token,
@@ -57,8 +57,8 @@ async def _start(what: str, config: JobConfig, adapters: Sequence[LoraConfig] = 
 
 async def start_all(folder: Path) -> None:
     """Start each kind of engine of the tests, one after the other."""
-    from tests.images import make_vision_model
-    from tests.models import make_tiny_model
+    from tests.support.images import make_vision_model
+    from tests.support.models import make_tiny_model
 
     text = make_tiny_model(folder / "text", heads=2)
     await _start("a model of text", configured(text))

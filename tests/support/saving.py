@@ -22,13 +22,13 @@ from tinkermq.actors.models.model_folder import load_tokenizer
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.wire.errors import StorageError
 
-from tests.groups import random_group
+from tests.support.groups import random_group
 
 
 def fork_context() -> ForkServerContext:
     """Return what starts the processes of this module quickly."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.saving"])
+    context.set_forkserver_preload(["tests.support.saving"])
     return context
 
 

@@ -31,7 +31,7 @@ from tinkermq.schemas.user import AddUser, NewKey
 from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.waiting import PATIENCE_S, eventually, until
+from tests.support.waiting import PATIENCE_S, eventually, until
 
 REFUSED = r"may not|refused"
 """What every refusal says."""

@@ -29,9 +29,9 @@ from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.subjects import rpc
 
-from tests.configs import REPOSITORY
-from tests.jobs import Job
-from tests.waiting import PATIENCE_S, eventually
+from tests.support.configs import REPOSITORY
+from tests.support.jobs import Job
+from tests.support.waiting import PATIENCE_S, eventually
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.configs import REPOSITORY
-from tests.stack import Stack
+from tests.support.configs import REPOSITORY
+from tests.support.stack import Stack
 
 WARM_MODELS = REPOSITORY / "outputs" / "models"
 """Where the examples expect them; made once, by whoever comes first."""

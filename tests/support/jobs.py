@@ -28,11 +28,11 @@ from tinkermq.schemas.task import DeadLetter
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests import waiting
-from tests.processes import alive
+from tests.support import waiting
+from tests.support.processes import alive
 
 if TYPE_CHECKING:
-    from tests.stack import Stack
+    from tests.support.stack import Stack
 
 DEADLINE_S = 120.0
 _LOG_LINES = 25

@@ -10,7 +10,7 @@ from tinkermq.actors.learner.training.checkpoint import CheckpointStore, load_st
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.batch import BatchRecord
 
-from tests.jobs import Job
+from tests.support.jobs import Job
 
 
 async def assert_every_task_once(job: Job) -> None:

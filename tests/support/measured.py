@@ -1,6 +1,6 @@
 """Seconds that each slow module of the suite takes, so that the longest begin first.
 
-make test PYTEST_ADDOPTS=--junitxml=report.xml && python -m tests.measured report.xml
+make test PYTEST_ADDOPTS=--junitxml=report.xml && python -m tests.support.measured report.xml
 """
 
 import json

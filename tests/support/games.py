@@ -9,7 +9,7 @@ from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.games.bandit import BanditGame
 from tinkermq.envs.games.guess import GuessGame
 
-from tests import hostile
+from tests.support import hostile
 
 
 class SlowBandit(BanditGame):
