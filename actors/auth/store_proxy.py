@@ -168,7 +168,7 @@ class StoreProxy:
     async def _refuse(self, message: Msg, why: str) -> None:
         """Answer in the form of the request that was made: a read, or a call of the API."""
         body = json.dumps({"error": {"code": 403, "err_code": 0, "description": why}}).encode()
-        headers = {STATUS: FORBIDDEN, DESCRIPTION: why}
+        headers = {STATUS: FORBIDDEN, DESCRIPTION: " ".join(why.split())}
         await self._requests.publish(message.reply, body, headers)
         await self._audit.refused(caller_of_rpc(message.subject), "store", why)
 

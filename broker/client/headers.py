@@ -14,6 +14,8 @@ NO_STREAM = "Tmq-No-Stream"
 ERROR_CODE, ERROR_TEXT = "Nats-Service-Error-Code", "Nats-Service-Error"
 RETRY_AFTER = "Retry-After"
 STATUS, DESCRIPTION = "Status", "Description"
+SEQUENCE = "Nats-Sequence"
+_ACK = "$JS.ACK."
 NO_RESPONDERS, END_OF_BATCH, NOT_FOUND, FORBIDDEN = "503", "204", "404", "403"
 
 
@@ -23,8 +25,13 @@ def header(message: Msg, name: str) -> str:
 
 
 def status_of(message: Msg) -> str:
-    """Return the status that the server itself tells, empty for a message of somebody else."""
-    return "" if message.data else header(message, STATUS)
+    """Return the status that the server itself tells, empty for a message of somebody else.
+
+    Whoever stores a message may give it a header `Status`: out of a stream it comes with its
+    sequence there, or with what acknowledges it.
+    """
+    is_stored = bool(header(message, SEQUENCE)) or message.reply.startswith(_ACK)
+    return "" if message.data or is_stored else header(message, STATUS)
 
 
 def parse_headers(block: bytes) -> tuple[str, dict[str, str]]:

@@ -20,6 +20,7 @@ from ..client.headers import (
     END_OF_BATCH,
     NO_RESPONDERS,
     NOT_FOUND,
+    SEQUENCE,
     STATUS,
     header,
     parse_headers,
@@ -94,9 +95,8 @@ def stored_message(reply: Msg, stream: str) -> StoredMessage | None:
     headers = reply.headers or {}
     if not headers:
         return _of_leader(reply, stream)
-    subject = headers.get("Nats-Subject")
-    if subject is not None:
-        return StoredMessage(subject, int(headers["Nats-Sequence"]), reply.data, headers)
+    if SEQUENCE in headers:
+        return StoredMessage(headers["Nats-Subject"], int(headers[SEQUENCE]), reply.data, headers)
     if (status := header(reply, STATUS)) == NOT_FOUND:
         return None
     raise BrokerError(

@@ -69,9 +69,10 @@ def unpack(payload: bytes | memoryview, *, max_bytes: int = MAX_MESSAGE_BYTES) -
 
 
 def read_json(text: str | bytes) -> Any:
-    """Read one JSON value that anybody may have written.
+    """Read one JSON value that anybody may have written, bytes of it in UTF-8.
 
-    Raises MessageError for what is none, nests too deep, or holds too many values.
+    Raises MessageError for what is none, nests too deep, holds too many values, or half a
+    character, which no text of ours can hold.
     """
     comma = "," if isinstance(text, str) else b","
     if text.count(cast("Any", comma)) > MAX_JSON_COMMAS:
@@ -80,11 +81,17 @@ def read_json(text: str | bytes) -> Any:
             hint="send less at a time",
         )
     try:
-        return json.loads(text)
+        text = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value: Any = json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise MessageError("the JSON nests too deep") from error
+    except UnicodeEncodeError as error:
+        raise MessageError("a text of the JSON holds half a character (\\ud800 …)") from error
     except ValueError as error:
         raise MessageError(f"it is not valid JSON: {str(error)[:_SHOWN]}") from error
+    return value
 
 
 class _Counting:
