@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple, cast
 
 from ....broker.jetstream.kv import Bucket
 from ....broker.presence import presences
-from ....envs.evaluation import Scored, summarize
+from ....envs.evaluation import Comparison, Scored, summarize
 from ....envs.evaluation import compare as compare_versions
 from ....schemas.config.load_config import apply_override
 from ....schemas.config.merge import merged
@@ -193,12 +194,22 @@ def _compare(pair: tuple[str, str], settings: _Settings, common: Common) -> int:
     result = compare_versions(a.episodes, b.episodes)
     if common.json:
         sides = {
-            name: {"evaluated": one.what, "values": one.values, "summary": summarize(one.episodes)}
-            for name, one in (("a", a), ("b", b))
+            name: {
+                "evaluated": side.what,
+                "values": side.values,
+                "summary": summarize(side.episodes),
+            }
+            for name, side in (("a", a), ("b", b))
         }
         print_json({**sides, "difference": asdict(result)})
-        return 0
-    scores = [summarize(one.episodes) for one in (a, b)]
+    else:
+        _tell_difference(pair, [summarize(side.episodes) for side in (a, b)], result)
+    return 0
+
+
+def _tell_difference(
+    pair: tuple[str, str], scores: Sequence[dict[str, Any]], result: Comparison
+) -> None:
     rows = [
         (
             name,
@@ -215,7 +226,6 @@ def _compare(pair: tuple[str, str], settings: _Settings, common: Common) -> int:
     low, high = result.reward.low, result.reward.high
     clear = low > 0 or high < 0
     say("the difference is clear" if clear else "the interval holds 0: no difference is shown")
-    return 0
 
 
 def _needed(like: str | None) -> str:
