@@ -8,13 +8,12 @@ from ..messages import CanonicalCall, CanonicalMessage
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .request import (
-    FREE_TEXT,
     Fields,
     ModelRequest,
     RequestError,
     content_of,
-    function_tool,
     sampling_of,
+    tools_of,
 )
 
 _SAMPLING = (
@@ -36,7 +35,7 @@ def read_chat(body: Any) -> ModelRequest:
     messages = tuple(_message(message) for message in fields.objects("messages"))
     if not messages:
         raise RequestError("messages is empty", param="messages")
-    tools, left_out = _tools(fields)
+    tools, left_out = tools_of(fields, nested=True)
     hidden = fields.any("tool_choice") == "none"
     options = Fields(fields.any("stream_options") or {}, "stream_options")
     limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
@@ -100,20 +99,6 @@ def _function(function: Fields, name: str) -> CanonicalCall:
 def custom_call(name: str, text: str, call_id: str) -> CanonicalCall:
     """Return a call of a tool that takes any text."""
     return CanonicalCall(name, json.dumps({"input": text}, ensure_ascii=False), call_id)
-
-
-def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    tools: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for tool in fields.objects("tools"):
-        kind = tool.text("type", "function")
-        if kind not in ("function", "custom"):
-            left_out.append(f"tools: {kind}")
-            continue
-        told = Fields(tool.any(kind), tool.name(kind))
-        parameters = FREE_TEXT if kind == "custom" else told.any("parameters")
-        tools.append(function_tool(told.text("name"), told.text("description"), parameters))
-    return tuple(tools), left_out
 
 
 class ChatCompletionAnswer:

@@ -182,6 +182,24 @@ FREE_TEXT: Mapping[str, Any] = {
 """Parameters of a tool that takes any text."""
 
 
+def tools_of(fields: Fields, *, nested: bool) -> tuple[tuple[dict[str, Any], ...], list[str]]:
+    """Read OpenAI's tools: functions and those that take any text; also name what is left out.
+
+    `nested`: what a tool is stands in a field that is called like its type.
+    """
+    tools: list[dict[str, Any]] = []
+    left_out: list[str] = []
+    for tool in fields.objects("tools"):
+        kind = tool.text("type", "function")
+        if kind not in ("function", "custom"):
+            left_out.append(f"tools: {kind}")
+            continue
+        told = Fields(tool.any(kind), tool.name(kind)) if nested else tool
+        parameters = FREE_TEXT if kind == "custom" else told.any("parameters")
+        tools.append(function_tool(told.text("name"), told.text("description"), parameters))
+    return tuple(tools), left_out
+
+
 def sampling_of(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read what the job decides in the program's place."""
     return {name: value for name in names if (value := fields.any(name)) is not None}

@@ -10,13 +10,12 @@ from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .chat import custom_call
 from .request import (
-    FREE_TEXT,
     Fields,
     ModelRequest,
     RequestError,
     content_of,
-    function_tool,
     sampling_of,
+    tools_of,
 )
 
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "presence_penalty", "frequency_penalty")
@@ -38,7 +37,7 @@ def read_response(body: Any) -> ModelRequest:
             _add(messages, item, left_out)
     if not messages:
         raise RequestError("input is empty", param="input")
-    tools, tools_left_out = _tools(fields)
+    tools, tools_left_out = tools_of(fields, nested=False)
     choice = fields.any("tool_choice")
     return ModelRequest(
         messages=tuple(messages),
@@ -108,19 +107,6 @@ def _together(some: CanonicalMessage, more: CanonicalMessage) -> CanonicalMessag
         (*some.calls, *more.calls),
         "".join(thoughts) if thoughts else None,
     )
-
-
-def _tools(fields: Fields) -> tuple[tuple[dict[str, Any], ...], list[str]]:
-    tools: list[dict[str, Any]] = []
-    left_out: list[str] = []
-    for tool in fields.objects("tools"):
-        kind = tool.text("type", "function")
-        if kind not in ("function", "custom"):
-            left_out.append(f"tools: {kind}")
-            continue
-        parameters = FREE_TEXT if kind == "custom" else tool.any("parameters")
-        tools.append(function_tool(tool.text("name"), tool.text("description"), parameters))
-    return tuple(tools), left_out
 
 
 class ResponseAnswer:
