@@ -3,8 +3,6 @@
 from contextlib import aclosing
 
 import pytest
-from tests.strategies import make_task
-from tests.waiting import eventually
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.jetstream.reader import StreamReader
 from tinkermq.broker.jetstream.stored import get_all, get_last, get_newest, get_seq
@@ -12,6 +10,9 @@ from tinkermq.broker.tasks import TaskQueue
 from tinkermq.schemas.wire.codec import read_json
 from tinkermq.schemas.wire.errors import MessageError
 from tinkermq.schemas.wire.subjects import JobScope
+
+from tests.support.strategies import make_task
+from tests.support.waiting import eventually
 
 STATUSES = ("503", "404", "408", "409 Consumer Deleted", "204", "100", "403")
 
