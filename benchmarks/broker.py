@@ -145,15 +145,17 @@ async def run(arguments: argparse.Namespace) -> dict[str, list[float]]:
             async def append(number: int) -> None:
                 await log.append(make_group(offset + number))
 
+            jetstream = caller.nc.jetstream()
+
             async def stored(_: int) -> None:
-                await caller.js.publish(SCOPE.metric, bytes(20_000))
+                await jetstream.publish(SCOPE.metric, bytes(20_000))
 
             async def append_long(number: int) -> None:
                 task = Task(task=offset + number, seed=0, group_size=8)
                 await long_log.append(long_group.model_copy(update={"task": task}))
 
             async def stored_long(_: int) -> None:
-                await caller.js.publish(LONG.metric, long_bytes)
+                await jetstream.publish(LONG.metric, long_bytes)
 
             works: dict[str, tuple[Work, int]] = {
                 "raw request, 1 caller": (raw, 1),
