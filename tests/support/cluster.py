@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import yaml
+from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.jetstream.streams import stream_info
 from tinkermq.broker.jobs import JobStore
@@ -55,6 +56,7 @@ class Cluster(Stack):
         try:
             for machine in _MACHINES:
                 self._network.add(machine)
+            self.games.mkdir(mode=0o755)
             key = self._make_secrets()
             for server in SERVERS:
                 self.start_server(server)
@@ -77,6 +79,11 @@ class Cluster(Stack):
             process.wait()
         if self._network is not None:
             self._network.close()
+
+    @property
+    def games(self) -> Path:
+        """A folder that hosted games see, of which they see nothing else."""
+        return self.folder / "games"
 
     @property
     def network(self) -> Network:
@@ -204,6 +211,7 @@ class Cluster(Stack):
             "TINKERMQ_CA": str(self._etc / "tls/ca.crt"),
             "TINKERMQ_REPLICAS": "3",
             "TINKERMQ_OUTPUT_ROOTS": str(self.folder),
+            FOLDERS_VARIABLE: str(self.games),
             "TINKERMQ_LOG_FORMAT": "json",
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(REPOSITORY),

@@ -25,9 +25,9 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def test_a_server_is_killed_and_a_node_cut_off_until_it_is_missed_and_nothing_is_lost(
-    cluster: Cluster, model: Path, tmp_path: Path
+    cluster: Cluster, model: Path
 ) -> None:
-    mended = tmp_path / "mended"
+    mended = cluster.games / "mended"
     slow = {"delay_s": 2.0, "until": str(mended)}  # it must not be over before the node is back
     env = {"game": "tests.support.games:SlowBandit", "kwargs": slow, "num_val": 0}
     config = small_job(model, env=env, generator={"count": 2}, training={"num_steps": 60})
