@@ -35,11 +35,14 @@ def test_the_servers_request_is_read() -> None:
         "client_info": {"host": "::1"},
     }
     assert read_request(b"x." + packed({"nats": nats}) + b".y") == REQUEST
-    nats["connect_opts"] = {"user": "a\ud800\n" + "b" * 100, "pass": 7}
+    nats["connect_opts"] = {"user": "a\u2028\n" + "b" * 100, "pass": 7}
     odd = read_request(b"x." + packed({"nats": nats}) + b".y")
     assert odd.user.startswith("a??b")
     assert len(odd.user) == 64
     assert odd.password == ""
+    nats["connect_opts"] = {"user": "a\ud800"}
+    with pytest.raises(MessageError, match="half a character"):
+        read_request(b"x." + packed({"nats": nats}) + b".y")
 
 
 @given(st.binary(max_size=200))
