@@ -101,6 +101,7 @@ async def test_a_pool_without_a_shared_bucket_names_it_and_makes_it_again(
         await job.until_step(step + 3)
         await delete_stream(stack.broker, f"KV_{BUCKET_LEASES}")
         await stack.restart("scheduler")
+        await stack.until_nodes()  # it answers: what it makes at its start is made
         await delete_stream(stack.broker, f"KV_{BUCKET_EVALS}")
         record = await job.until("FAILED")
         assert f"there is no stream KV_{BUCKET_EVALS}" in record.reason
