@@ -1,6 +1,5 @@
 """OpenAI's Responses."""
 
-import json
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -249,5 +248,4 @@ class ResponseAnswer:
         }
 
     def _event(self, kind: str, **said: Any) -> str:
-        said = json.loads(json.dumps(said))
         return event({"type": kind, "sequence_number": next(self._numbers), **said}, kind)

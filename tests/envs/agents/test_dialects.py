@@ -107,22 +107,22 @@ def chat_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> An
     return "".join(events) if request.stream else answer.whole(USAGE)
 
 
-def response_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    answer = ResponseAnswer(HEAD)
+def worded(answer: ResponseAnswer | MessagesAnswer, request: ModelRequest, *told: Any) -> Any:
+    """Return an answer's events where a stream is asked for, else the whole."""
+    pieces, ended = told
     events = [*answer.start(USAGE)]
     for piece in pieces:
         events += answer.push(piece)
     events += answer.finish(ended, USAGE)
     return "".join(events) if request.stream else answer.whole(ended, USAGE)
+
+
+def response_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
+    return worded(ResponseAnswer(HEAD), request, pieces, ended)
 
 
 def messages_told(request: ModelRequest, pieces: list[Piece], ended: Answered) -> Any:
-    answer = MessagesAnswer(HEAD)
-    events = [*answer.start(USAGE)]
-    for piece in pieces:
-        events += answer.push(piece)
-    events += answer.finish(ended, USAGE)
-    return "".join(events) if request.stream else answer.whole(ended, USAGE)
+    return worded(MessagesAnswer(HEAD), request, pieces, ended)
 
 
 @cache

@@ -1,17 +1,20 @@
 """Exactness of a program's calls: what is trained is what the engine had and drew."""
 
+import inspect
 import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 from tinkermq.actors.generator.agents import call_tree, exact_calls, rendering, rows
 from tinkermq.actors.generator.agents.exact_calls import ExactCalls
-from tinkermq.actors.generator.agents.rows import rows_of, trained_calls
+from tinkermq.actors.generator.agents.rows import TreeRows, rows_of, trained_calls
 from tinkermq.actors.generator.engine.engine import Generation
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.envs.agents.messages import CanonicalMessage
@@ -53,7 +56,7 @@ def assert_exact(program: Program) -> None:
             assert drawn in program.engine.contexts[row.token_ids[:at].tobytes()]
 
 
-def assert_once(program: Program) -> None:
+def assert_once(program: Program, rows_of: Callable[..., TreeRows] = rows_of) -> None:
     """Each token that counts is trained once, and the others never."""
     tree = program.exact.tree
     made, counting = rows_of(tree, UNBOUND), trained_calls(tree)
@@ -263,65 +266,57 @@ def test_a_row_ends_at_a_calls_end_and_says_what_is_cut(chat: ChatTokenizer) -> 
     assert made.num_cut == len(second.generated.token_ids)
 
 
-def broken_seam(self: rendering.HistoryRenderer, *words: object) -> np.ndarray | None:
-    found = following(self, *words)
-    return None if found is None else found[:-1]
+def changed(module: ModuleType, line: str, other: str) -> ModuleType:
+    """Return a module of its own, made of the source of another with one line changed."""
+    source = inspect.getsource(module)
+    assert source.count(line) == 1
+    made = ModuleType(module.__name__)
+    made.__package__ = module.__package__
+    exec(compile(source.replace(line, other), str(module.__file__), "exec"), made.__dict__)
+    return made
 
 
-def all_said(self: ChatTokenizer, said: Sequence[int], rest: Sequence[int]) -> int:
-    return 1
-
-
-following = rendering.HistoryRenderer.following
+def assert_as_rendered(chat: ChatTokenizer, exact: Any) -> None:
+    """What is continued is what the template would write, were the tokens' text its own."""
+    history, tools = [user("go")], TOOLS
+    for number in range(4):
+        prepared = exact.prepare(history, tools)
+        told = [message.for_template() for message in history]
+        text = chat.render(told, prompt=True, tools=tools)
+        assert "".join(map(chat.token_text, prepared.prompt_ids)) == text
+        ids = np.array([*chat.encode(f"answer {number}"), chat.stop_token_ids[0]])
+        cut = ids[:-1] if number == 2 else ids
+        vector = np.zeros(len(cut))
+        history += [exact.finish(prepared, Generation(cut, vector, vector, "stop")).reply]
+        history += [user("on")]
+        tools = TOOLS[:1] if number == 1 else tools
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "broken"),
-    [
-        (rendering.HistoryRenderer, "following", broken_seam),
-        (ChatTokenizer, "num_said", all_said),
-        (exact_calls, "_digest", lambda tools: b"the same"),
-    ],
+    "other",
+    ["cut.after[num_said:-1]", "cut.after[1:]", "cut.after"],
+    ids=["seam", "closing is not given", "closing is given twice"],
 )
-def test_a_broken_seam_closing_or_digest_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, chat: ChatTokenizer, place: object, name: str, broken: object
-) -> None:
-    """What is continued is what the template would write, were the tokens' text its own."""
-
-    def assert_as_rendered() -> None:
-        exact, history, tools = ExactCalls(chat), [user("go")], TOOLS
-        for number in range(4):
-            prepared = exact.prepare(history, tools)
-            told = [message.for_template() for message in history]
-            text = chat.render(told, prompt=True, tools=tools)
-            assert "".join(map(chat.token_text, prepared.prompt_ids)) == text
-            generated = RecordingEngine(chat, Random(1)).generate([], f"answer {number}")
-            ids = np.array([*chat.encode(f"answer {number}"), chat.stop_token_ids[0]])
-            cut = ids[:-1] if number == 2 else ids
-            vector = np.zeros(len(cut))
-            generated = Generation(cut, vector, vector, "stop")
-            history += [exact.finish(prepared, generated).reply, user("on")]
-            tools = TOOLS[:1] if number == 1 else tools
-
-    assert_as_rendered()
-    monkeypatch.setattr(place, name, broken)
+def test_a_broken_seam_or_closing_is_noticed(chat: ChatTokenizer, other: str) -> None:
+    assert_as_rendered(chat, ExactCalls(chat))
+    renderer = changed(rendering, "cut.after[num_said:]", other).HistoryRenderer
+    with_own = "from .rendering import HistoryRenderer, Tools"
+    broken = changed(exact_calls, with_own, "from .rendering import Tools")
+    broken.__dict__["HistoryRenderer"] = renderer
     with pytest.raises(AssertionError):
-        assert_as_rendered()
+        assert_as_rendered(chat, broken.ExactCalls(chat))
 
 
-def test_a_token_in_two_rows_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, chat: ChatTokenizer
-) -> None:
+def test_a_broken_digest_of_the_tools_is_noticed(chat: ChatTokenizer) -> None:
+    broken = changed(exact_calls, "blake2b(told.encode()", 'blake2b(b""')
+    with pytest.raises(AssertionError):
+        assert_as_rendered(chat, broken.ExactCalls(chat))
+
+
+def test_a_token_in_two_rows_is_noticed(chat: ChatTokenizer) -> None:
     program = run(Program(chat, 3), 40)
     assert any(len(call.children) > 1 and call.delivered for call in program.exact.tree.calls)
     assert_once(program)
-    monkeypatch.setattr(rows, "set", lambda calls: _Everlasting(calls), raising=False)
+    broken = changed(rows, "waiting.difference_update(taken)", "pass")
     with pytest.raises(AssertionError):
-        assert_once(program)
-
-
-class _Everlasting(frozenset):
-    """A set that nothing is taken from."""
-
-    def difference_update(self, other: object) -> None:
-        """Leave all as it is."""
+        assert_once(program, broken.rows_of)
