@@ -13,7 +13,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-import structlog
 
 from ...broker.observe.time_use import TimeUse
 from ...broker.rollouts import RolloutLog
@@ -40,7 +39,6 @@ from .past import PastFollower
 _PULL_TIMEOUT_S = 2.0
 _DRAIN_S = 10.0
 _STATS_S = 1.0
-_log = structlog.get_logger()
 
 
 async def run_generator(context: JobContext) -> None:
@@ -217,7 +215,8 @@ class Generator:
         self._num_groups += int(won)
         self._context.progressed()
         if not won:
-            _log.info("group_was_there", task=task.task)
+            told = f"task {task.task}: another generator's group was there already"
+            await self._context.event("task_fenced", told, task=task.task)
 
     async def _tell_continued(self, group: Group) -> None:
         await self._context.event(

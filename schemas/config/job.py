@@ -9,17 +9,17 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
+from .agent import AgentConfig, settle_agent
 from .algorithm import AlgorithmConfig, CriticConfig
 from .episode import RolloutConfig
 from .learner import LearnerConfig
 from .lora import LoraConfig
 from .reward import RewardConfig
 from .rules import broken_rules
-from .section import Section, when
+from .section import MAX_WAIT_S, Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
 
-MAX_WAIT_S = 86_400.0
 MAX_STREAM_BYTES = 1 << 44
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio"]
 
@@ -237,6 +237,7 @@ class JobConfig(Section):
     """Project name at the experiment tracker."""
     model: ModelConfig
     env: EnvConfig
+    agent: AgentConfig = Field(default_factory=AgentConfig)
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     generator: GeneratorConfig = Field(default_factory=GeneratorConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
@@ -266,9 +267,11 @@ class JobConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _sft_settles_the_rest(cls, values: Any) -> Any:
-        """Fill in what an SFT job implies, and refuse what would have no effect in one."""
-        return settle_sft(cast("dict[str, Any]", values)) if isinstance(values, dict) else values
+    def _kind_settles_the_rest(cls, values: Any) -> Any:
+        """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
+        if not isinstance(values, dict):
+            return cast("Any", values)
+        return settle_agent(settle_sft(cast("dict[str, Any]", values)))
 
     @model_validator(mode="after")
     def _no_broken_rule(self) -> Self:

@@ -8,6 +8,9 @@ from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
 
+MAX_WAIT_S = 86_400.0
+"""The longest wait that a configuration may ask for."""
+
 
 def when(key: str, *values: Any) -> dict[str, Any]:
     """Say that a field is read only while `key` of the same section has one of `values`.

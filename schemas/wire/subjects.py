@@ -236,6 +236,16 @@ class JobScope:
         """Subject of `step` or `close` at the host that holds the episode."""
         return self._subject(f"env.{host}.{verb}")
 
+    def episode(self, episode: str, verb: str) -> str:
+        """Subject of `call`, `cancel` or `delivered` at the generator that plays the episode of a
+        program (`>` as the verb: all three)."""
+        return self._subject(f"episode.{token(episode, what='episode')}.{verb}")
+
+    @property
+    def episodes(self) -> str:
+        """Subjects of all episodes of programs."""
+        return self._subject("episode.>")
+
     def store(self, role: str) -> str:
         """Subject below which the actors of one role ask the store proxy for what is stored."""
         return self._subject(f"store.{role}")

@@ -66,7 +66,12 @@ async def ask(broker: Broker, subject: str, request, reply_model):
         while True:
             try:
                 return await call(
-                    broker, subject, request, reply_model, timeout_s=5, waiting_for="the host"
+                    broker,
+                    subject,
+                    request,
+                    reply_model,
+                    timeout_s=PATIENCE_S,
+                    waiting_for="the host",
                 )
             except NotFoundError:
                 await asyncio.sleep(0.1)

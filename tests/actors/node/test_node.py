@@ -57,7 +57,7 @@ class Client:
             node("box", "sync"),
             request,
             NodeStatus,
-            timeout_s=5,
+            timeout_s=PATIENCE_S,
             waiting_for="the node",
         )
 
@@ -266,7 +266,9 @@ async def test_the_folder_of_a_deleted_job_is_removed_unless_the_job_still_runs(
 
     async def remove() -> None:
         subject = node("box", "remove")
-        await call(client.broker, subject, request, Empty, timeout_s=5, waiting_for="the node")
+        await call(
+            client.broker, subject, request, Empty, timeout_s=PATIENCE_S, waiting_for="the node"
+        )
 
     with pytest.raises(StateError, match="still has actors"):
         await remove()

@@ -36,7 +36,7 @@ from tinkermq.schemas.job import (
 )
 from tinkermq.schemas.metric import Event, Presence
 from tinkermq.schemas.node import ActorStatus, NodeList, NodeStatus
-from tinkermq.schemas.wire.errors import NobodyAnswersError
+from tinkermq.schemas.wire.errors import DeadlineError, NobodyAnswersError
 from tinkermq.schemas.wire.message import Empty, Message
 from tinkermq.schemas.wire.subjects import rpc
 
@@ -180,7 +180,7 @@ class Stack:
                         subject,
                         request,
                         JobReply,
-                        timeout_s=10,
+                        timeout_s=PATIENCE_S,
                         waiting_for="the scheduler",
                     )
                     return reply.record
@@ -212,13 +212,18 @@ class Stack:
     async def list_jobs(self, request: ListRequest) -> list[JobRecord]:
         subject = rpc("local", "scheduler", "list")
         reply = await call(
-            self.broker, subject, request, JobList, timeout_s=5, waiting_for="the scheduler"
+            self.broker,
+            subject,
+            request,
+            JobList,
+            timeout_s=PATIENCE_S,
+            waiting_for="the scheduler",
         )
         return reply.records
 
     async def nodes(self) -> list[NodeStatus]:
         subject = rpc("local", "scheduler", "nodes")
-        with contextlib.suppress(NobodyAnswersError):
+        with contextlib.suppress(NobodyAnswersError, DeadlineError):
             reply = await call(
                 self.broker, subject, Empty(), NodeList, timeout_s=5, waiting_for="the scheduler"
             )

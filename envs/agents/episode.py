@@ -1,0 +1,100 @@
+"""An episode of an agent program, as its host, its proxy and its API share it, and its errors."""
+
+import asyncio
+import secrets
+import time
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias
+
+from ...schemas.env import Split
+from ...schemas.wire.errors import GameError, TinkermqError
+
+Outcome: TypeAlias = Literal["done", "failed", "timeout", "stuck", "crash"]
+"""How a program that counts has ended: well, by its own word not, over its time, without a call
+for too long, or with an error. That the model's limits ended it is known where they bind."""
+KEY_PREFIX = "tmqe_"
+
+
+class EpisodeOver(TinkermqError):
+    """A call of a program whose episode has ended, or whose key is that of another try."""
+
+    code = "episode_over"
+    status = 410
+    is_mistake = True
+
+
+class EpisodeLimit(TinkermqError):
+    """The calls or tokens of the episode are used up."""
+
+    code = "episode_limit"
+    status = 400
+    is_mistake = True
+
+
+class ContextTooLong(TinkermqError):
+    """A history that, with room for an answer, is longer than the model's context."""
+
+    code = "context_length_exceeded"
+    status = 400
+    is_mistake = True
+
+
+class NoCalls(GameError):
+    """A program that ended without a call of the model: there is nothing to train."""
+
+    code: ClassVar[str] = "no_calls"
+    boundary = "task"
+
+
+@dataclass(eq=False)
+class ProgramEpisode:
+    """One try of an episode: what its program may ask for, and what it and others say of it."""
+
+    episode: str
+    """Its id, unique in the job: another try has another one."""
+    task_input: dict[str, Any]
+    """The row of the data without its gold answer, or the arguments of the task."""
+    seed: int = 0
+    split: Split = "train"
+    job: str = ""
+    deadline: float = float("inf")
+    """Monotonic time at which it is over."""
+    key: str = field(default_factory=lambda: KEY_PREFIX + secrets.token_urlsafe(24))
+    """What its program proves itself by; worth nothing for any other episode."""
+
+    num_calls: int = 0
+    """Calls of the model that were answered."""
+    num_open: int = 0
+    """Calls that are being answered."""
+    last_call: float = field(default_factory=time.monotonic)
+    """Monotonic time at which the last call began or ended."""
+
+    reward: float | None = None
+    """What was posted last as the reward of the whole episode."""
+    call_rewards: dict[int, float] = field(default_factory=dict[int, float])
+    """Rewards of single calls, by their numbers."""
+    untrained: set[int] = field(default_factory=set[int])
+    """Calls that were taken out of the training."""
+    notes: dict[int, str] = field(default_factory=dict[int, str])
+    """Names given to the branches that begin with a call."""
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else was said of the episode."""
+    status: Literal["", "done", "failed"] = ""
+    """How the program says that it has ended; empty: it has not said so."""
+    said_end: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it has."""
+    over: str = ""
+    """Why no call is answered any more; empty while calls are."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set at each call and post, for who waits for one."""
+
+    def told(self) -> dict[str, Any]:
+        """Return what the environment tells the generator of the calls, in `info`."""
+        facts: dict[str, Any] = {**self.info}
+        if self.call_rewards:
+            facts["call_rewards"] = {str(call): worth for call, worth in self.call_rewards.items()}
+        if self.untrained:
+            facts["untrained_calls"] = sorted(self.untrained)
+        if self.notes:
+            facts["branch_names"] = {str(call): name for call, name in self.notes.items()}
+        return facts

@@ -1,0 +1,121 @@
+"""What an agent program asks of the model that is trained under it, and what it is told."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .wire.message import Message
+from .wire.reply import Part
+
+MAX_CHOICES = 16
+MAX_STOPS = 16
+Verb = Literal["call", "cancel", "delivered"]
+RequestId = Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class CallMessage(Message):
+    """One message of a program's history, whichever API it speaks."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: list[str | bytes] = Field(default_factory=list[str | bytes])
+    """Texts, and encoded images, in order."""
+    calls: list[tuple[str, str, str]] = Field(default_factory=list[tuple[str, str, str]])
+    """Tools that the assistant called: name, arguments as they were written, id."""
+    reasoning: str | None = None
+    """What the assistant thought before; None: not told."""
+    call_id: str = ""
+    """Of a tool's result: the call that it answers."""
+
+
+class CallRequest(Message):
+    """One call of the model by a program, on `episode.<e>.call`; parts come until the last one.
+
+    Who plays the episode hears it; during a change of hands two may, and the parts say whose
+    delivery of the task is the later.
+    """
+
+    request: RequestId
+    """Id made by the program's proxy, by which the call can be cancelled."""
+    messages: list[CallMessage] = Field(min_length=1)
+    """The whole history, or what follows `previous`."""
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """Tools, as the chat template takes them."""
+    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Answers that are wanted."""
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    """Tokens of an answer at most; the job's own limits bind as well."""
+    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
+    """Texts at which an answer ends; they are not part of it."""
+    stream: bool = False
+    """Tell tokens as they are generated, instead of all at the end."""
+    is_prefill: bool = False
+    """The last message is the beginning of the answer."""
+    previous: int | None = Field(default=None, ge=0)
+    """Number of the call whose answer the messages follow; None: they are the whole history."""
+    sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Sampling that the program asked for; what the job says goes before it."""
+    without_effect: list[str] = Field(default_factory=list[str], max_length=256)
+    """Fields that the program sent and that change nothing, to be told once per episode."""
+    is_retry: bool = False
+    """The program's client says that it has sent this before and got no answer."""
+    count_only: bool = False
+    """Only count the tokens of the prompt, as it would be continued."""
+
+
+class CallDelta(Message):
+    """What one choice of an answer has gained since the part before."""
+
+    choice: int = Field(ge=0, lt=MAX_CHOICES)
+    """Number of the choice."""
+    text: str = ""
+    """New text."""
+    token_ids: list[int] = Field(default_factory=list[int])
+    """New tokens; the text of the newest may come with a later part."""
+    logprobs: list[float] = Field(default_factory=list[float])
+    """Behaviour log-prob of each new token."""
+    versions: list[int] = Field(default_factory=list[int])
+    """Policy version that drew each of them."""
+    finish: Literal["stop", "length", "cancelled"] | None = None
+    """Why the choice has ended; None while it goes on."""
+
+
+class CallPart(Part):
+    """A piece of the answer to a call; the last one says that all of it is in the log."""
+
+    delivery: int = Field(default=0, ge=0)
+    """How often the task had been handed out when who answers got it; 0 where nothing is told."""
+    names: list[str] = Field(default_factory=list[str])
+    """In the first part that tells anything: with what the ids of each choice's tool calls begin.
+    """
+    has_tools: bool = False
+    """There: whether what looks like a tool call is one."""
+    is_thinking: bool = False
+    """There: whether the prompt has opened the reasoning of the answer."""
+    prompt_ids: list[int] = Field(default_factory=list[int])
+    """There: the tokens of the prompt."""
+    num_reused: int = 0
+    """There: how many of them stand in the calls before."""
+    parent: int | None = None
+    """There: number of the call that is continued; None: a root."""
+    branch: str = ""
+    """There: why it is not the only continuation (see the generator's `Branch`)."""
+    deltas: list[CallDelta] = Field(default_factory=list[CallDelta])
+    """What is new, by choice."""
+    calls: list[int] = Field(default_factory=list[int])
+    """In the last part: the number of each choice among the calls of the episode."""
+
+
+class CancelCall(Message):
+    """A program does not want the rest of an answer, on `episode.<e>.cancel`."""
+
+    request: RequestId
+    """Id of the call."""
+
+
+class CallDelivered(Message):
+    """Whether a program has the end of an answer, on `episode.<e>.delivered`; told by its proxy."""
+
+    calls: list[int] = Field(max_length=MAX_CHOICES)
+    """Numbers of the calls."""
+    whole: bool
+    """False: the program had gone before the end."""

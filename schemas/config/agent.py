@@ -1,0 +1,125 @@
+"""The configuration of agent programs: what is run in place of a game, and its limits."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from pydantic import Field
+
+from .section import MAX_WAIT_S, Section, when
+
+_GAME = "agent"
+_MARGIN_S = 30.0
+
+
+class AgentConfig(Section):
+    """Programs that call the model through OpenAI's or Anthropic's API, one for each episode."""
+
+    command: list[str] = Field(default_factory=list[str], max_length=1024)
+    """What is run for each episode: a program and its arguments. `{prompt}`, `{workdir}`, `{input}`
+    and `{python}` stand for the task's last user message, the folder that it runs in, the file with
+    the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
+    client: bool = False
+    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function."""
+    files: str | None = Field(default=None, json_schema_extra=when("command"))
+    """Folder whose copy is the program's folder, a fresh one for each try; default: an empty
+    folder."""
+    setup: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
+    """Command that is run there before the program, with the program's walls."""
+    reward: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
+    """Command that is run when all processes of the program are dead; it writes a number, or an
+    object with `reward` and perhaps `success` and `info`, as the last line it prints."""
+    reward_files: str | None = Field(default=None, json_schema_extra=when("reward"))
+    """Folder that only the reward command sees, as `{grader}`; it runs in a copy of the program's
+    folder."""
+    per_host: int = Field(default=16, ge=1, le=1024)
+    """Programs of one host at the same time."""
+    timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
+    """How long one try of an episode may take."""
+    setup_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
+    """How long `setup`, or the wait for a place at the host, may take."""
+    reward_timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
+    """How long `reward` may take."""
+    grace_s: float = Field(default=20.0, ge=0, le=MAX_WAIT_S)
+    """Time between SIGTERM and SIGKILL for a program that is over a limit."""
+    idle_s: float = Field(default=600.0, gt=0, le=MAX_WAIT_S)
+    """A program that has no call open and makes none for so long is stuck."""
+    max_calls: int = Field(default=200, ge=1, le=100_000)
+    """Calls of the model in one episode."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that the model may generate in one episode, all its calls together; default: no
+    bound."""
+    on_crash: Literal["retry", "score"] = "retry"
+    """A program that exits with an error after it has called the model: another try, and the last
+    one counts; or what it has done counts at once."""
+    failed_reward: float = 0.0
+    """Reward of an episode that ran out of time, was stuck or crashed and has no other."""
+    network: Literal["model", "open"] = Field(default="model", json_schema_extra=when("command"))
+    """What a program reaches: the model and nothing else, or whatever the machine does."""
+    memory_mb: int = Field(default=2048, ge=64, le=1 << 24, json_schema_extra=when("command"))
+    """Memory of a program with all its processes."""
+    processes: int = Field(default=256, ge=1, le=1 << 16, json_schema_extra=when("command"))
+    """Processes and threads of a program at the same time."""
+    disk_mb: int = Field(default=1024, ge=1, le=1 << 24, json_schema_extra=when("command"))
+    """Room in its folder and its temporary folder."""
+    environment: dict[str, str] = Field(
+        default_factory=dict[str, str], json_schema_extra=when("command")
+    )
+    """Further environment variables of the program; of the host's own it sees PATH, LANG and TZ."""
+    read: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
+    """Further folders that the program may read, such as an environment with its packages."""
+    sampling: Literal["job", "request"] = "job"
+    """Whether `rollout` says how tokens are drawn, or the program's own temperature, top_p and
+    top_k do where it sends them: what is drawn otherwise than the learner computes is off-policy.
+    """
+    train: Literal["alive", "main", "all"] = "alive"
+    """Which calls are trained: those that can have had a part in the outcome, those of the main
+    conversation, or all whose answer arrived."""
+    reasoning: Literal["keep", "template"] = "keep"
+    """What becomes of earlier reasoning when a user speaks again: its tokens stay as they were
+    drawn, or the history is rendered as the chat template has it, as a branch."""
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether the job's episodes are those of programs."""
+        return self.client or bool(self.command)
+
+    @property
+    def episode_s(self) -> float:
+        """How long an episode may take from its program's start to its reward."""
+        return self.timeout_s + self.grace_s + self.reward_timeout_s + _MARGIN_S
+
+
+def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of an agent job with what it implies; any other tree as it is.
+
+    Raises ValueError for a key that would have no effect.
+    """
+    tree = dict(values)
+    given = _section(tree, "agent")
+    if not (given.get("command") or given.get("client")):
+        return tree
+    agent = AgentConfig.model_validate(dict(given))
+    implied: dict[str, dict[str, Any]] = {
+        "env": {
+            "game": _GAME,
+            "reset_timeout_s": agent.setup_timeout_s,
+            "step_timeout_s": min(MAX_WAIT_S, agent.episode_s),
+        },
+        "rollout": {"max_turns": agent.max_calls},
+    }
+    for name, keys in implied.items():
+        section = _section(tree, name)
+        for key, value in keys.items():
+            if section.get(key, value) != value:
+                raise ValueError(
+                    f"{name}.{key}={section[key]} has no effect in an agent job, where it is "
+                    f"{value}, from the section agent: remove it"
+                )
+        tree[name] = {**section, **keys}
+    return tree
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section given as a map; empty for one that is missing or a model already."""
+    found = tree.get(name)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
