@@ -13,7 +13,6 @@ import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-
 from ...broker.observe.time_use import TimeUse
 from ...broker.rollouts import RolloutLog
 from ...broker.segments import Fenced
