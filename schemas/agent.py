@@ -58,6 +58,8 @@ class CallRequest(Message):
     """Fields that the program sent and that change nothing, to be told once per episode."""
     is_retry: bool = False
     """The program's client says that it has sent this before and got no answer."""
+    token_ids: bool = False
+    """Tell the ids of the prompt's tokens as well."""
     count_only: bool = False
     """Only count the tokens of the prompt, as it would be continued."""
 
@@ -91,8 +93,10 @@ class CallPart(Part):
     """There: whether what looks like a tool call is one."""
     is_thinking: bool = False
     """There: whether the prompt has opened the reasoning of the answer."""
+    num_prompt: int = 0
+    """There: tokens of the prompt."""
     prompt_ids: list[int] = Field(default_factory=list[int])
-    """There: the tokens of the prompt."""
+    """There: their ids, where they were asked for."""
     num_reused: int = 0
     """There: how many of them stand in the calls before."""
     parent: int | None = None
