@@ -27,43 +27,6 @@ class CallMessage(Message):
     """Of a tool's result: the call that it answers."""
 
 
-class CallRequest(Message):
-    """One call of the model by a program, on `episode.<e>.call`; parts come until the last one.
-
-    Who plays the episode hears it; during a change of hands two may, and the parts say whose
-    delivery of the task is the later.
-    """
-
-    request: RequestId
-    """Id made by the program's proxy, by which the call can be cancelled."""
-    messages: list[CallMessage] = Field(min_length=1)
-    """The whole history, or what follows `previous`."""
-    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
-    """Tools, as the chat template takes them."""
-    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    """Answers that are wanted."""
-    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
-    """Tokens of an answer at most; the job's own limits bind as well."""
-    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
-    """Texts at which an answer ends; they are not part of it."""
-    stream: bool = False
-    """Tell tokens as they are generated, instead of all at the end."""
-    is_prefill: bool = False
-    """The last message is the beginning of the answer."""
-    previous: int | None = Field(default=None, ge=0)
-    """Number of the call whose answer the messages follow; None: they are the whole history."""
-    sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
-    """Sampling that the program asked for; what the job says goes before it."""
-    without_effect: list[str] = Field(default_factory=list[str], max_length=256)
-    """Fields that the program sent and that change nothing, to be told once per episode."""
-    is_retry: bool = False
-    """The program's client says that it has sent this before and got no answer."""
-    token_ids: bool = False
-    """Tell the ids of the prompt's tokens as well."""
-    count_only: bool = False
-    """Only count the tokens of the prompt, as it would be continued."""
-
-
 class CallDelta(Message):
     """What one choice of an answer has gained since the part before."""
 
@@ -107,6 +70,49 @@ class CallPart(Part):
     """What is new, by choice."""
     calls: list[int] = Field(default_factory=list[int])
     """In the last part: the number of each choice among the calls of the episode."""
+
+
+class CallRequest(Message):
+    """One call of the model by a program, on `episode.<e>.call`; parts come until the last one.
+
+    Who plays the episode hears it; during a change of hands two may, and the parts say whose
+    delivery of the task is the later.
+    """
+
+    request: RequestId
+    """Id made by the program's proxy, by which the call can be cancelled."""
+    messages: list[CallMessage] = Field(min_length=1)
+    """The whole history, or what follows `previous`."""
+    tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """Tools, as the chat template takes them."""
+    num_choices: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    """Answers that are wanted."""
+    max_tokens: int | None = Field(default=None, ge=1, lt=2**31)
+    """Tokens of an answer at most; the job's own limits bind as well."""
+    stop: list[str] = Field(default_factory=list[str], max_length=MAX_STOPS)
+    """Texts at which an answer ends; they are not part of it."""
+    stream: bool = False
+    """Tell tokens as they are generated, instead of all at the end."""
+    is_prefill: bool = False
+    """The last message is the beginning of the answer."""
+    previous: int | None = Field(default=None, ge=0)
+    """Number of the call whose answer the messages follow; None: they are the whole history."""
+    sampled: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Sampling that the program asked for; what the job says goes before it."""
+    without_effect: list[str] = Field(default_factory=list[str], max_length=256)
+    """Fields that the program sent and that change nothing, to be told once per episode."""
+    is_retry: bool = False
+    """The program's client says that it has sent this before and got no answer."""
+    token_ids: bool = False
+    """Tell the ids of the prompt's tokens as well."""
+    count_only: bool = False
+    """Only count the tokens of the prompt, as it would be continued."""
+    begun: CallPart | None = None
+    """What the program has been told of the answer already, by one who no longer plays the episode:
+    all his parts as one, with everything of each choice from its beginning. Whoever answers
+    continues the same `parent` by these tokens, keeps the names, and generates behind them: his
+    first part tells the head once more, and his deltas only what is new, none of a choice that has
+    its `finish`. The text of the tokens begins with the text that was told."""
 
 
 class CancelCall(Message):

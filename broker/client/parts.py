@@ -12,21 +12,25 @@ from contextlib import aclosing
 from typing import Generic, TypeAlias, TypeVar, cast
 
 import structlog
+from nats.aio.msg import Msg
 from nats.micro.request import Request
 
 from ...schemas.wire.errors import (
     BrokerError,
+    BusyError,
     DeadlineError,
     InternalError,
     MessageError,
-    NotFoundError,
+    NobodyAnswersError,
     TinkermqError,
 )
 from ...schemas.wire.message import Message
 from ...schemas.wire.reply import ErrorReply, Part
-from .connection import Broker, ConnectionLost
+from ..outages.flushing import flush
+from .connection import Broker, ConnectionLost, Listening
 from .headers import NO_RESPONDERS, status_of
 from .inbox import Inbox
+from .nats_internals import reply_of
 from .rpc import Service, allowed_reply
 
 Q = TypeVar("Q", bound=Message)
@@ -41,6 +45,8 @@ ALIVE_S = 1.0
 """The longest time without a part."""
 SILENCE_S = 10.0
 """After this time without a part the service is taken for dead."""
+MAX_LISTENED = 256
+"""Requests of one subject that are answered at the same time, where nobody shares them."""
 _AGAIN = "ask again; another server answers if there is one"
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -75,11 +81,51 @@ class PartsService:
         """
 
         async def answer(request: Request) -> None:
-            if reply := allowed_reply(request):
+            if reply := allowed_reply(request.subject, reply_of(request)):
                 sender = _Sender(self._broker, reply, part_model, self._alive_s)
                 await self._answer(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
+
+    async def listen(
+        self,
+        subject: str,
+        request_model: type[Q],
+        part_model: type[P],
+        handler: PartsHandler[Q, P],
+        *,
+        max_running: int = MAX_LISTENED,
+    ) -> Listening:
+        """Answer requests on `subject` as `endpoint` does, but share them with nobody.
+
+        Whoever listens there hears each of them and answers it. The subject is not listed among
+        the service's own; it may come and go while the service runs. A request beyond
+        `max_running` is refused with BusyError. Stopping ends no request that runs: `cancel` does,
+        or the service's end.
+        """
+        running = 0
+
+        async def answer(sender: _Sender[P], payload: bytes) -> None:
+            nonlocal running
+            running += 1
+            try:
+                if running > max_running:
+                    await sender.fail(
+                        BusyError(f"{max_running} requests on {subject} run", hint="send fewer")
+                    )
+                else:
+                    await self._answer(sender, handler, request_model, payload)
+            finally:
+                running -= 1
+
+        def take(message: Msg) -> None:
+            if reply := allowed_reply(message.subject, message.reply):
+                sender = _Sender(self._broker, reply, part_model, self._alive_s)
+                self._service.run(answer(sender, message.data), name=f"request on {subject}")
+
+        listening = await self._broker.listen(subject, take)
+        await flush(self._broker, waiting_for=f"the server to know of {subject}")
+        return listening
 
     def cancel(self, request: str) -> None:
         """Stop answering a request; harmless for one that is not here."""
@@ -174,7 +220,7 @@ async def ask_parts(
 
     Close the generator (`aclosing`) to go away early: then the `cancel` message is sent.
 
-    Raises the error that the service raised, NotFoundError when nobody answers on the subject,
+    Raises the error that the service raised, NobodyAnswersError when nobody is there,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
     """
     inbox = Inbox(broker, ends_with_connection=False)  # the parts' numbers tell if one was lost
@@ -219,7 +265,7 @@ async def _next(inbox: Inbox, subject: str, waiting_for: str, silence_s: float) 
             f"nothing was heard of {waiting_for} for {silence_s:g} s", hint=_AGAIN
         ) from None
     if status_of(message) == NO_RESPONDERS:
-        raise NotFoundError(
+        raise NobodyAnswersError(
             f"{waiting_for} is not there: nobody answers on {subject}",
             hint="see whether it runs: `tinkermq ps`",
         )

@@ -148,9 +148,7 @@ class Service:
 
         async def take(request: Request) -> None:
             await self._free.acquire()
-            task = asyncio.create_task(answer(request), name=f"{name} request")
-            self._running.add(task)
-            task.add_done_callback(self._done)
+            self.run(answer(request), name=f"{name} request").add_done_callback(self._release)
 
         return await self._listen(name, subject, take, queue)
 
@@ -160,8 +158,14 @@ class Service:
         await flush(self._broker, waiting_for=f"the server to know of {subject}")
         return endpoint
 
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+    def run(self, answer: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Run the answer to a request, which `stop` waits for; the caller bounds how many."""
+        task = asyncio.create_task(answer, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    def _release(self, _: asyncio.Task[None]) -> None:
         self._free.release()
 
     async def stop(self, drain_s: float = _DRAIN_S) -> None:
@@ -238,7 +242,7 @@ class _Endpoint:
         await self._send(request, payload, headers)
 
     async def _send(self, request: Request, payload: bytes, headers: dict[str, str] | None) -> None:
-        reply = allowed_reply(request)
+        reply = allowed_reply(request.subject, reply_of(request))
         if not reply:
             return
         try:
@@ -269,11 +273,10 @@ class _Endpoint:
         (await self.micro).count(duration_ns, error)
 
 
-def allowed_reply(request: Request) -> str:
+def allowed_reply(subject: str, reply: str) -> str:
     """Return where to send the reply to a request; empty where there shall be none."""
-    reply = reply_of(request)
     if reply and not reply.startswith(INBOXES):  # we may publish where the caller may not
-        _log.warning("reply_refused", subject=request.subject, reply=reply)
+        _log.warning("reply_refused", subject=subject, reply=reply)
         return ""
     return reply
 

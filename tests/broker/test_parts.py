@@ -9,10 +9,16 @@ from tinkermq.broker.client.connection import Broker, ConnectionLost
 from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_part
 from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
-from tinkermq.schemas.wire.errors import BusyError, DeadlineError, MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import (
+    BusyError,
+    DeadlineError,
+    MessageError,
+    NobodyAnswersError,
+    NotFoundError,
+)
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.support.waiting import AFTER_PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, until
 
 
 class Counter:
@@ -157,3 +163,49 @@ async def test_a_lost_part_is_noticed(broker: Broker, scope: JobScope) -> None:
     with pytest.raises(ConnectionLost, match="was lost"):
         await last_part(asking(broker, scope))
     await heard.stop()
+
+
+async def test_a_subject_is_listened_to_without_sharing_and_only_for_a_while(
+    broker: Broker, scope: JobScope
+) -> None:
+    some, other = Counter(), Counter()
+    async with await Service.start(broker, name="counter", description="counts") as service:
+        served = PartsService(broker, service)
+        twice = PartsService(broker, service)
+        subject = scope.infer("play")
+        listening = await served.listen(subject, PlayRequest, InferPart, some.count, max_running=1)
+        assert (await last_part(asking(broker, scope, 2))).model == "done"
+        some.go_on.clear()
+        first = asking(broker, scope, 1)
+        await anext(first)
+        with pytest.raises(BusyError, match="1 requests on"):
+            await last_part(asking(broker, scope, name="two"))
+        also = await twice.listen(subject, PlayRequest, InferPart, other.count)
+        other.go_on.clear()
+        again = asyncio.create_task(last_part(asking(broker, scope, name="three")))
+        await until(lambda: twice.num_running == 1, "both to hear it")
+        again.cancel()
+        for each in (listening, also):
+            await each.stop()
+        with pytest.raises(NobodyAnswersError, match="the counter is not there"):
+            await last_part(asking(broker, scope, name="four"))
+        some.go_on.set()
+        assert (await last_part(first)).model == "done"
+        other.go_on.set()
+
+
+async def test_a_reply_goes_to_inboxes_only(broker: Broker, scope: JobScope) -> None:
+    counter = Counter()
+    async with await Service.start(broker, name="counter", description="counts") as service:
+        served = PartsService(broker, service)
+        listening = await served.listen(scope.infer("play"), PlayRequest, InferPart, counter.count)
+        heard: list[bytes] = []
+        elsewhere = await broker.listen(
+            scope.infer("elsewhere"), lambda message: heard.append(message.data)
+        )
+        request = PlayRequest(request="one", sample=1).to_bytes()
+        await broker.send(scope.infer("play"), request, reply=scope.infer("elsewhere"))
+        assert (await last_part(asking(broker, scope, name="two"))).model == "done"
+        assert not heard
+        await elsewhere.stop()
+        await listening.stop()
