@@ -1,7 +1,7 @@
 """Trajectories and groups: what generators and external agents append to the rollout log."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -196,15 +196,7 @@ class Group(Message):
     @property
     def episodes(self) -> list[list[Trajectory]]:
         """The rows of each episode that is trained, its main row first; mostly it has one."""
-        episodes: list[list[Trajectory]] = []
-        for item in self.sampled:
-            last = episodes[-1][-1] if episodes else None
-            is_more = last is not None and item.episode >= 0 and _episode(last) == _episode(item)
-            if is_more:
-                episodes[-1].append(item)
-            else:
-                episodes.append([item])
-        return episodes
+        return episodes_of(self.sampled)
 
     @property
     def has_equal_rewards(self) -> bool:
@@ -218,6 +210,19 @@ class Group(Message):
     def min_version(self) -> int:
         """Oldest version that produced one of the group's generated tokens."""
         return min(trajectory.min_version for trajectory in self.sampled)
+
+
+def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
+    """Return the rows of each episode among trajectories in the order of a group."""
+    episodes: list[list[Trajectory]] = []
+    for item in trajectories:
+        last = episodes[-1][-1] if episodes else None
+        is_more = last is not None and item.episode >= 0 and _episode(last) == _episode(item)
+        if is_more:
+            episodes[-1].append(item)
+        else:
+            episodes.append([item])
+    return episodes
 
 
 def return_of(rows: Sequence[Trajectory]) -> float:

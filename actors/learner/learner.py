@@ -23,6 +23,7 @@ from ...broker.batches import BatchLog
 from ...broker.rollouts import RolloutLog
 from ...broker.tasks import TaskQueue
 from ...schemas.batch import BatchRecord, Dropped
+from ...schemas.config.agent_rules import why_no_rows
 from ...schemas.config.job import JobConfig
 from ...schemas.rollout import Group
 from ..runtime import EXIT_DONE, EXIT_DRAINED, JobContext, settle_memory
@@ -84,6 +85,7 @@ class Learner:
             greedy_baseline=config.algorithm.advantage == "remax",
             was_issued=self.ledger.was_issued,
             check_images=policies.check_images,
+            why_no_rows=why_no_rows(config),
         )
         self.issuer = TaskIssuer(
             TaskQueue(broker, scope, ack_wait_s=config.generator.ack_wait_s),

@@ -25,7 +25,7 @@ from ...schemas.control import (
     TaskSpec,
 )
 from ...schemas.job import FINAL_STATES
-from ...schemas.rollout import Group, Trajectory, check_group
+from ...schemas.rollout import Group, Trajectory, check_group, episodes_of
 from ...schemas.task import Task
 from ...schemas.wire.errors import (
     BrokerError,
@@ -123,10 +123,11 @@ class AsyncTrajectoryPublisher(PoolClient):
     ) -> Group:
         """Make and check a group; limits that are not known yet are not checked."""
         sampled = [one for one in trajectories if not one.greedy]
-        size = limits.group_size if limits is not None else max(1, len(sampled))
-        if len(sampled) != size:
+        episodes = len(episodes_of(sampled))
+        size = limits.group_size if limits is not None else max(1, episodes)
+        if episodes != size:
             raise MessageError(
-                f"a group of this job has {size} trajectories, this has {len(sampled)}",
+                f"a group of this job has {size} trajectories, this has {episodes}",
                 hint="give one per episode (rollout.group_size)",
             )
         now = time.time()

@@ -98,6 +98,11 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     given = _section(tree, "agent")
     if not (given.get("command") or given.get("client")):
         return tree
+    if _section(tree, "sft").get("data"):
+        raise ValueError(
+            "sft.data makes an SFT job, which runs no programs, and the section agent an agent "
+            "job: remove one of them"
+        )
     agent = AgentConfig.model_validate(dict(given))
     implied: dict[str, dict[str, Any]] = {
         "env": {

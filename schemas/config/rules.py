@@ -5,11 +5,12 @@ spans sections, or compares values, is a row here.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from .agent_rules import AGENT_RULES
 from .episode import MAX_EPISODES
+from .section import Rule
 
 if TYPE_CHECKING:
     from .job import JobConfig
@@ -18,23 +19,11 @@ _DISCOUNTED = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 _NOT_BY_TURN = ("remax", "grpo_per_turn", "gigpo")
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A combination of values that is refused."""
-
-    key: str
-    """What is refused, as the user wrote it; `{section.key}` stands for a value."""
-    when: "Callable[[JobConfig], Any]"
-    """Whether a configuration has that combination."""
-    because: str
-    """The rest of the sentence that `key` begins: why, and what to do."""
-
-
 def broken_rules(job: "JobConfig") -> Iterator[str]:
     """Yield a sentence for each rule that a configuration breaks."""
     for rule in RULES:
         if rule.when(job):
-            yield f"{rule.key} {rule.because}".format_map(dict(job))
+            yield rule.sentence(job)
 
 
 def _needs(source: str, key: str) -> Rule:
@@ -233,4 +222,5 @@ RULES = (
     _needs("function", "function"),
     _needs("endpoint", "url"),
     _needs("judge", "judge"),
+    *AGENT_RULES,
 )

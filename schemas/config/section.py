@@ -1,12 +1,17 @@
 """A section of a configuration: it refuses keys that are unknown or have no effect."""
 
-from typing import Any, Self, cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema
 
 from ..bounds.defaults import bounded
+
+if TYPE_CHECKING:
+    from .job import JobConfig
 
 MAX_WAIT_S = 86_400.0
 """The longest wait that a configuration may ask for."""
@@ -32,6 +37,22 @@ def only_while(field: FieldInfo) -> str:
 def _rule(field: FieldInfo) -> dict[str, Any] | None:
     extra = field.json_schema_extra
     return cast("dict[str, Any]", extra).get("when") if isinstance(extra, dict) else None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of values of several sections that is refused."""
+
+    key: str
+    """What is refused, as the user wrote it; `{section.key}` stands for a value."""
+    when: "Callable[[JobConfig], Any]"
+    """Whether a configuration has that combination."""
+    because: str
+    """The rest of the sentence that `key` begins: why, and what to do."""
+
+    def sentence(self, job: "JobConfig") -> str:
+        """Return the sentence with the configuration's values."""
+        return f"{self.key} {self.because}".format_map(dict(job))
 
 
 class Section(BaseModel):

@@ -7,6 +7,7 @@ from tinkermq.schemas.wire.errors import ConfigError
 
 LEAST = ["model.path=m", "env.game=bandit"]
 SFT = ["sft.data=[chats.jsonl]"]
+AGENT = ["env.game=agent", "agent.command=[run.sh]"]
 EXAMPLES = [
     ["algorithm.loss=sft"],
     ["model.attn_implementation=flash_attention_2"],
@@ -55,6 +56,19 @@ EXAMPLES = [
     ["env.reward.source=function"],
     ["env.reward.source=endpoint"],
     ["env.reward.source=judge", "env.reward.url=http://x"],
+    [*AGENT, "algorithm.loss=gspo"],
+    [*AGENT, "algorithm.correction=mis"],
+    [*AGENT, "algorithm.correction_level=sequence"],
+    [*AGENT, "algorithm.advantage=gae"],
+    [*AGENT, "algorithm.sample=turn"],
+    [*AGENT, "algorithm.overlong_buffer=64"],
+    [*AGENT, "algorithm.length_coef=0.1"],
+    [*AGENT, "algorithm.advantage=remax"],
+    [*AGENT, "policies.low=m"],
+    [*AGENT, "self_play.past_share=0.5"],
+    [*AGENT, "rollout.oversample=2"],
+    [*AGENT, "generator.segment_tokens=2"],
+    [*AGENT, "env.reward.source=function", "env.reward.function=package.module:score"],
 ]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tinkermq.schemas.rollout import Group, Trajectory
+from tinkermq.schemas.rollout import Group, Trajectory, episodes_of
 from tinkermq.schemas.task import Task
 
 
@@ -50,7 +50,7 @@ def make_group(trajectories: Sequence[Trajectory], number: int = 0, **fields: An
         task=number,
         index=fields.pop("index", number),
         seed=0,
-        group_size=sum(not item.greedy for item in trajectories),
+        group_size=len(episodes_of(item for item in trajectories if not item.greedy)),
         greedy_baseline=any(item.greedy for item in trajectories),
         min_version=fields.pop("min_version", 0),
         reissue_of=fields.pop("reissue_of", None),

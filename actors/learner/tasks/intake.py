@@ -65,11 +65,13 @@ class Intake:
         greedy_baseline: bool,
         was_issued: Callable[[int], bool],
         check_images: Callable[[Group], None] | None = None,
+        why_no_rows: str | None = None,
     ) -> None:
         """Read from `from_seq` on: all before was decided on, and the ranges `decided` behind it.
 
         `was_issued` says whether a task number can have been given out; `check_images` raises
-        DataError for images that the model cannot see.
+        DataError for images that the model cannot see; `why_no_rows` says why no episode may have
+        several rows, if none may.
         """
         self._log = log
         self._from_seq = from_seq
@@ -80,6 +82,7 @@ class Intake:
         self._greedy_baseline = greedy_baseline
         self._was_issued = was_issued
         self._check_images = check_images
+        self._why_no_rows = why_no_rows
         self._entries: dict[int, CheckedEntry] = {}
         self.changed = asyncio.Event()
         """Set whenever an entry arrives."""
@@ -213,6 +216,10 @@ class Intake:
         if task.greedy_baseline != self._greedy_baseline:
             wanted = "has no" if self._greedy_baseline else "has a"
             raise MessageError(f"the group of task {task.task} {wanted} greedy episode")
+        if self._why_no_rows and any(len(rows) > 1 for rows in group.episodes):
+            raise MessageError(
+                f"the group of task {task.task} has episodes of several rows: {self._why_no_rows}"
+            )
         check_group(
             group,
             vocab_size=self._vocab_size,

@@ -136,6 +136,24 @@ def test_a_group_that_does_not_fit_the_job_is_refused() -> None:
     assert _taken(_good(), was_issued=lambda _: False).candidate.unusable == "malformed"
 
 
+def test_episodes_of_several_rows_are_refused_by_a_job_that_takes_a_row_for_an_episode() -> None:
+    parts = [
+        make_trajectory([1], [([2], [])], [1.0], episode=0),
+        make_trajectory([1], [([3], [])], [0.0], episode=0),
+        make_trajectory([1], [([3], [])], [0.0], episode=1),
+    ]
+    group = make_group(parts)
+    assert _taken(group).candidate.rewards == (1.0, 0.0)
+    entry = _taken(group, why_no_rows="algorithm.loss=gspo clips a sequence as a whole")
+    assert entry.candidate.unusable == "malformed"
+    assert entry.refusal == (
+        "the group of task 0 has episodes of several rows: algorithm.loss=gspo clips a sequence as "
+        "a whole"
+    )
+    alone = [one.model_copy(update={"episode": -1}) for one in parts[1:]]
+    assert _taken(make_group(alone), why_no_rows="of a reason").candidate.unusable is None
+
+
 def test_bytes_that_are_no_group_are_refused() -> None:
     for payload in (b"", b"\xc1", b"hello", b"\x81\xa1v\x63", _good().to_bytes()[:-3]):
         entry = _taken(payload)

@@ -1,0 +1,111 @@
+"""What a job cannot have whose episodes are those of agent programs.
+
+A program branches: an episode is a tree of calls, and its rows are paths of that tree. Baselines,
+means over sequences and what is trained count episodes, in however many rows they stand. What takes
+a row for the whole episode, or one row's turns for all that followed, is refused.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .section import Rule
+
+if TYPE_CHECKING:
+    from .job import JobConfig
+
+_OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
+_FROM_TURN_TO_TURN = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
+
+_ROWS = (
+    Rule(
+        "algorithm.loss=gspo",
+        lambda job: job.algorithm.loss == "gspo",
+        "clips a sequence as a whole, and an agent's episode has several: choose another loss",
+    ),
+    Rule(
+        "algorithm.correction={algorithm.correction}",
+        lambda job: job.algorithm.correction in _OF_WHOLE_SEQUENCES,
+        "keeps or drops a sequence as a whole, and an agent's episode has several: choose tis, "
+        "icepop, decoupled or m2po",
+    ),
+    Rule(
+        "algorithm.correction_level=sequence",
+        lambda job: (
+            job.algorithm.correction == "tis" and job.algorithm.correction_level == "sequence"
+        ),
+        "weighs a sequence as a whole, and an agent's episode has several: set "
+        "algorithm.correction_level=token",
+    ),
+    Rule(
+        "algorithm.advantage={algorithm.advantage}",
+        lambda job: job.algorithm.advantage in _FROM_TURN_TO_TURN,
+        "follows the rewards of one conversation from turn to turn, and an agent's episode "
+        "branches: choose an advantage of whole episodes, such as grpo, rloo or "
+        "reinforce_pp_baseline",
+    ),
+    Rule(
+        "algorithm.sample=turn",
+        lambda job: job.algorithm.sample == "turn",
+        "compares turns of the same number, and those of an agent's episodes stand in branches: "
+        "set algorithm.sample=episode",
+    ),
+    Rule(
+        "algorithm.overlong_buffer",
+        lambda job: job.algorithm.overlong_buffer,
+        "takes a sequence's length for the episode's, and an agent's episode has several: remove "
+        "it, or bound episodes by agent.max_tokens",
+    ),
+    Rule(
+        "algorithm.length_coef",
+        lambda job: job.algorithm.length_coef,
+        "compares sequences' lengths as those of episodes, and an agent's episode has several: "
+        "remove it",
+    ),
+)
+
+
+def _of_programs(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], Any]":
+    return lambda job: job.agent.runs_programs and when(job)
+
+
+AGENT_RULES = (
+    *(replace(rule, when=_of_programs(rule.when)) for rule in _ROWS),
+    Rule(
+        "algorithm.advantage=remax",
+        _of_programs(lambda job: job.algorithm.advantage == "remax"),
+        "plays a greedy episode of each task, which is not built for agent programs: choose "
+        "another advantage",
+    ),
+    Rule(
+        "policies",
+        _of_programs(lambda job: job.policies),
+        "are those of a game's roles, and an agent program has none: remove them",
+    ),
+    Rule(
+        "self_play.past_share",
+        _of_programs(lambda job: job.self_play.past_share),
+        "is for games with roles, and an agent program has none: remove it",
+    ),
+    Rule(
+        "rollout.oversample",
+        _of_programs(lambda job: job.rollout.oversample),
+        "cuts the longest episodes of a task, which is not built for agent programs: remove it",
+    ),
+    Rule(
+        "generator.segment_tokens",
+        _of_programs(lambda job: job.generator.segment_tokens),
+        "has no effect in an agent job, where each call is written down: remove it",
+    ),
+    Rule(
+        "env.reward.source={env.reward.source}",
+        _of_programs(lambda job: job.env.reward.source != "game"),
+        "asks for the rewards of games, and an agent program's come from agent.reward or from "
+        "what it posts itself: remove env.reward",
+    ),
+)
+
+
+def why_no_rows(job: "JobConfig") -> str | None:
+    """Return why a job cannot train episodes of several rows; None where it can."""
+    return next((rule.sentence(job) for rule in _ROWS if rule.when(job)), None)

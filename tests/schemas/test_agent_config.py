@@ -1,0 +1,23 @@
+"""What an agent job implies, and what it cannot have."""
+
+import pytest
+from tinkermq.schemas.config.agent_rules import why_no_rows
+from tinkermq.schemas.config.load_config import load_config
+from tinkermq.schemas.wire.errors import ConfigError
+
+LEAST = ["model.path=m", "env.game=agent", "agent.command=[run.sh]"]
+
+
+def test_what_runs_programs_cannot_be_an_sft_job() -> None:
+    with pytest.raises(ConfigError, match="runs no programs"):
+        load_config(None, [*LEAST, "sft.data=[chats.jsonl]"])
+
+
+def test_an_episode_of_several_rows_can_be_trained_by_what_an_agent_job_may_have() -> None:
+    assert why_no_rows(load_config(None, LEAST)) is None
+    assert why_no_rows(load_config(None, ["model.path=m", "env.game=bandit"])) is None
+
+
+def test_a_games_job_is_told_why_it_cannot_train_such_episodes() -> None:
+    config = load_config(None, ["model.path=m", "env.game=bandit", "algorithm.advantage=gae"])
+    assert (why_no_rows(config) or "").startswith("algorithm.advantage=gae follows the rewards of")
