@@ -80,7 +80,9 @@ class CallRequest(Message):
     """
 
     request: RequestId
-    """Id made by the program's proxy, by which the call can be cancelled."""
+    """Id made by the program's proxy, by which the call can be cancelled. Where the proxy asks
+    again, because who answered has died or was overtaken, `-1`, `-2` … follow the same id: it is
+    the same call, and no new sample."""
     messages: list[CallMessage] = Field(min_length=1)
     """The whole history, or what follows `previous`."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])

@@ -7,6 +7,7 @@ service has died. A caller that goes away early says so, and the service stops w
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Generic, TypeAlias, TypeVar, cast
@@ -82,7 +83,7 @@ class PartsService:
 
         async def answer(request: Request) -> None:
             if reply := allowed_reply(request.subject, reply_of(request)):
-                sender = _Sender(self._broker, reply, part_model, self._alive_s)
+                sender = _Sender(self._broker, reply, part_model(), self._alive_s)
                 await self._answer(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
@@ -94,15 +95,18 @@ class PartsService:
         part_model: type[P],
         handler: PartsHandler[Q, P],
         *,
+        blank: P | None = None,
         max_running: int = MAX_LISTENED,
     ) -> Listening:
         """Answer requests on `subject` as `endpoint` does, but share them with nobody.
 
-        Whoever listens there hears each of them and answers it. The subject is not listed among
-        the service's own; it may come and go while the service runs. A request beyond
-        `max_running` is refused with BusyError. Stopping ends no request that runs: `cancel` does,
-        or the service's end.
+        Whoever listens there hears each of them and answers it: `blank` is what signs of life and
+        errors are made of, so that they say whose they are. The subject is not listed among the
+        service's own; it may come and go while the service runs. A request beyond `max_running` is
+        refused with BusyError. Stopping ends no request that runs: `cancel` does, or the service's
+        end.
         """
+        empty = part_model() if blank is None else blank
         running = 0
 
         async def answer(sender: _Sender[P], payload: bytes) -> None:
@@ -120,7 +124,7 @@ class PartsService:
 
         def take(message: Msg) -> None:
             if reply := allowed_reply(message.subject, message.reply):
-                sender = _Sender(self._broker, reply, part_model, self._alive_s)
+                sender = _Sender(self._broker, reply, empty, self._alive_s)
                 self._service.run(answer(sender, message.data), name=f"request on {subject}")
 
         listening = await self._broker.listen(subject, take)
@@ -177,10 +181,10 @@ class PartsService:
 class _Sender(Generic[P]):
     """Numbers the parts of one answer, and says in between that it goes on."""
 
-    def __init__(self, broker: Broker, inbox: str, model: type[P], alive_s: float) -> None:
+    def __init__(self, broker: Broker, inbox: str, blank: P, alive_s: float) -> None:
         self._broker = broker
         self._inbox = inbox
-        self._model = model
+        self._blank = blank
         self._alive_s = alive_s
         self._index = 0
         self._order = asyncio.Lock()
@@ -194,7 +198,7 @@ class _Sender(Generic[P]):
     async def fail(self, error: TinkermqError) -> None:
         told = ErrorReply.of(error.code, error.message, error.hint)
         with contextlib.suppress(TinkermqError):  # the connection is gone: nobody hears
-            await self.send(self._model(last=True, error=told))
+            await self.send(self._blank.model_copy(update={"last": True, "error": told}))
 
     async def keep_alive(self) -> None:
         known = -1
@@ -202,23 +206,26 @@ class _Sender(Generic[P]):
             await asyncio.sleep(self._alive_s)
             if self._index == known or known < 0:
                 with contextlib.suppress(TinkermqError):
-                    await self.send(self._model())
+                    await self.send(self._blank)
             known = self._index
 
 
 async def ask_parts(
     broker: Broker,
     subject: str,
-    request: Message,
+    request: Message | bytes,
     part_model: type[P],
     *,
     waiting_for: str,
     cancel: tuple[str, Message] | None = None,
     silence_s: float = SILENCE_S,
+    rank: Callable[[P], int] | None = None,
 ) -> AsyncGenerator[P, None]:
     """Send a request and yield the parts of its answer that say something, the last one included.
 
-    Close the generator (`aclosing`) to go away early: then the `cancel` message is sent.
+    Close the generator (`aclosing`) to go away early: then the `cancel` message is sent. Where
+    several may answer the same request, each numbers its own parts: `rank` tells them apart, and
+    only those of the highest that was heard are taken, its errors and its silence as well.
 
     Raises the error that the service raised, NobodyAnswersError when nobody is there,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
@@ -227,15 +234,16 @@ async def ask_parts(
     ended = False
     try:
         await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)
-        payload = request.to_bytes()
+        payload = request if isinstance(request, bytes) else request.to_bytes()
         broker.check_size(len(payload), what=f"a request on {subject}")
         await inbox.ask(subject, payload)
-        index = 0
+        order = _Order(part_model, rank, waiting_for)
         while not ended:
-            part = part_model.from_bytes(await _next(inbox, subject, waiting_for, silence_s))
-            if part.index != index:
-                raise ConnectionLost(f"a part of the answer of {waiting_for} was lost", hint=_AGAIN)
-            index += 1
+            left_s = order.heard + silence_s - time.monotonic()
+            received = await _next(inbox, subject, waiting_for, left_s, silence_s)
+            part = order.take(part_model.from_bytes(received))
+            if part is None:
+                continue
             ended = part.last
             if part.error is not None:
                 raise part.error.to_error()
@@ -248,6 +256,33 @@ async def ask_parts(
                 await broker.publish(cancel[0], cancel[1].to_bytes())
 
 
+class _Order(Generic[P]):
+    """The order of an answer's parts, and who is heard where several answer."""
+
+    def __init__(self, model: type[P], rank: Callable[[P], int] | None, waiting_for: str) -> None:
+        self.heard = time.monotonic()
+        self._model = model
+        self._rank = rank
+        self._waiting_for = waiting_for
+        self._top = -1
+        self._index = 0
+
+    def take(self, part: P) -> P | None:
+        """Return a part that is the next; None for one of somebody who is not heard."""
+        rank = 0 if self._rank is None else self._rank(part)
+        if rank < self._top:
+            return None
+        if rank > self._top:
+            self._top, self._index = rank, 0
+        if part.index != self._index:
+            raise ConnectionLost(
+                f"a part of the answer of {self._waiting_for} was lost", hint=_AGAIN
+            )
+        self._index += 1
+        self.heard = time.monotonic()
+        return part
+
+
 async def last_part(parts: AsyncGenerator[P, None]) -> P:
     """Return the last part of an answer."""
     async with aclosing(parts):
@@ -257,9 +292,11 @@ async def last_part(parts: AsyncGenerator[P, None]) -> P:
     raise BrokerError("an answer ended without its last part", hint=_AGAIN)
 
 
-async def _next(inbox: Inbox, subject: str, waiting_for: str, silence_s: float) -> bytes:
+async def _next(
+    inbox: Inbox, subject: str, waiting_for: str, left_s: float, silence_s: float
+) -> bytes:
     try:
-        message = await inbox.next(silence_s)
+        message = await inbox.next(left_s)
     except TimeoutError:
         raise DeadlineError(
             f"nothing was heard of {waiting_for} for {silence_s:g} s", hint=_AGAIN

@@ -16,6 +16,7 @@ from tinkermq.schemas.wire.errors import (
     NobodyAnswersError,
     NotFoundError,
 )
+from tinkermq.schemas.wire.reply import ErrorReply
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.waiting import AFTER_PATIENCE_S, until
@@ -208,4 +209,52 @@ async def test_a_reply_goes_to_inboxes_only(broker: Broker, scope: JobScope) -> 
         assert (await last_part(asking(broker, scope, name="two"))).model == "done"
         assert not heard
         await elsewhere.stop()
+        await listening.stop()
+
+
+async def test_of_two_who_answer_the_one_of_the_higher_rank_is_heard(
+    broker: Broker, scope: JobScope
+) -> None:
+    """The rank is in `prompt_tokens` here: each numbers its parts by itself."""
+
+    async def answer(reply: str) -> None:
+        for rank, index, last in ((1, 0, 0), (2, 0, 0), (1, 1, 1), (2, 1, 0), (2, 2, 1)):
+            error = ErrorReply.of("busy", "overtaken") if last and rank == 1 else None
+            part = InferPart(index=index, prompt_tokens=rank, last=bool(last), error=error)
+            await broker.publish(reply, part.to_bytes())
+
+    tasks: list[asyncio.Task[None]] = []
+    heard = await broker.listen(
+        scope.infer("play"),
+        lambda message: tasks.append(asyncio.create_task(answer(message.reply))),
+    )
+    parts = ask_parts(
+        broker,
+        scope.infer("play"),
+        PlayRequest(request="one").to_bytes(),
+        InferPart,
+        waiting_for="the counter",
+        rank=lambda part: part.prompt_tokens,
+    )
+    found = [(part.prompt_tokens, part.index) async for part in parts]
+    assert found == [(1, 0), (2, 0), (2, 1), (2, 2)]
+    await heard.stop()
+
+
+async def test_signs_of_life_and_errors_say_whose_they_are(broker: Broker, scope: JobScope) -> None:
+    mine = Counter()
+    mine.go_on.clear()
+    mine.error = BusyError("full", hint="later")
+    async with await Service.start(broker, name="counter", description="counts") as service:
+        served = PartsService(broker, service, alive_s=0.05)
+        subject = scope.infer("mine")
+        listening = await served.listen(
+            subject, PlayRequest, InferPart, mine.count, blank=InferPart(prompt_tokens=7)
+        )
+        request = PlayRequest(request="one", sample=0)
+        parts = ask_parts(broker, subject, request, InferPart, waiting_for="the counter")
+        assert (await anext(parts)).prompt_tokens == 7
+        mine.go_on.set()
+        with pytest.raises(BusyError, match="full"):
+            await last_part(parts)
         await listening.stop()
