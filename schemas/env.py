@@ -50,6 +50,8 @@ class ResetRequest(Message):
     """Further arguments for the game's `reset`."""
     wait_s: float = Field(default=1.0, ge=0, le=10)
     """How long the host may hold its answer back for episodes that are not ready."""
+    only_held: bool = False
+    """Start nothing: an episode that is not held here is an error."""
     table: EpisodeId | None = None
     """In a game with roles: the episode, held by this host, at which `role` takes its seat. The
     seat is ready when its first turn comes."""

@@ -1,10 +1,13 @@
 """Metrics, events, log lines and evaluations of a job."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
+from .wire.codec import read_json
 from .wire.message import Message, with_last
+
+_PLAIN_FIELDS = ("timestamp", "level", "event", "role", "actor", "job")
 
 
 class Metric(Message):
@@ -99,3 +102,18 @@ class Presence(Message):
     def named_at(self, at: str) -> str:
         """Return the key of its actor."""
         return with_last(at, self.actor)
+
+
+def readable(line: str) -> str:
+    """Return a structured log line as text; any other line as it is."""
+    try:
+        entry = read_json(line)
+    except ValueError:
+        return line
+    if not isinstance(entry, dict):
+        return line
+    fields = cast("dict[str, Any]", entry)
+    clock = str(fields.get("timestamp", ""))[11:19]
+    rest = [f"{key}={value}" for key, value in fields.items() if key not in _PLAIN_FIELDS]
+    words = [clock, str(fields.get("level", "")), str(fields.get("event", "")), *rest]
+    return " ".join(word for word in words if word)

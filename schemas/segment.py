@@ -1,13 +1,47 @@
 """Segments of an episode that is being played: what another generator needs to go on with it."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from .agent import CallMessage
 from .wire.array import FloatVector, IntVector, MaskVector
 from .wire.message import Message
 from .wire.subjects import NAME_PATTERN
+
+
+class LoggedCall(Message):
+    """One call of the model by a program, as it is written down; its tokens are the segment's."""
+
+    parent: int | None = Field(default=None, ge=0)
+    """Number of the call that it continues; None: it is a root."""
+    follows: int | None = Field(default=None, ge=0)
+    """Number of the call whose history it continues, rendered anew."""
+    context: bytes
+    """Digest of the tools and of what else shapes the prompt."""
+    given: list[CallMessage]
+    """The messages since its parent's answer."""
+    num_given: int = Field(ge=0)
+    """Tokens of the segment that stand for them; the rest was generated."""
+    name: str
+    """With what the ids of its tool calls begin."""
+    has_tools: bool
+    """Whether what looks like a tool call is one."""
+    is_thinking: bool
+    """Whether the prompt has opened the reasoning."""
+    prefill: str = ""
+    """What the program wrote of the answer itself."""
+    text: str | None = None
+    """What the program was told, where that is more than its tokens say: up to a stop text."""
+    finish: Literal["stop", "length"]
+    """Why it ended."""
+    num_seen: int = Field(ge=0)
+    """Calls that had ended when it was asked for."""
+    branch: str = Field(default="", max_length=32)
+    """Why it is not the only continuation of its parent."""
+    request: bytes
+    """Digest of what was asked for, prompt and limits: the same again may be answered by it."""
 
 
 class Segment(Message):
@@ -45,6 +79,8 @@ class Segment(Message):
     """The game's rewards for the turns that it answered since then."""
     observations: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
     """Its answers, as chat messages."""
+    call: LoggedCall | None = None
+    """In the episode of a program: the call whose tokens these are."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -24,6 +24,8 @@ from ..job_weights import open_weights
 from ..models.job_models import check_weights
 from ..models.policies import MAIN
 from ..runtime import JobContext, settle_memory
+from .agents.call_log import TaskCalls
+from .agents.program_loop import ProgramLoop
 from .engine.engine import Engine
 from .engine.following import WeightFollower
 from .engine.heartbeat import tell_engine
@@ -59,13 +61,22 @@ async def run_generator(context: JobContext) -> None:
         rng = random.Random(f"{config.seed} {context.name}")  # noqa: S311 - opponents, not secrets
         drawing = PastFollower(store, past.engines, follower, config.self_play, rng)
         background.append(drawing.run())
-    runner = GroupRunner(players, environments, config, context.name, past)
     engine = players.engines[MAIN]
+    programs: ProgramLoop | None = None
+    if config.agent.runs_programs:
+        programs = ProgramLoop(
+            context.broker, context.scope, engine, chat, environments, config, sampling, time_use
+        )
+        await programs.start()
+    play_alone = None if programs is None else programs.run
+    runner = GroupRunner(players, environments, config, context.name, past, play_alone)
     generator = Generator(context, engine, follower, runner, environments, background, time_use)
     await context.serve_control()
     try:
         await generator.run()
     finally:
+        if programs is not None:
+            await programs.close()
         await players.close()
         if past is not None:
             await past.close()
@@ -187,18 +198,12 @@ class Generator:
 
     def _recorder(self, lease: Lease) -> TaskRecorder:
         """Return what is told of the task's episodes: it writes them down where that is asked."""
-        context, every = self._context, self._context.config.generator.segment_tokens
-        if not every:
-            return TaskRecorder()
-        return TaskSegments(
-            context.broker,
-            context.scope,
-            self._environments,
-            lease.task,
-            lease.num_delivered,
-            self._attempt(lease),
-            every,
-        )
+        context, config = self._context, self._context.config
+        every, attempt = config.generator.segment_tokens, self._attempt(lease)
+        of = context.broker, context.scope, self._environments, lease.task, lease.num_delivered
+        if config.agent.runs_programs:
+            return TaskCalls(*of, attempt)
+        return TaskSegments(*of, attempt, every) if every else TaskRecorder()
 
     async def _roll_out(self, lease: Lease, weights_s: float, recorder: TaskRecorder) -> None:
         task, attempt = lease.task, self._attempt(lease)

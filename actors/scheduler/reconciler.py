@@ -216,7 +216,7 @@ class Reconciler:
                 record.scope,
                 config.limits,
                 ack_wait_s=config.generator.ack_wait_s,
-                segments=config.generator.segment_tokens > 0,
+                segments=config.keeps_segments,
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))

@@ -19,7 +19,7 @@ from ...schemas.wire.errors import (
 )
 from ..generator.engine.engine import Drawn, Engine, Generation, Sampling
 from ..generator.episodes.chat import ChatTokenizer
-from .text_stream import TextStream
+from ..generator.episodes.text_stream import TextStream
 
 Request = ChatRequest | CompletionRequest
 _SHOWN = 200

@@ -241,6 +241,8 @@ class EnvironmentHost:
 
     def _hold(self, episode: str, request: ResetRequest, trace: str) -> Held:
         held = self._held.get(episode)
+        if held is None and request.only_held:
+            raise self._not_held(episode)
         if held is None:
             self._make_room()
             begin = self._seat if request.table else self._begin
@@ -319,10 +321,7 @@ class EnvironmentHost:
     ) -> "asyncio.Future[StepResult] | TinkermqError":
         held = self._held.get(episode)
         if held is None:
-            return NotFoundError(
-                f"host {self.name} holds no episode {episode!r}",
-                hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
-            )
+            return self._not_held(episode)
         held.touch()
         try:
             if not held.is_repeat(turn):
@@ -334,6 +333,12 @@ class EnvironmentHost:
             return error
         assert held.answer is not None
         return held.answer
+
+    def _not_held(self, episode: str) -> NotFoundError:
+        return NotFoundError(
+            f"host {self.name} holds no episode {episode!r}",
+            hint=f"it was closed, or freed after {self._config.lease_s:g} s without a step",
+        )
 
     def _answer(
         self, player: Player, episode: str, action: str, final: bool

@@ -80,6 +80,9 @@ class Start:
     traceparent: str = ""
     """W3C trace context of the task."""
 
+    only_held: bool = False
+    """Start nothing, but ask after an episode that was started before."""
+
     def request(self, episodes: list[str], wait_s: float) -> ResetRequest:
         """Return the message that starts these episodes."""
         return ResetRequest(
@@ -89,6 +92,7 @@ class Start:
             seed=self.seed,
             kwargs=self.kwargs,
             wait_s=wait_s,
+            only_held=self.only_held,
             table=self.seat.table if self.seat else None,
             role=self.seat.role if self.seat else "",
         )
@@ -146,7 +150,8 @@ class Environments:
     async def rejoin(self, host: str, episode: str, start: Start) -> Started:
         """Ask a host for an episode that another caller has started there.
 
-        A host that does not hold it starts it anew. Raises HostGone when there is no such host.
+        A host that does not hold it starts it anew, unless `start` says `only_held`. Raises
+        HostGone when there is no such host, or it holds no such episode.
         """
         return await self._opened(host, episode, start)
 

@@ -208,7 +208,8 @@ class LimitsConfig(Section):
     rollout_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
     """Rollout log; a full log makes generators wait."""
     segment_bytes: int = Field(default=256 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
-    """Running episodes, with `generator.segment_tokens`; what does not fit is not written down."""
+    """Running episodes, with `generator.segment_tokens` or programs; what does not fit is not
+    written down."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)
@@ -256,6 +257,11 @@ class JobConfig(Section):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
     @property
+    def keeps_segments(self) -> bool:
+        """Whether running episodes are written down."""
+        return self.agent.runs_programs or self.generator.segment_tokens > 0
+
+    @property
     def generator_slots(self) -> int:
         """Slots of one generator; that of an SFT job only reads data, which takes none."""
         return 0 if self.sft.data else self.generator.slots
@@ -270,7 +276,7 @@ class JobConfig(Section):
     def _kind_settles_the_rest(cls, values: Any) -> Any:
         """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
         if not isinstance(values, dict):
-            return cast("Any", values)
+            return values
         return settle_agent(settle_sft(cast("dict[str, Any]", values)))
 
     @model_validator(mode="after")

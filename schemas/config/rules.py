@@ -214,9 +214,7 @@ RULES = (
     ),
     Rule(
         "limits.segment_bytes",
-        lambda job: (
-            "segment_bytes" in job.limits.model_fields_set and not job.generator.segment_tokens
-        ),
+        lambda job: "segment_bytes" in job.limits.model_fields_set and not job.keeps_segments,
         "has no effect while generator.segment_tokens is 0: remove it",
     ),
     _needs("function", "function"),

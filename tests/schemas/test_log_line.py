@@ -1,6 +1,6 @@
 """Log lines are shown as people read them."""
 
-from tinkermq.schemas.log_line import readable
+from tinkermq.schemas.metric import readable
 
 
 def test_a_structured_line_becomes_text_and_others_stay_as_they_are() -> None:

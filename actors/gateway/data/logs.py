@@ -7,8 +7,7 @@ from ....broker.client.connection import Broker
 from ....broker.jetstream.stored import StoredMessage, get_batch
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import JobRecord
-from ....schemas.log_line import readable
-from ....schemas.metric import Event, LogLines
+from ....schemas.metric import Event, LogLines, readable
 from ....schemas.wire.errors import MessageError, NotFoundError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import JobScope

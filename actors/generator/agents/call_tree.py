@@ -19,10 +19,13 @@ import numpy as np
 from ....envs.agents.messages import CanonicalMessage
 from ..engine.engine import Generation, IntVector
 
-Branch: TypeAlias = Literal["", "sample", "edited", "system", "tools", "compacted", "apart"]
+Branch: TypeAlias = Literal[
+    "", "sample", "edited", "template", "system", "tools", "compacted", "apart"
+]
 """Why a call is not the only continuation of another: its request was made before (`sample`), the
-history is another (`edited`), or it is a root: with another system message or other tools, with an
-earlier answer in a new history (`compacted`), with nothing in common (`apart`)."""
+history is another (`edited`), or it is a root: because the template writes the history anew
+(`template`), with another system message or other tools, with an earlier answer in a new history
+(`compacted`), with nothing in common (`apart`)."""
 
 MIN_QUOTE = 16
 """Characters of an answer that, found in another message, tell that it was read."""
@@ -49,6 +52,8 @@ class ModelCall:
     num_seen: int
     """Calls that had ended when it was asked for."""
     branch: Branch = ""
+    follows: "ModelCall | None" = None
+    """Of a root: the call that its history continues, though not its tokens."""
     delivered: bool | None = None
     """Whether the program has the answer: told by its proxy or by a later call; None: unknown."""
     reward: float = 0.0
@@ -76,6 +81,14 @@ class ModelCall:
         return self.path[0]
 
     @property
+    def origin(self) -> "ModelCall":
+        """The first call of its history."""
+        call = self.root
+        while call.follows is not None:
+            call = call.follows.root
+        return call
+
+    @property
     def path_ids(self) -> IntVector:
         """int32[num_tokens]: the engine's context behind its last token."""
         return np.concatenate(
@@ -98,6 +111,8 @@ class Attachment:
     context: bytes
     branch: Branch
     num_seen: int
+    follows: ModelCall | None = None
+    """The call whose history it continues, where that is rendered anew."""
 
 
 class CallTree:
@@ -125,9 +140,11 @@ class CallTree:
                 return self._attachment(parent, history[length:], context)
         return self._attachment(None, history, context)
 
-    def detached(self, history: Sequence[CanonicalMessage], context: bytes) -> Attachment:
-        """Return a root for a request whose history cannot be appended to."""
-        return self._attachment(None, history, context)
+    def detached(
+        self, history: Sequence[CanonicalMessage], context: bytes, follows: ModelCall
+    ) -> Attachment:
+        """Return a root for a request that continues a call, but not its tokens."""
+        return Attachment(None, tuple(history), context, "template", len(self.calls), follows)
 
     def commit(
         self,
@@ -138,8 +155,9 @@ class CallTree:
     ) -> ModelCall:
         """Add an answered call. That it was asked shows that its parent's answer had arrived."""
         parent = attachment.parent
-        if parent is not None:
-            for call in parent.path:
+        known = parent or attachment.follows
+        if known is not None:
+            for call in known.path:
                 call.delivered = True
         before = parent.digest if parent is not None else attachment.context
         tokens = given_ids.tobytes() + b"|" + generated.token_ids.tobytes()
@@ -157,6 +175,7 @@ class CallTree:
             reply=reply,
             num_seen=attachment.num_seen,
             branch=attachment.branch,
+            follows=attachment.follows,
             prefix=prefix,
             digest=_digest(before, tokens),
             num_tokens=(parent.num_tokens if parent is not None else 0)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import numpy as np
@@ -32,6 +32,8 @@ class PreparedCall:
     has_tools: bool
     thinking: bool
     """Whether the prompt has opened the reasoning of the answer."""
+    prefill: str = ""
+    """What the program wrote of the answer itself."""
 
     def reader(self) -> ReplyReader:
         """Return what reads the answer while it is generated."""
@@ -41,46 +43,92 @@ class PreparedCall:
 class ExactCalls:
     """Turns requests into prompts and answers into calls of a tree."""
 
-    def __init__(self, chat: ChatTokenizer) -> None:
-        """Render with the template of `chat`."""
+    def __init__(self, chat: ChatTokenizer, *, keeps_reasoning: bool = True) -> None:
+        """Render with the template of `chat`.
+
+        Without `keeps_reasoning`, a history that the template writes anew when a user speaks is a
+        root of its own.
+        """
         self.tree = CallTree()
+        self._keeps_reasoning = keeps_reasoning
         self._chat = chat
         self._renderer = HistoryRenderer(chat)
         self._num_asked = 0
 
-    def prepare(self, messages: Sequence[CanonicalMessage], tools: Tools = ()) -> PreparedCall:
-        """Find what a request continues, and render what is new behind it.
+    def prepare(
+        self,
+        messages: Sequence[CanonicalMessage],
+        tools: Tools = (),
+        *,
+        previous: ModelCall | None = None,
+        is_prefill: bool = False,
+    ) -> PreparedCall:
+        """Find the call that a request continues, and render what is new behind it.
 
-        Raises ModelError for a history that the model's template does not take.
+        The messages follow `previous`, or are the whole history; with `is_prefill` the last one is
+        the beginning of the answer. Raises ModelError for a history that the model's template does
+        not take.
         """
-        history = canonical_history(messages)
+        before = previous.path_messages if previous is not None else []
+        history = [*before, *canonical_history(messages)]
+        prefill = history.pop().text if is_prefill else ""
         context = _digest(tools)
         attachment = self.tree.attach(history, context)
-        if parent := attachment.parent:
-            said = parent.generated.token_ids
-            given = self._renderer.following(parent.reply, said, attachment.given, tools)
-            if given is not None:
-                prompt = np.concatenate([parent.path_ids, given])
-                return self._prepared(attachment, prompt, given, tools)
-            attachment = self.tree.detached(history, context)
-        prompt = self._renderer.whole(history, tools)
-        return self._prepared(attachment, prompt, prompt, tools)
+        given = self._given(attachment, tools)
+        if given is None and attachment.parent is not None:
+            attachment = self.tree.detached(history, context, attachment.parent)
+        if given is None:
+            given = self._renderer.whole(history, tools)
+        if prefill:
+            given = np.concatenate([given, np.array(self._chat.encode(prefill), np.int32)])
+        return self._prepared(attachment, given, tools, prefill)
 
-    def finish(self, prepared: PreparedCall, generated: Generation) -> ModelCall:
-        """Add the answer to the tree."""
+    def _given(self, attachment: Attachment, tools: Tools) -> IntVector | None:
+        """Return int32[G]: what stands for the new messages behind the parent; None: nothing."""
+        parent = attachment.parent
+        if parent is None:
+            return None
+        new = attachment.given
+        if not self._keeps_reasoning and any(message.role == "user" for message in new):
+            before = parent.path_messages[:-1]
+            if not self._renderer.appends(before, parent.reply, new, tools):
+                return None
+        said = parent.generated.token_ids
+        return self._renderer.following(parent.reply, said, new, tools)
+
+    def another(self, prepared: PreparedCall) -> PreparedCall:
+        """Return the same request once more, for another answer to it."""
+        return replace(prepared, name=self._next_name())
+
+    def restore(self, prepared: PreparedCall, generated: Generation, text: str | None) -> None:
+        """Add a call that was written down, in the order in which calls ended."""
+        self.finish(prepared, generated, text)
+        self._num_asked = max(self._num_asked, int(prepared.name[1:]) + 1)
+
+    def finish(
+        self, prepared: PreparedCall, generated: Generation, text: str | None = None
+    ) -> ModelCall:
+        """Add the answer to the tree; `text` is what was told where the tokens say less."""
         reader = prepared.reader()
-        reader.push(self._chat.decode(generated.token_ids))
+        told = self._chat.decode(generated.token_ids) if text is None else text
+        reader.push(prepared.prefill + told)
         reader.finish()
         return self.tree.commit(prepared.attachment, prepared.given_ids, generated, reader.reply)
 
     def _prepared(
-        self, attachment: Attachment, prompt: IntVector, given: IntVector, tools: Tools
+        self, attachment: Attachment, given: IntVector, tools: Tools, prefill: str
     ) -> PreparedCall:
+        parent = attachment.parent
+        prompt = given if parent is None else np.concatenate([parent.path_ids, given])
+        tail = "".join(map(self._chat.token_text, given[-_TAIL:]))
+        thinking = not prefill and tail.rstrip().endswith(THINK)
+        name = self._next_name()
+        return PreparedCall(attachment, prompt, given, name, bool(tools), thinking, prefill)
+
+    def _next_name(self) -> str:
         name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids
         self._num_asked += 1
-        tail = "".join(map(self._chat.token_text, given[-_TAIL:]))
-        thinking = tail.rstrip().endswith(THINK)
-        return PreparedCall(attachment, prompt, given, name, bool(tools), thinking)
+        return name
 
 
 def _digest(tools: Tools) -> bytes:

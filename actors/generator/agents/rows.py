@@ -51,10 +51,19 @@ class TreeRows:
     """Generated tokens that stand behind the limit of a row."""
 
 
-def rows_of(tree: CallTree, max_tokens: int) -> TreeRows:
-    """Return the rows of an episode, none longer than `max_tokens`: a row ends at a call's end."""
+Which: TypeAlias = Literal["alive", "main", "all"]
+
+
+def rows_of(
+    tree: CallTree, max_tokens: int, which: Which = "alive", left_out: Collection[int] = ()
+) -> TreeRows:
+    """Return the rows of an episode, none longer than `max_tokens`: a row ends at a call's end.
+
+    `which` calls are trained: those that can have had a part in the outcome, those of the main
+    conversation, or all that arrived; those whose numbers are in `left_out` in no case.
+    """
     main = main_root(tree)
-    trained = trained_calls(tree)
+    trained = {call for call in trained_calls(tree, which) if call.number not in left_out}
     waiting = set(trained)
     rows: list[CallRow] = []
     for leaf in _leaves(trained, main):
@@ -71,29 +80,21 @@ def rows_of(tree: CallTree, max_tokens: int) -> TreeRows:
 
 
 def main_root(tree: CallTree) -> ModelCall | None:
-    """Return the root with most calls, then most generated tokens: the program's main thread."""
+    """Return the first call of the history with most calls, then most generated tokens."""
     counts: dict[ModelCall, tuple[int, int]] = {}
     for call in tree.calls:
-        calls, tokens = counts.get(root := call.root, (0, 0))
+        calls, tokens = counts.get(root := call.origin, (0, 0))
         counts[root] = (calls + 1, tokens + len(call.generated.token_ids))
     return max(counts, key=lambda root: (counts[root], root.digest), default=None)
 
 
-def trained_calls(tree: CallTree) -> set[ModelCall]:
-    """Return the calls that can have had a part in the outcome.
-
-    A root counts where it is the main one, where a tool ran for it, where an answer of it was read
-    in one that counts, and where it goes on from one that counts with the same tools. There each
-    answer that arrived counts, one that the program threw away too: it acted upon it.
-    """
+def trained_calls(tree: CallTree, which: Which = "alive") -> set[ModelCall]:
+    """Return the calls that are trained; by default what can have had a part in the outcome."""
     main = main_root(tree)
-    counting = {call.root for call in tree.calls if call.parent and _had_tools_run(call)}
-    if main is not None:
-        counting.add(main)
-    apart = {root for root in tree.roots if root not in counting}
-    while found := {root for root in apart if _has_part(tree, root, counting)}:
-        counting |= found
-        apart -= found
+    if which == "alive":
+        counting = _counting(tree, main)
+    else:
+        counting = {call.root for call in tree.calls if which == "all" or call.origin is main}
     return {
         call
         for call in tree.calls
@@ -101,11 +102,31 @@ def trained_calls(tree: CallTree) -> set[ModelCall]:
     }
 
 
+def _counting(tree: CallTree, main: ModelCall | None) -> set[ModelCall]:
+    """Return the roots of the calls that can have had a part in the outcome.
+
+    A root counts where it is the main one or continues what counts, where a tool ran for it, where
+    an answer of it was read in one that counts, and where it goes on from one that counts with the
+    same tools. There each answer that arrived counts, one that the program threw away too: it acted
+    upon it.
+    """
+    counting = {call.root for call in tree.calls if call.parent and _had_tools_run(call)}
+    if main is not None:
+        counting.add(main)
+    apart = {root for root in tree.roots if root not in counting}
+    while found := {root for root in apart if _has_part(tree, root, counting)}:
+        counting |= found
+        apart -= found
+    return counting
+
+
 def _had_tools_run(call: ModelCall) -> bool:
     return any(message.role == "tool" for message in call.given)
 
 
 def _has_part(tree: CallTree, root: ModelCall, counting: Collection[ModelCall]) -> bool:
+    if root.follows is not None and root.follows.root in counting:
+        return True
     mine = [call for call in tree.calls if call.root is root]
     others = [call for call in tree.calls if call.root in counting]
     if _read(mine, others):
@@ -127,7 +148,7 @@ def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[Mode
     """Return the trained calls that no trained call continues: main first, then the longest."""
     inner = {call.parent for leaf in trained for call in leaf.path}
     leaves = [call for call in trained if call not in inner]
-    return sorted(leaves, key=lambda leaf: (leaf.root is not main, -leaf.num_tokens, leaf.digest))
+    return sorted(leaves, key=lambda leaf: (leaf.origin is not main, -leaf.num_tokens, leaf.digest))
 
 
 def _within(path: Sequence[ModelCall], max_tokens: int) -> list[ModelCall]:
@@ -135,8 +156,8 @@ def _within(path: Sequence[ModelCall], max_tokens: int) -> list[ModelCall]:
 
 
 def _kind(leaf: ModelCall, main: ModelCall | None) -> Kind:
-    if leaf.root is not main:
-        return "compacted" if leaf.root.branch == "compacted" else "sub-agent"
+    if leaf.origin is not main:
+        return "compacted" if leaf.origin.branch == "compacted" else "sub-agent"
     branches = [call.branch for call in leaf.path]
     return "sample" if "sample" in branches else "edited" if "edited" in branches else "main"
 

@@ -68,6 +68,8 @@ class EpisodePlan:
     """Id, unique in the job."""
     start: Start
     greedy: bool = False
+    number: int = 0
+    """Its place in the group."""
 
 
 @dataclass(frozen=True)

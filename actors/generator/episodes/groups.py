@@ -6,8 +6,9 @@ others are cut, and the group tells how far they had come.
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import structlog
 
@@ -35,6 +36,12 @@ _NO_TURN = Blame(
     hint="let the game go on until every role has had a turn",
 )
 _log = structlog.get_logger()
+
+
+PlayAlone: TypeAlias = Callable[
+    [EpisodePlan, Transcript | None, EpisodeRecorder], Awaitable[list[Trajectory]]
+]
+"""Plays one episode that no other role takes part in, into its rows."""
 
 
 class GroupFailed(TinkermqError):
@@ -71,10 +78,13 @@ class GroupRunner:
         config: JobConfig,
         source: str,
         past: Players | None = None,
+        play_alone: PlayAlone | None = None,
     ) -> None:
-        """`past` plays earlier versions, where the configuration asks for them."""
+        """`past` plays earlier versions, where the configuration asks for them; `play_alone` what
+        is no game with roles, by default the main policy's loop."""
         self._players = players
         self._past = past
+        self._play_alone = play_alone or self._play_game
         self._environments = environments
         self._config = config
         self._source = source
@@ -159,6 +169,7 @@ class GroupRunner:
                 episode=f"{attempt}-{task.task}-{number}",
                 start=start,
                 greedy=task.greedy_baseline and number == task.group_size,
+                number=number,
             )
             for number in range(self._num_episodes(task))
         ]
@@ -190,7 +201,7 @@ class GroupRunner:
         """Play an episode once; one conversation for each role that learns and had a turn."""
         if not self._roles:
             told = episode.transcript if self._config.rollout.oversample else None
-            return [await self._players.main.run(plan, told, episode.recorder)]
+            return await self._play_alone(plan, told, episode.recorder)
         loops = (self._past or self._players).of(self._roles) | self._players.of(learning)
         by_role = await play_table(self._environments, plan, loops)
         opponents = {
@@ -201,6 +212,11 @@ class GroupRunner:
             for role, item in by_role.items()
             if role in learning
         ]
+
+    async def _play_game(
+        self, plan: EpisodePlan, transcript: Transcript | None, recorder: EpisodeRecorder
+    ) -> list[Trajectory]:
+        return [await self._players.main.run(plan, transcript, recorder)]
 
     def _given_up(
         self,

@@ -36,7 +36,7 @@ _ADVICE = {
 def reserved_bytes(config: JobConfig) -> int:
     """Return what the limits of a job let its streams hold."""
     limits = config.limits
-    segments = limits.segment_bytes if config.generator.segment_tokens else 0
+    segments = limits.segment_bytes if config.keeps_segments else 0
     return limits.task_bytes + limits.rollout_bytes + segments + 3 * limits.log_bytes
 
 

@@ -10,8 +10,7 @@ from cyclopts import Parameter
 from ....broker.feed import follow
 from ....broker.jetstream.streams import stream_info
 from ....schemas.job import FINAL_STATES, JobRecord
-from ....schemas.log_line import readable
-from ....schemas.metric import LogLines
+from ....schemas.metric import LogLines, readable
 from ....schemas.wire.errors import NotFoundError
 from ....schemas.wire.subjects import JobScope
 from ...pool import Pool

@@ -2,8 +2,8 @@
 
 import pytest
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.generator.episodes.text_stream import TextStream
 from tinkermq.actors.models.tiny_model import make_tokenizer
-from tinkermq.actors.server.text_stream import TextStream
 
 CHAT = ChatTokenizer(make_tokenizer())  # one token for each byte
 

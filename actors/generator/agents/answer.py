@@ -1,0 +1,195 @@
+"""One answer of the model as it grows, for whoever asks for it, once or again."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from ....broker.client.parts import Tell
+from ....schemas.agent import CallDelta, CallPart
+from ..engine.engine import Drawn, Generation
+from ..episodes.chat import ChatTokenizer
+from ..episodes.text_stream import TextStream
+from .call_log import AnsweredCall
+from .exact_calls import PreparedCall
+
+_GATHER_S = 0.02
+"""Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
+
+
+class GrowingChoice:
+    """One of the answers to a request, token by token."""
+
+    def __init__(self, prepared: PreparedCall, chat: ChatTokenizer, stops: Sequence[str]) -> None:
+        """`stops` are texts before which it ends."""
+        self.prepared = prepared
+        self.drawn: list[Drawn] = []
+        self.text = ""
+        """What can be told."""
+        self.answered: AnsweredCall | None = None
+        """The whole, once it has ended."""
+        self._chat = chat
+        self._stream = TextStream(chat.decode, stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text was met."""
+        return self._stream.stopped
+
+    def add(self, drawn: Drawn) -> None:
+        """Take the next token; nothing counts behind a stop text."""
+        if not self.stopped:
+            self.drawn.append(drawn)
+            self.text += self._stream.push(drawn.token_id)
+
+    def end(self, generation: Generation, request: bytes) -> None:
+        """Take note of the end; tokens that reach into a stop text are not kept."""
+        told = None
+        if self.stopped:
+            told = self.text
+            generation = _generation(self.drawn[: self._whole_tokens(told)], "stop")
+        else:
+            self.text += self._stream.finish()
+            ended = generation.finish_reason
+            is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
+            generation = _generation(self.drawn, "stop" if is_stop else "length")
+        self.answered = AnsweredCall(self.prepared, generation, told, request)
+
+    def replay(self, answered: AnsweredCall) -> None:
+        """Become an answer that was given before."""
+        generated = answered.generated
+        columns = (generated.token_ids, generated.logprobs, generated.versions)
+        self.drawn = [Drawn(*one) for one in zip(*(c.tolist() for c in columns), strict=True)]
+        told = answered.text
+        self.text = self._chat.decode(generated.token_ids) if told is None else told
+        self.answered = answered
+
+    def _whole_tokens(self, text: str) -> int:
+        """Return how many tokens say no more than a text."""
+        kept = len(self.drawn)
+        while kept and len(self._said(kept)) > len(text):
+            kept -= 1
+        return kept
+
+    def _said(self, num: int) -> str:
+        return self._chat.decode([drawn.token_id for drawn in self.drawn[:num]])
+
+
+def _generation(drawn: Sequence[Drawn], finish: Literal["stop", "length"]) -> Generation:
+    return Generation(
+        np.array([one.token_id for one in drawn], np.int32),
+        np.array([one.logprob for one in drawn], np.float32),
+        np.array([one.version for one in drawn], np.int32),
+        finish,
+    )
+
+
+@dataclass(eq=False)
+class GrowingAnswer:
+    """The answer to one request: its choices, and who waits for them."""
+
+    opening: CallPart
+    choices: list[GrowingChoice]
+    task: "asyncio.Task[list[int]]" = field(init=False)
+    """Generates it and writes it down; its result is the numbers of the calls."""
+    num_listeners: int = 0
+    """Who is being told; a program that hangs up may come back for the answer."""
+    on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
+
+    def changed(self) -> None:
+        """Let those know who are told of it."""
+        for event in self.on_change:
+            event.set()
+
+    async def tell(
+        self,
+        tell: Tell[CallPart],
+        *,
+        stream: bool,
+        begun: CallPart | None,
+        on_alone: Callable[[], None],
+    ) -> CallPart:
+        """Tell the answer as it grows, behind what of it was told before; return the last part.
+
+        `on_alone` is called when nobody is told any more.
+        """
+        changed = asyncio.Event()
+        self.on_change.add(changed)
+        self.num_listeners += 1
+        teller = _Teller(self, begun)
+        try:
+            if stream:
+                await self._stream(teller, changed, tell)
+            calls = await asyncio.shield(self.task)
+            return teller.part(finished=True).model_copy(update={"calls": calls})
+        finally:
+            self.on_change.discard(changed)
+            self.num_listeners -= 1
+            if not self.num_listeners:
+                on_alone()
+
+    async def _stream(
+        self, teller: "_Teller", changed: asyncio.Event, tell: Tell[CallPart]
+    ) -> None:
+        await tell(teller.part())
+        while not self.task.done():
+            waiting = asyncio.ensure_future(changed.wait())
+            try:
+                await asyncio.wait({self.task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
+            changed.clear()
+            part = teller.part()
+            if part.deltas:
+                await tell(part)
+                await asyncio.sleep(_GATHER_S)
+
+
+class _Teller:
+    """Knows what one listener has been told."""
+
+    def __init__(self, answer: GrowingAnswer, begun: CallPart | None) -> None:
+        self._answer = answer
+        self._told = [(0, 0)] * len(answer.choices)
+        self._ended: set[int] = set()
+        for delta in begun.deltas if begun is not None else ():
+            self._told[delta.choice] = len(delta.token_ids), len(delta.text)
+            if delta.finish is not None:
+                self._ended.add(delta.choice)
+        self._opened = False
+
+    def part(self, *, finished: bool = False) -> CallPart:
+        """Return what is new."""
+        head = (
+            self._answer.opening
+            if not self._opened
+            else CallPart(delivery=self._answer.opening.delivery)
+        )
+        self._opened = True
+        deltas = [
+            delta
+            for number, choice in enumerate(self._answer.choices)
+            if number not in self._ended
+            and (delta := self._delta(number, choice, finished=finished))
+        ]
+        return head.model_copy(update={"deltas": deltas})
+
+    def _delta(self, number: int, choice: GrowingChoice, *, finished: bool) -> CallDelta | None:
+        tokens, chars = self._told[number]
+        fresh, text = choice.drawn[tokens:], choice.text[chars:]
+        if not (fresh or text or finished):
+            return None
+        self._told[number] = tokens + len(fresh), chars + len(text)
+        finish = None
+        if finished and choice.answered is not None:
+            finish = choice.answered.generated.finish_reason
+        return CallDelta(
+            choice=number,
+            text=text,
+            token_ids=[drawn.token_id for drawn in fresh],
+            logprobs=[drawn.logprob for drawn in fresh],
+            versions=[drawn.version for drawn in fresh],
+            finish=finish,
+        )

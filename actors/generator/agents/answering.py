@@ -1,0 +1,388 @@
+"""What answers the calls of one episode's program: limits, retries, generation, the log.
+
+A request whose prompt and limits are those of an earlier one is a new sample, unless the program's
+client says that it has asked before, or the earlier answer never arrived: then it is that answer.
+"""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ....broker.client.parts import Tell
+from ....broker.observe.time_use import TimeUse
+from ....broker.segments import Fenced
+from ....envs.agents.episode import EpisodeOver
+from ....envs.agents.messages import Picture
+from ....envs.agents.wire import history_of
+from ....schemas.agent import CallDelivered, CallPart, CallRequest
+from ....schemas.config.job import JobConfig
+from ....schemas.wire.errors import BusyError, EngineError, NotFoundError, root_cause
+from ..engine.engine import Drawn, Engine, Sampling, nothing
+from ..episodes.agent_loop import EpisodeSampling
+from ..episodes.chat import ChatTokenizer
+from .answer import GrowingAnswer, GrowingChoice
+from .call_limits import CallDrawing, CallLimits, LimitHit
+from .call_log import AnsweredCall, CallLog, PastAnswers, request_digest, restored
+from .call_tree import CallTree
+from .exact_calls import ExactCalls, PreparedCall
+
+MAX_OPEN = 64
+"""Answers of one episode that are under way at the same time."""
+ADOPT_S = 30.0
+"""An answer whose program has hung up is kept for so long: its client may ask again."""
+_LARGE_CHARS = 1 << 16
+
+
+class EpisodeCalls:
+    """Answers the calls of one episode."""
+
+    def __init__(
+        self,
+        episode: str,
+        engine: Engine,
+        chat: ChatTokenizer,
+        config: JobConfig,
+        sampling: EpisodeSampling,
+        log: CallLog,
+        time_use: TimeUse,
+    ) -> None:
+        """`log` has what was answered before, if another generator began the episode."""
+        self.without_effect: set[str] = set()
+        """What the program has sent that changes nothing."""
+        self.num_replayed = 0
+        """Generated tokens that were told once more and not generated again."""
+        self.generate_s = 0.0
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with what ends the episode here: somebody else has it."""
+        self._episode = episode
+        self._engine = engine
+        self._chat = chat
+        self._limits = CallLimits(config)
+        obeys = config.agent.sampling == "request"
+        self._drawing = CallDrawing(
+            sampling, chat.stop_token_ids, log.drawing_seed, obeys_program=obeys
+        )
+        self._keeps_reasoning = config.agent.reasoning == "keep"
+        self._log = log
+        self._time_use = time_use
+        self._over = ""
+        self._order = asyncio.Lock()
+        self._conversations: set[str] = set()
+        self._begin_tree()
+        self._answered = restored(log.found, self._exact)
+        for call, answered in zip(self.tree.calls, self._answered, strict=True):
+            call.delivered = True  # or its program's proxy asks for it once more
+            last = self._last.get(answered.request, [])
+            is_choice = bool(last) and self.tree.calls[last[0]].num_seen == call.num_seen
+            self._last[answered.request] = [*last, call.number] if is_choice else [call.number]
+
+    def _begin_tree(self) -> None:
+        self._exact = ExactCalls(self._chat, keeps_reasoning=self._keeps_reasoning)
+        self._past = PastAnswers()
+        self._open: dict[bytes, GrowingAnswer] = {}
+        self._last: dict[bytes, list[int]] = {}
+        """Numbers of the calls that answered a request last."""
+        self._num_drawn: dict[bytes, int] = {}
+        """How many samples of a prompt were begun."""
+
+    @property
+    def limit_hit(self) -> LimitHit:
+        """Which limit a call was refused for."""
+        return self._limits.hit
+
+    @property
+    def tree(self) -> CallTree:
+        """The calls that were answered."""
+        return self._exact.tree
+
+    # -- the program's side ------------------------------------------------------------------------
+
+    async def answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
+        """Answer one call; raises EpisodeOver, EpisodeLimit, ContextTooLong, ModelError."""
+        self._check_open()
+        self.without_effect.update(request.without_effect)
+        prepared = await self._prepare(request)
+        if request.count_only:
+            return self._opening(request, [prepared])
+        limits = (request.num_choices, request.max_tokens, request.stop)
+        digest = request_digest(prepared.prompt_ids, *limits)
+        answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
+        with self._time_use.doing("generate"):
+            on_alone = partial(self._keep_for_a_while, answer)
+            return await answer.tell(
+                tell, stream=request.stream, begun=request.begun, on_alone=on_alone
+            )
+
+    def note_delivered(self, told: CallDelivered) -> None:
+        """Take notice of whether answers arrived."""
+        for number in told.calls:
+            if number < len(self.tree.calls):
+                call = self.tree.calls[number]
+                call.delivered = bool(call.delivered) or told.whole
+
+    # -- the episode's side ------------------------------------------------------------------------
+
+    async def start_again(self) -> None:
+        """Begin anew, for a program that does: what it asks once more is answered as it was."""
+        await self._end_open()
+        answered, self._answered = self._answered, []
+        self._begin_tree()
+        self._past = PastAnswers(answered)
+
+    async def close(self, why: str) -> None:
+        """Answer no more calls, for the reason given; those that are under way end."""
+        self._over = why
+        await self._end_open()
+        for conversation in self._conversations:
+            self._engine.release(conversation)
+
+    async def _end_open(self) -> None:
+        tasks = [answer.task for answer in self._open.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    # -- a request ---------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise EpisodeOver(f"the episode is over: {self._over}", hint="end the program")
+        if len(self._open) >= MAX_OPEN:
+            raise BusyError(
+                f"{MAX_OPEN} calls of this episode are under way, the most that there may be",
+                hint="wait for one of them",
+            )
+
+    async def _prepare(self, request: CallRequest) -> PreparedCall:
+        """Render what is new, beside the event loop where that is much."""
+        history = history_of(request)
+        previous = None
+        if request.previous is not None:
+            if request.previous >= len(self.tree.calls):
+                raise NotFoundError(
+                    f"the episode has no answer {request.previous} that could be continued",
+                    hint="send the whole history",
+                )
+            previous = self.tree.calls[request.previous]
+        prepare = partial(
+            self._exact.prepare,
+            history,
+            request.tools,
+            previous=previous,
+            is_prefill=request.is_prefill,
+        )
+        size = sum(len(part) for message in request.messages for part in message.content)
+        async with self._order:
+            prepared = await asyncio.to_thread(prepare) if size > _LARGE_CHARS else prepare()
+        if not request.count_only:
+            self._limits.check_context(len(prepared.prompt_ids))
+        return prepared
+
+    def _earlier(
+        self, request: CallRequest, prepared: PreparedCall, digest: bytes
+    ) -> GrowingAnswer | None:
+        """Return the answer that this request has already; None: it is a new sample."""
+        again = request.is_retry or request.begun is not None
+        running = self._open.get(digest)
+        if running is not None and (again or not running.num_listeners):
+            return running
+        if past := self._past.take(digest):
+            self.num_replayed += len(past.generated.token_ids)
+            return self._replay(request, prepared, past, digest)
+        done = self._last.get(digest)
+        if done and (again or all(self.tree.calls[n].delivered is False for n in done)):
+            return self._told_again(request, prepared, done)
+        return None
+
+    def _opening(self, request: CallRequest, prepared: Sequence[PreparedCall]) -> CallPart:
+        first = prepared[0]
+        parent = first.attachment.parent
+        return CallPart(
+            delivery=self._log.delivery,
+            names=[one.name for one in prepared],
+            has_tools=first.has_tools,
+            is_thinking=first.thinking,
+            num_prompt=len(first.prompt_ids),
+            prompt_ids=first.prompt_ids.tolist() if request.token_ids else [],
+            num_reused=len(first.prompt_ids) - len(first.given_ids),
+            parent=None if parent is None else parent.number,
+            branch=first.attachment.branch,
+        )
+
+    # -- an answer ---------------------------------------------------------------------------------
+
+    def _begin(self, request: CallRequest, prepared: PreparedCall, digest: bytes) -> GrowingAnswer:
+        """Begin to generate; raises EpisodeLimit."""
+        num_calls = len(self.tree.calls) + sum(len(one.choices) for one in self._open.values())
+        num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
+        room = self._limits.room(request, len(prepared.prompt_ids), num_calls, num_tokens)
+        asked = [prepared]
+        asked += [self._exact.another(prepared) for _ in range(request.num_choices - 1)]
+        if request.begun is not None:
+            asked = _named(asked, request.begun)
+        choices = [GrowingChoice(one, self._chat, request.stop) for one in asked]
+        answer = GrowingAnswer(self._opening(request, asked), choices)
+        prompt = request_digest(prepared.prompt_ids)
+        drawn = self._num_drawn.get(prompt, 0)
+        self._num_drawn[prompt] = drawn + len(choices)
+        for begun in request.begun.deltas if request.begun is not None else ():
+            for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
+                choices[begun.choice].add(Drawn(*token))
+        samplings = [
+            self._drawing.sampling(request, room, prompt, drawn + number)
+            for number in range(len(choices))
+        ]
+        return self._started(answer, self._generate_all(answer, samplings, digest), digest)
+
+    def _started(
+        self, answer: GrowingAnswer, work: "Coroutine[Any, Any, list[int]]", digest: bytes
+    ) -> GrowingAnswer:
+        answer.task = asyncio.create_task(work, name=f"answer of {self._episode}")
+        self._open[digest] = answer
+        answer.task.add_done_callback(partial(self._ended, answer, digest))
+        return answer
+
+    def _ended(self, answer: GrowingAnswer, digest: bytes, task: "asyncio.Task[list[int]]") -> None:
+        if self._open.get(digest) is answer:
+            del self._open[digest]
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
+            self._last[digest] = task.result()
+        elif isinstance(error, Fenced) and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _generate_all(
+        self, answer: GrowingAnswer, samplings: Sequence[Sampling], digest: bytes
+    ) -> list[int]:
+        """Generate all choices and write them down; return their numbers."""
+        started = time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice, sampling in zip(answer.choices, samplings, strict=True):
+                    group.create_task(self._generate(answer, choice, sampling, digest))
+        except BaseExceptionGroup as raised:
+            raise root_cause(raised) from raised
+        finally:
+            self.generate_s += time.perf_counter() - started
+        numbers = await self._commit(answer.choices)
+        if not answer.num_listeners:
+            self.note_delivered(CallDelivered(calls=numbers, whole=False))
+        return numbers
+
+    async def _generate(
+        self, answer: GrowingAnswer, choice: GrowingChoice, sampling: Sampling, digest: bytes
+    ) -> None:
+        begun = list(choice.drawn)
+        prepared = choice.prepared
+        name = f"{self._episode}.{prepared.name}"
+        ended = bool(begun) and begun[-1].token_id in sampling.stop_token_ids
+        generation = replace(nothing(), finish_reason="stop" if ended else "length")
+        if not ended and not choice.stopped and len(begun) < sampling.max_new_tokens:
+
+            def note(drawn: Drawn) -> None:
+                choice.add(drawn)
+                answer.changed()
+                if choice.stopped:
+                    self._engine.cancel(name)
+
+            generation = await self._engine.generate(
+                np.array([*prepared.prompt_ids, *(one.token_id for one in begun)], np.int32),
+                replace(
+                    sampling,
+                    max_new_tokens=sampling.max_new_tokens - len(begun),
+                    num_drawn=len(begun),
+                ),
+                request_id=name,
+                conversation=self._conversation(prepared),
+                on_token=note,
+                images=_images_of(prepared),
+            )
+            if generation.finish_reason == "cancelled" and not choice.stopped:
+                raise EngineError(f"the engine ended request {name} without an answer")
+        choice.end(generation, digest)
+        answer.changed()
+
+    def _conversation(self, prepared: PreparedCall) -> str:
+        """Return under which name the cache of a call is kept: one for each root."""
+        parent = prepared.attachment.parent
+        root = prepared.name if parent is None else f"r{parent.root.number}"
+        name = f"{self._episode}.{root}"
+        self._conversations.add(name)
+        return name
+
+    async def _commit(self, choices: Sequence[GrowingChoice]) -> list[int]:
+        """Write an answer down; only then may its program see the end of it."""
+        numbers: list[int] = []
+        async with self._order:
+            for choice in choices:
+                answered = choice.answered
+                assert answered is not None
+                await self._log.append(answered)
+                call = self._exact.finish(answered.prepared, answered.generated, answered.text)
+                self._answered.append(answered)
+                numbers.append(call.number)
+        return numbers
+
+    # -- answers that were given before ------------------------------------------------------------
+
+    def _replay(
+        self, request: CallRequest, prepared: PreparedCall, past: AnsweredCall, digest: bytes
+    ) -> GrowingAnswer:
+        """Answer as the program was answered before it started again."""
+        given = replace(prepared, name=past.prepared.name)
+        choice = GrowingChoice(given, self._chat, ())
+        choice.replay(replace(past, prepared=given))
+        answer = GrowingAnswer(self._opening(request, [given]), [choice])
+        return self._started(answer, self._commit(answer.choices), digest)
+
+    def _told_again(
+        self, request: CallRequest, prepared: PreparedCall, numbers: list[int]
+    ) -> GrowingAnswer:
+        """Tell calls once more whose answers did not arrive."""
+        choices: list[GrowingChoice] = []
+        for number in numbers:
+            answered = self._answered[number]
+            choices.append(choice := GrowingChoice(answered.prepared, self._chat, ()))
+            choice.replay(answered)
+        told = [choice.prepared for choice in choices]
+        answer = GrowingAnswer(self._opening(request, told), choices)
+
+        async def there() -> list[int]:
+            return numbers
+
+        answer.task = asyncio.create_task(there())
+        return answer
+
+    def _keep_for_a_while(self, answer: GrowingAnswer) -> None:
+        """Let an answer whose program has hung up go on, in case that it asks again."""
+        asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
+
+
+def _give_up(answer: GrowingAnswer) -> None:
+    if not answer.num_listeners:
+        answer.task.cancel()
+
+
+def _named(asked: Sequence[PreparedCall], begun: CallPart) -> list[PreparedCall]:
+    """Return the choices of a request under the names that its program knows."""
+    named = zip(asked, begun.names, strict=False)
+    return [replace(one, name=name) for one, name in named] if begun.names else list(asked)
+
+
+def _images_of(prepared: PreparedCall) -> tuple[bytes, ...]:
+    parent = prepared.attachment.parent
+    before = [] if parent is None else parent.path_messages
+    return tuple(
+        part.encoded
+        for message in (*before, *prepared.attachment.given)
+        for part in message.content
+        if isinstance(part, Picture)
+    )

@@ -1,0 +1,230 @@
+"""One episode of an agent program: its host runs it, its calls are answered here, rows come out.
+
+The program's host is an environment host. The episode's one step ends when the program has ended
+and its reward is known. Meanwhile its calls come on a subject of the episode's own. When the host
+dies, the program starts again elsewhere, and what it asks once more is answered as it was.
+"""
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....broker.client.connection import Broker
+from ....broker.client.listening import Listening
+from ....broker.client.parts import PartsService
+from ....broker.client.rpc import Service
+from ....broker.observe.time_use import TimeUse
+from ....envs.agents.episode import NoCalls
+from ....envs.game import StepResult
+from ....envs.serving.remote import Environments, HostGone, Started
+from ....schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
+from ....schemas.config.job import JobConfig
+from ....schemas.rollout import Trajectory
+from ....schemas.wire.errors import MessageError
+from ....schemas.wire.subjects import JobScope
+from ..engine.engine import Engine
+from ..episodes.agent_loop import EpisodePlan, EpisodeSampling, blaming
+from ..episodes.chat import ChatTokenizer
+from ..episodes.recorder import EpisodeRecorder
+from ..episodes.transcript import Transcript
+from .answering import EpisodeCalls
+from .call_log import CallLog
+from .episode_rows import rows_of_episode
+
+_MAX_STARTS = 100
+"""Hosts that one episode may outlive."""
+
+
+class ProgramLoop:
+    """Runs the episodes of a job's programs with an engine and the job's hosts."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        engine: Engine,
+        chat: ChatTokenizer,
+        environments: Environments,
+        config: JobConfig,
+        sampling: EpisodeSampling,
+        time_use: TimeUse | None = None,
+    ) -> None:
+        """`time_use` is told when episodes wait for the engine and for their programs."""
+        self._broker = broker
+        self._scope = scope
+        self._engine = engine
+        self._chat = chat
+        self._environments = environments
+        self._config = config
+        self._sampling = sampling
+        self._time_use = time_use or TimeUse("generate", "environment", rest="other")
+        self._parts: PartsService | None = None
+        self._service: Service | None = None
+
+    async def start(self) -> None:
+        """Get ready to answer."""
+        name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
+        self._service = await Service.start(self._broker, name=name, description=description)
+        self._parts = PartsService(self._broker, self._service)
+
+    async def close(self) -> None:
+        """Answer no more."""
+        if self._service is not None:
+            await self._service.stop(0)
+
+    async def run(
+        self,
+        plan: EpisodePlan,
+        transcript: Transcript | None = None,
+        recorder: EpisodeRecorder | None = None,
+    ) -> list[Trajectory]:
+        """Run one episode to its end; return its rows, the main one first.
+
+        What `recorder`, a `CallLog`, knows of the episode is gone on with. Raises EpisodeFailed,
+        naming the boundary to blame, when there is nothing to train; Fenced when somebody else has
+        taken the episode over.
+        """
+        del transcript
+        log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
+        log.begin_try()
+        engine, config = self._engine, self._config
+        calls = EpisodeCalls(
+            plan.episode, engine, self._chat, config, self._sampling_of(plan), log, self._time_use
+        )
+        playing = _Playing(self, plan, calls, log)
+        try:
+            with blaming("environment"):
+                started, result = await playing.play()
+            await calls.close("its program has ended")
+            with blaming("environment"):
+                return self._rows(plan, calls, started, result)
+        finally:
+            await calls.close("it was given up")
+            await playing.end()
+
+    def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
+        return EpisodeSampling(0.0) if plan.greedy else self._sampling
+
+    def _rows(
+        self, plan: EpisodePlan, calls: EpisodeCalls, started: Started, result: StepResult
+    ) -> list[Trajectory]:
+        rows = rows_of_episode(
+            calls, plan, started, result, self._config, self._chat.stop_token_ids
+        )
+        if not rows:
+            raise NoCalls(
+                "the program ended without an answer of the model that could be trained",
+                hint="see its output (`tinkermq rollouts`), or run `tinkermq agent check`",
+            )
+        return rows
+
+    async def listen(self, episode: str, calls: EpisodeCalls) -> list[Listening]:
+        """Answer the calls of an episode until the returned subscriptions are stopped."""
+        assert self._parts is not None, "start the loop first"
+        parts, scope = self._parts, self._scope
+
+        def cancel(message: Any) -> None:
+            if told := _read(CancelCall, message.data):
+                parts.cancel(told.request)
+
+        def delivered(message: Any) -> None:
+            if told := _read(CallDelivered, message.data):
+                calls.note_delivered(told)
+
+        return [
+            await self._broker.listen(scope.episode(episode, "cancel"), cancel),
+            await self._broker.listen(scope.episode(episode, "delivered"), delivered),
+            await parts.listen(scope.episode(episode, "call"), CallRequest, CallPart, calls.answer),
+        ]
+
+    @property
+    def environments(self) -> Environments:
+        """The hosts of the job."""
+        return self._environments
+
+    @property
+    def time_use(self) -> TimeUse:
+        """What the episodes wait for."""
+        return self._time_use
+
+
+def _read(model: Any, payload: bytes) -> Any:
+    try:
+        return model.from_bytes(payload)
+    except MessageError:
+        return None  # anybody's word; who sent it gets no answer
+
+
+@dataclass(eq=False)
+class _Playing:
+    """The program of one episode, wherever it runs."""
+
+    loop: ProgramLoop
+    plan: EpisodePlan
+    calls: EpisodeCalls
+    log: CallLog
+    subscriptions: list[Listening] | None = None
+    ended: bool = False
+
+    async def play(self) -> tuple[Started, StepResult]:
+        """Run the program to its end, on another host where one dies."""
+        num_starts = 0
+        while True:
+            try:
+                started = await self._start(num_starts)
+                return started, await self._unless_failed(self._until_end(started))
+            except HostGone:
+                num_starts += 1
+                if num_starts >= _MAX_STARTS:
+                    raise
+
+    async def end(self) -> None:
+        """Leave the episode: nobody's calls are answered, and its host is told."""
+        await self._stop_listening()
+        if self.log.episode and not self.ended:
+            self.loop.environments.close(self.log.host, self.log.episode)
+
+    async def _start(self, num_starts: int) -> Started:
+        """Find the program that another generator has begun, or start it."""
+        environments, plan, log = self.loop.environments, self.plan, self.log
+        if log.episode and not num_starts:
+            await self._listen(log.episode)
+            held = replace(plan.start, only_held=True)
+            try:
+                return await self._unless_failed(environments.rejoin(log.host, log.episode, held))
+            except HostGone:
+                pass
+        if log.episode:
+            environments.close(log.host, log.episode)
+            await self.calls.start_again()
+        episode = f"{plan.episode}-{num_starts}" if num_starts else plan.episode
+        await self._listen(episode)
+        started = await self._unless_failed(environments.reset(episode, plan.start))
+        log.hold(episode, started.host, anew=True)
+        return started
+
+    async def _until_end(self, started: Started) -> StepResult:
+        with self.loop.time_use.doing("environment"):
+            result = await self.loop.environments.step(started.host, self.log.episode, 0, "")
+        self.ended = True
+        return result
+
+    async def _unless_failed(self, work: Any) -> Any:
+        """Await something, unless the episode is taken away meanwhile."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self.calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self.calls.failed.done():
+                self.calls.failed.result()
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def _listen(self, episode: str) -> None:
+        await self._stop_listening()
+        self.subscriptions = await self.loop.listen(episode, self.calls)
+
+    async def _stop_listening(self) -> None:
+        for listening in self.subscriptions or ():
+            await listening.stop()
+        self.subscriptions = None

@@ -1,0 +1,330 @@
+"""Calls of one episode: limits, samples, retries, hang-ups, stop texts, and what is in the log."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tinkermq.actors.generator.agents.answering import EpisodeCalls
+from tinkermq.actors.generator.agents.call_log import CallLog, TaskCalls
+from tinkermq.actors.generator.agents.rows import rows_of
+from tinkermq.actors.generator.engine.engine import Engine
+from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.actors.models.model_folder import load_tokenizer
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.broker.segments import Fenced
+from tinkermq.envs.agents.episode import ContextTooLong, EpisodeLimit, EpisodeOver
+from tinkermq.schemas.agent import CallDelivered, CallMessage, CallPart, CallRequest
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.subjects import JobScope
+
+from tests.support.waiting import eventually, until
+
+MAX_TURN = 12
+
+
+@dataclass
+class Asking:
+    """What one test asks."""
+
+    engine: Engine
+    chat: ChatTokenizer
+    folder: Path
+    parts: list[CallPart] = field(default_factory=list)
+
+    def calls(self, log: CallLog | None = None, **agent: Any) -> EpisodeCalls:
+        """Return what answers the calls of an episode."""
+        config = JobConfig.model_validate(
+            {
+                "model": {"path": str(self.folder)},
+                "env": {"hosts": 0},
+                "agent": {"client": True, **agent},
+                "rollout": {
+                    "max_prompt_tokens": 120,
+                    "max_turn_tokens": MAX_TURN,
+                    "max_response_tokens": 40,
+                },
+            }
+        )
+        if log is None:
+            log = CallLog("an episode")
+            log.begin_try()
+        sampling = EpisodeSampling(1.0)
+        time_use = TimeUse("generate", "environment", rest="other")
+        return EpisodeCalls("e", self.engine, self.chat, config, sampling, log, time_use)
+
+    async def tell(self, part: CallPart) -> None:
+        """Keep what is told."""
+        self.parts.append(part)
+
+
+def request(*texts: str, **fields: Any) -> CallRequest:
+    """Return a request whose messages take turns, a user's first."""
+    roles = ("user", "assistant")
+    messages = [
+        CallMessage(role=roles[place % 2], content=[text])  # type: ignore[arg-type]
+        for place, text in enumerate(texts)
+    ]
+    return CallRequest(**{"request": "r", "messages": messages, **fields})
+
+
+def text_of(part: CallPart, choice: int = 0) -> str:
+    """Return what a last part says."""
+    return next(delta.text for delta in part.deltas if delta.choice == choice)
+
+
+@pytest.fixture
+async def asking(folder: Path) -> AsyncIterator[Asking]:
+    """An engine with a tiny model."""
+    engine = await TransformersEngine.start(str(folder), max_slots=16, max_context=160)
+    yield Asking(engine, ChatTokenizer(load_tokenizer(str(folder))), folder)
+    await engine.close()
+
+
+async def test_a_conversation_is_one_row_of_what_the_engine_drew(asking: Asking) -> None:
+    calls = asking.calls()
+    first = await calls.answer(request("hi"), asking.tell)
+    second = await calls.answer(request("hi", text_of(first), "on"), asking.tell)
+    assert (first.calls, second.calls) == ([0], [1])
+    assert second.parent == 0
+    assert second.num_reused == calls.tree.calls[0].num_tokens
+    calls.note_delivered(CallDelivered(calls=[1], whole=True))
+    (row,) = rows_of(calls.tree, 160).rows
+    drawn = [token for part in (first, second) for token in part.deltas[0].token_ids]
+    assert row.token_ids[row.mask == 1].tolist() == drawn
+    assert len(row.turn_ends) == 2
+
+
+async def test_a_stream_tells_the_whole_bit_by_bit(asking: Asking) -> None:
+    calls = asking.calls()
+    last = await calls.answer(request("hi", stream=True), asking.tell)
+    told = [delta for part in (*asking.parts, last) for delta in part.deltas]
+    call = calls.tree.calls[0]
+    assert [token for delta in told for token in delta.token_ids] == (
+        call.generated.token_ids.tolist()
+    )
+    assert "".join(delta.text for delta in told) == asking.chat.decode(call.generated.token_ids)
+    assert asking.parts[0].num_prompt == len(call.given_ids)
+    assert [delta.finish for delta in told][-1] == call.generated.finish_reason
+
+
+async def test_the_same_request_is_a_new_sample_unless_it_says_that_it_is_a_retry(
+    asking: Asking,
+) -> None:
+    calls = asking.calls()
+    first = await calls.answer(request("hi"), asking.tell)
+    other = await calls.answer(request("hi"), asking.tell)
+    again = await calls.answer(request("hi", is_retry=True), asking.tell)
+    assert (first.calls, other.calls, again.calls) == ([0], [1], [1])
+    assert text_of(first) != text_of(other) == text_of(again)
+    assert calls.tree.calls[1].branch == "sample"
+
+
+async def test_an_answer_that_did_not_arrive_is_told_again(asking: Asking) -> None:
+    calls = asking.calls()
+    first = await calls.answer(request("hi"), asking.tell)
+    calls.note_delivered(CallDelivered(calls=first.calls, whole=False))
+    again = await calls.answer(request("hi"), asking.tell)
+    assert (again.calls, text_of(again)) == (first.calls, text_of(first))
+
+
+async def test_a_program_that_hangs_up_may_come_back_for_its_answer(asking: Asking) -> None:
+    calls = asking.calls()
+    hung_up = asyncio.create_task(calls.answer(request("hi", stream=True), asking.tell))
+    await until(lambda: bool(asking.parts), "the answer to begin")
+    hung_up.cancel()
+    await asyncio.wait([hung_up])
+    back = await calls.answer(request("hi"), asking.tell)
+    assert back.calls == [0]
+    assert len(calls.tree.calls) == 1
+
+
+async def test_an_answer_that_nobody_heard_is_not_trained(asking: Asking) -> None:
+    calls = asking.calls()
+    hung_up = asyncio.create_task(calls.answer(request("hi", stream=True), asking.tell))
+    await until(lambda: bool(asking.parts), "the answer to begin")
+    hung_up.cancel()
+    await until(lambda: bool(calls.tree.calls), "the answer to end")
+    assert calls.tree.calls[0].delivered is False
+    assert not rows_of(calls.tree, 160).rows
+
+
+async def test_several_choices_are_samples_of_one_prompt(asking: Asking) -> None:
+    calls = asking.calls()
+    last = await calls.answer(request("hi", num_choices=3), asking.tell)
+    assert last.calls == [0, 1, 2]
+    assert len(set(last.names)) == 3
+    assert len({text_of(last, choice) for choice in range(3)}) == 3
+    assert [call.parent for call in calls.tree.calls] == [None] * 3
+
+
+async def test_a_stop_text_ends_an_answer_and_is_not_kept(asking: Asking) -> None:
+    whole = text_of(await asking.calls().answer(request("hi"), asking.tell))
+    stop = whole[3:5]
+    calls = asking.calls()
+    last = await calls.answer(request("hi", stop=[stop]), asking.tell)
+    assert text_of(last) == whole[: whole.index(stop)]
+    assert last.deltas[0].finish == "stop"
+    call = calls.tree.calls[0]
+    assert whole.startswith(asking.chat.decode(call.generated.token_ids))
+    assert call.reply.text == text_of(last)
+
+
+async def test_what_a_program_wrote_of_the_answer_itself_is_given(asking: Asking) -> None:
+    calls = asking.calls()
+    last = await calls.answer(request("hi", "So", is_prefill=True), asking.tell)
+    call = calls.tree.calls[0]
+    assert asking.chat.decode(call.given_ids).endswith("So")
+    assert call.reply.text == "So" + text_of(last)
+    then = await calls.answer(request("hi", "So" + text_of(last), "on"), asking.tell)
+    assert then.parent == 0
+
+
+async def test_an_answer_is_continued_by_its_number(asking: Asking) -> None:
+    calls = asking.calls()
+    await calls.answer(request("hi"), asking.tell)
+    assert (await calls.answer(request("on", previous=0), asking.tell)).parent == 0
+    with pytest.raises(NotFoundError, match="no answer 7"):
+        await calls.answer(request("on", previous=7), asking.tell)
+
+
+async def test_tokens_are_counted_as_the_call_would_be_continued(asking: Asking) -> None:
+    calls = asking.calls()
+    first = await calls.answer(request("hi"), asking.tell)
+    history = request("hi", text_of(first), "on")
+    counted = await calls.answer(history.model_copy(update={"count_only": True}), asking.tell)
+    done = await calls.answer(history, asking.tell)
+    assert counted.num_prompt == done.num_prompt
+    assert len(calls.tree.calls) == 2
+
+
+async def test_limits_are_named_with_their_values(asking: Asking) -> None:
+    calls = asking.calls(max_calls=2)
+    await calls.answer(request("hi", num_choices=2), asking.tell)
+    with pytest.raises(EpisodeLimit, match=r"2 calls .* agent.max_calls is 2"):
+        await calls.answer(request("hi"), asking.tell)
+    assert calls.limit_hit == "turns"
+    calls = asking.calls(max_tokens=4)
+    last = await calls.answer(request("hi"), asking.tell)
+    assert len(last.deltas[0].token_ids) <= 4
+    with pytest.raises(EpisodeLimit, match=r"agent.max_tokens is 4"):
+        await calls.answer(request("hi"), asking.tell)
+    with pytest.raises(ContextTooLong, match=r"160 tokens long and the prompt has \d+"):
+        await calls.answer(request("x" * 400), asking.tell)
+    await calls.close("its program has ended")
+    with pytest.raises(EpisodeOver, match="its program has ended"):
+        await calls.answer(request("hi"), asking.tell)
+
+
+def a_task() -> Task:
+    """Return a task of one episode."""
+    return Task(task=3, seed=5, group_size=1)
+
+
+def held(broker: Broker, scope: JobScope, delivery: int) -> TaskCalls:
+    """Return what writes a delivery of the task down."""
+    return TaskCalls(broker, scope, None, a_task(), delivery, f"holder-{delivery}")  # type: ignore[arg-type]
+
+
+async def opened(holder: TaskCalls) -> CallLog:
+    """Return the log of the task's episode."""
+    log = await holder.open(0)
+    log.begin_try()
+    return log
+
+
+async def test_the_next_holder_goes_on_with_the_tree_and_the_one_before_ends_no_answer(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    first = await calls.answer(request("hi"), asking.tell)
+    history = request("hi", text_of(first), "on")
+    second = await calls.answer(history, asking.tell)
+
+    later = await opened(held(broker, recorded, 2))
+    assert (later.episode, later.host) == ("e-1", "host")
+    restored = asking.calls(later)
+    assert [call.path_ids.tolist() for call in restored.tree.calls] == [
+        call.path_ids.tolist() for call in calls.tree.calls
+    ]
+    assert [call.reply for call in restored.tree.calls] == [c.reply for c in calls.tree.calls]
+    again = await restored.answer(history.model_copy(update={"is_retry": True}), asking.tell)
+    assert (again.calls, text_of(again)) == (second.calls, text_of(second))
+    onward = await restored.answer(
+        request("hi", text_of(first), "on", text_of(second), "more"), asking.tell
+    )
+    assert (onward.parent, onward.delivery) == (1, 2)
+
+    with pytest.raises(Fenced):
+        await calls.answer(request("hi", text_of(first), "else"), asking.tell)
+    await eventually(lambda: _failed(calls), "the first holder to know")
+    assert isinstance(calls.failed.exception(), Fenced)
+
+
+async def _failed(calls: EpisodeCalls) -> bool:
+    return calls.failed.done()
+
+
+async def test_an_answer_that_was_cut_in_the_middle_is_drawn_to_the_same_end(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    whole = await asking.calls(await opened(held(broker, recorded, 1))).answer(
+        request("hi", stream=True), asking.tell
+    )
+    told = [delta for part in (*asking.parts, whole) for delta in part.deltas]
+    ids = [token for delta in told for token in delta.token_ids]
+    text = "".join(delta.text for delta in told)
+    assert len(ids) > 4
+    first = told[0].model_copy(
+        update={
+            "token_ids": ids[:3],
+            "text": text[:2],
+            "logprobs": [-1.0] * 3,
+            "versions": [0] * 3,
+            "finish": None,
+        }
+    )
+    begun = CallPart(names=asking.parts[0].names, deltas=[first])
+    log = CallLog("5 3 0")  # as a task of seed 5 has it
+    log.begin_try()
+    asking.parts.clear()
+    rest = await asking.calls(log).answer(request("hi", stream=True, begun=begun), asking.tell)
+    fresh = [delta for part in (*asking.parts, rest) for delta in part.deltas]
+    assert ids[:3] + [token for delta in fresh for token in delta.token_ids] == ids
+    assert text[:2] + "".join(delta.text for delta in fresh) == text
+
+
+async def test_a_program_that_starts_again_is_answered_from_the_log(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    first = await calls.answer(request("hi"), asking.tell)
+    history = request("hi", text_of(first), "on")
+    second = await calls.answer(history, asking.tell)
+    before = [call.path_ids.copy() for call in calls.tree.calls]
+    await calls.start_again()
+    log.hold("e-2", "other", anew=True)
+    assert not calls.tree.calls
+    again = await calls.answer(request("hi"), asking.tell)
+    then = await calls.answer(request("hi", text_of(again), "on"), asking.tell)
+    assert (text_of(again), text_of(then)) == (text_of(first), text_of(second))
+    assert again.names == first.names
+    for call, ids in zip(calls.tree.calls, before, strict=True):
+        np.testing.assert_array_equal(call.path_ids, ids)
+    assert calls.num_replayed == sum(len(c.generated.token_ids) for c in calls.tree.calls)
+    other = await calls.answer(request("hi", text_of(again), "another way"), asking.tell)
+    assert other.calls == [2]
+    later = await opened(held(broker, recorded, 2))
+    assert (later.episode, len(later.found)) == ("e-2", 3)
