@@ -6,6 +6,7 @@ Tables for people, tools and docs/messages.md. The actors build the names themse
 
 from typing import Literal, NamedTuple
 
+from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.control import (
     ControlReply,
@@ -123,7 +124,8 @@ class Store(NamedTuple):
 
 def _shown(name: str) -> str:
     """Put placeholders in the place of the example user and job."""
-    return name.replace(".u.j.", ".<u>.<j>.").replace("-u-j-", "-<u>-<j>-")
+    named = name.replace(".u.j.", ".<u>.<j>.").replace("-u-j-", "-<u>-<j>-")
+    return named.replace(".episode.e.", ".episode.<e>.")
 
 
 def _job(subject: str, message: type[Message], reply: type[Message], route: str) -> Topic:
@@ -245,6 +247,21 @@ TOPICS: tuple[Topic, ...] = (
         CloseRequest,
         Empty,
         "generator, evaluator → the episode's host",
+    ),
+    _job(_SCOPE.episode("e", "call"), CallRequest, CallPart, "host of a program → its generator"),
+    Topic(
+        _shown(_SCOPE.episode("e", "cancel")),
+        "announcement",
+        CancelCall,
+        None,
+        "host of a program → its generator",
+    ),
+    Topic(
+        _shown(_SCOPE.episode("e", "delivered")),
+        "announcement",
+        CallDelivered,
+        None,
+        "host of a program → its generator",
     ),
     _job(_SCOPE.infer("chat"), ChatRequest, InferPart, "gateway, client → any server"),
     _job(_SCOPE.infer("complete"), CompletionRequest, InferPart, "gateway, client → any server"),

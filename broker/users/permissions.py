@@ -74,6 +74,7 @@ def user_permissions(user: str) -> Permissions:
             f"{own}.ctl.>",
             f"{own}.infer.>",
             f"{own}.env.describe",
+            f"{own}.episode.>",
             f"_INBOX_job.{user}.>",
         ),
         subscribe=(
@@ -135,6 +136,8 @@ def job_permissions(
     hears = {
         "learner": (scope.appended, scope.weights, scope.weights_join),
         "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
+        "generator": (scope.weights, scope.episodes),
+        "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
     }.get(identity.role, (scope.weights,))
     if follow is not None and identity.role == "server":
@@ -217,8 +220,11 @@ def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:
-    """Return nothing of JetStream: a guest, like the users whose code it runs."""
-    return ()
+    """Return nothing of JetStream: a guest, like the users whose code it runs.
+
+    It passes on the calls of programs, to whoever plays their episodes.
+    """
+    return (scope.episodes,)
 
 
 def _common(scope: JobScope, actor: str) -> tuple[str, ...]:

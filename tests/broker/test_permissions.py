@@ -243,3 +243,15 @@ def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
     assert may_publish(server, f"{JOB}.play.s1.env.reset")
     assert not may_publish(server, "tmq.v1.job.ada.j2.play.s1.env.reset")
     assert not any(covers(one, f"{JOB}.infer.play") for one in user.subscribe)
+
+
+def test_a_programs_calls_reach_who_plays_its_episode_and_nobody_else() -> None:
+    call = f"{JOB}.episode.generator-0-1-3-0-1.call"
+    for caller in (of_role("environment"), user_permissions("ada")):
+        assert may_publish(caller, call)
+        assert not may_publish(caller, call.replace(".ada.", ".bob."))
+        assert not any(covers(one, call) for one in caller.subscribe)
+    assert not may_publish(of_role("environment"), call.replace(".j1.", ".j2."))
+    for role in ROLES:
+        hears = any(covers(one, call) for one in of_role(role).subscribe)
+        assert hears == (role in ("generator", "evaluator"))
