@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, TinkermqError
@@ -37,6 +37,11 @@ class ContextTooLong(TinkermqError):
     code = "context_length_exceeded"
     status = 400
     is_mistake = True
+
+    @classmethod
+    def of(cls, num_tokens: int, most: int) -> Self:
+        """Return the error of a prompt with so many tokens; each API has its own words for it."""
+        return cls(f"{num_tokens} tokens > {most} maximum")
 
 
 class NoCalls(GameError):

@@ -1,7 +1,7 @@
 """OpenAI's Chat Completions."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..messages import CanonicalCall, CanonicalMessage
@@ -135,10 +135,13 @@ class ChatCompletionAnswer:
         of.finish = "tool_calls" if of.calls else "length" if answered == "length" else "stop"
         yield self._chunk(of, {}, of.finish)
 
-    def end(self, usage: Usage) -> Iterator[str]:
-        """Yield the token counts, if they were asked for, and the end."""
+    def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Yield the token counts, if they were asked for, what is told besides, and the end."""
+        top: dict[str, Any] = {**self._top("chat.completion.chunk"), "choices": []}
+        if extra:
+            yield event({**top, **extra})
         if self._include_usage:
-            yield event({**self._top("chat.completion.chunk"), "choices": [], "usage": told(usage)})
+            yield event({**top, "usage": told(usage)})
         yield DONE
 
     def whole(self, usage: Usage) -> dict[str, Any]:

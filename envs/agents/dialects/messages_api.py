@@ -1,7 +1,7 @@
 """Anthropic's Messages."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ....schemas.wire.errors import TinkermqError
@@ -150,11 +150,13 @@ class MessagesAnswer:
         """Return the event that ends an answer which cannot go on: `messages_error`'s words."""
         return event(told, "error")
 
-    def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
-        """End the answer."""
+    def finish(
+        self, answered: Answered, usage: Usage, extra: Mapping[str, Any] | None = None
+    ) -> Iterator[str]:
+        """End the answer; `extra` is told besides."""
         yield from self._close()
         ended = {"stop_reason": self._reason(answered), "stop_sequence": None}
-        yield _event("message_delta", delta=ended, usage=_counts(usage))
+        yield _event("message_delta", delta=ended, usage=_counts(usage), **(extra or {}))
         yield _event("message_stop")
 
     def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:

@@ -43,6 +43,8 @@ class ModelRequest:
     """Whether the last message is the beginning of the answer."""
     previous: str = ""
     """Id of the response that the messages follow; empty: they are the whole history."""
+    custom_tools: frozenset[str] = frozenset()
+    """Names of the tools that take any text, where the answer names them so."""
     model: str = ""
     """As the program names it, which decides nothing."""
     overruled: Mapping[str, Any] | None = None

@@ -1,6 +1,6 @@
 """OpenAI's Responses."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
@@ -44,6 +44,7 @@ def read_response(body: Any) -> ModelRequest:
         max_tokens=fields.count("max_output_tokens"),
         stream=fields.flag("stream"),
         previous=fields.text("previous_response_id"),
+        custom_tools=_custom_tools(fields),
         model=fields.text("model"),
         overruled=sampling_of(fields, _SAMPLING),
         without_effect=(
@@ -53,6 +54,12 @@ def read_response(body: Any) -> ModelRequest:
             *(["tool_choice"] if choice not in (None, "auto", "none") else []),
         ),
     )
+
+
+def _custom_tools(fields: Fields) -> frozenset[str]:
+    """Return the names of the tools that take any text."""
+    tools = fields.objects("tools")
+    return frozenset(tool.text("name") for tool in tools if tool.text("type") == "custom")
 
 
 def _add(messages: list[CanonicalMessage], item: Fields, left_out: list[str]) -> None:
@@ -148,11 +155,14 @@ class ResponseAnswer:
         said = {"code": code, "message": error["message"]}
         return self._event("response.failed", response={**self._response("failed"), "error": said})
 
-    def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
-        """End the answer."""
+    def finish(
+        self, answered: Answered, usage: Usage, extra: Mapping[str, Any] | None = None
+    ) -> Iterator[str]:
+        """End the answer; `extra` is told besides."""
         yield from self._close()
         kind = "incomplete" if answered == "length" else "completed"
-        yield self._event(f"response.{kind}", response=self.whole(answered, usage))
+        whole = {**self.whole(answered, usage), **(extra or {})}
+        yield self._event(f"response.{kind}", response=whole)
 
     def whole(self, answered: Answered, usage: Usage) -> dict[str, Any]:
         """Return the answer as one object, once it is finished."""

@@ -1,0 +1,142 @@
+"""One HTTP request and its answer, as ASGI has them."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+from urllib.parse import parse_qs
+
+from ....schemas.wire.errors import TinkermqError
+from ..dialects.request import RequestError
+from .errors import Api, TooLarge, headers_of, status_of, worded
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_JSON = "application/json"
+_STREAM: Mapping[str, str] = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class ClientGone(Exception):
+    """The program has closed its connection."""
+
+
+class UnreadableBody(RequestError):
+    """A body in an encoding that is not read."""
+
+    status = 415
+
+
+class HttpExchange:
+    """A request that is being answered."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Take what the server has read of it."""
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.api: Api = "chat"
+        """In whose words errors are told."""
+        self.is_started = False
+        """Whether the head of the answer has been sent."""
+        self.is_gone = False
+        """Whether the program has closed the connection before the answer was whole."""
+        self._query: bytes = scope["query_string"]
+        self._receive = receive
+        self._send = send
+        self._watching: asyncio.Task[None] | None = None
+
+    def asked(self, name: str) -> str:
+        """Return a parameter of the query; empty where it is missing."""
+        return parse_qs(self._query.decode("latin-1")).get(name, [""])[-1]
+
+    async def body(self, most: int) -> bytes:
+        """Return the body; TooLarge, as soon as it is known, for one over `most` bytes."""
+        told = self.headers.get("content-length", "")
+        if told.isdecimal() and int(told) > most:
+            raise _too_large(most)
+        if self.headers.get("content-encoding", "identity") != "identity":
+            raise UnreadableBody("the body is compressed", hint="send it as it is")
+        raw = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            raw += message.get("body", b"")
+            if len(raw) > most:
+                raise _too_large(most)
+            if not message.get("more_body", False):
+                return bytes(raw)
+
+    def watch(self, wake: Callable[[], object]) -> None:
+        """From now on notice when the program goes away, and call `wake` then."""
+
+        async def wait() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.is_gone = True
+            wake()
+
+        self._watching = asyncio.create_task(wait(), name="watch a program's connection")
+
+    def unwatch(self) -> None:
+        """Watch no more."""
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def reply(
+        self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with a JSON value."""
+        await self.reply_raw(dumped(value), status, headers)
+
+    async def reply_raw(
+        self, raw: bytes, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Answer with a JSON value that is serialised already."""
+        told = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
+        await self._start(status, told)
+        await self._send({"type": "http.response.body", "body": raw})
+
+    async def fail(self, error: TinkermqError) -> None:
+        """Answer with an error, if nothing has been said yet."""
+        if self.is_started or self.is_gone:
+            return
+        status = status_of(error, self.api)
+        await self.reply(worded(error, self.api), status, headers_of(error, status))
+
+    async def start_stream(self, headers: Mapping[str, str]) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(200, {**_STREAM, **headers})
+
+    async def write(self, text: str) -> None:
+        """Send events; waits while the program reads too slowly."""
+        body = text.encode(errors="replace")
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def end_stream(self) -> None:
+        """End a stream."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self.is_started = True
+        told = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": told})
+
+
+def dumped(value: Any) -> bytes:
+    """Return a value as JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def _too_large(most: int) -> TooLarge:
+    return TooLarge(
+        f"the body is over the limit of {most:,} bytes", hint="send less with each call"
+    )

@@ -1,0 +1,201 @@
+"""The sockets of a proxy: uvicorn's HTTP on them, with bounds of its own.
+
+uvicorn waits for ever for the rest of a request and for a reader. Here a connection has deadlines
+for the head of a request, for its body by a least rate, and for a reader who takes nothing; heads
+are bounded, and so is what comes of a body that was refused.
+"""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any, cast
+
+from ....schemas.wire.errors import ConfigError, StorageError
+
+try:
+    from uvicorn.config import Config
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.server import ServerState
+except ImportError as error:
+    raise ConfigError(
+        "the package uvicorn is not installed where agent programs run",
+        hint="install it there: pip install 'tinkermq[agents]'",
+    ) from error
+
+MAX_CONNECTIONS = 4096
+HEAD_S = 20.0
+"""For the head of a request, from its first byte."""
+IDLE_S = 75.0
+"""Between requests: longer than the makers' libraries keep a connection."""
+BODY_S = 30.0
+"""For a body, and a second more for each `BODY_RATE` bytes that have come."""
+BODY_RATE = 16 << 10
+STALLED_S = 120.0
+"""How long a program may take too little of an answer for the buffer to drain."""
+MAX_HEAD_BYTES = 128 << 10
+MAX_REFUSED_BYTES = 256 << 20
+"""Of a request that is answered already: the rest of a body is read and dropped, up to here."""
+_LOOK_S = 0.5
+_BACKLOG = 1024
+_DRAIN_S = 5.0
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nx-should-retry: true\r\nretry-after: 1\r\n"
+    b"connection: close\r\ncontent-length: 0\r\n\r\n"
+)
+_Protocol = cast("type[H11Protocol]", AutoHTTPProtocol)
+"""That of httptools where it is installed; both have what is used here."""
+
+
+class ProxyListeners:
+    """The sockets that one application is served on."""
+
+    def __init__(self, application: Any) -> None:
+        """Serve an ASGI application."""
+        self.connections: set[_ProxyConnection] = set()
+        self._config = Config(
+            application,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=int(IDLE_S),
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        )
+        self._state = ServerState()
+        self._servers: list[asyncio.Server] = []
+        self._watching: asyncio.Task[None] | None = None
+
+    async def listen(self, host: str = "127.0.0.1", port: int = 0) -> int:
+        """Listen on an address; return its port. Raises StorageError for one in use."""
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_server(self._connection, host, port, backlog=_BACKLOG)
+        except OSError as error:
+            raise StorageError(
+                f"the proxy cannot listen on {host}:{port}: {error.strerror}",
+                hint="choose a free port",
+            ) from error
+        self._add(server)
+        return int(server.sockets[0].getsockname()[1])
+
+    async def listen_unix(self, path: Path) -> None:
+        """Listen on a Unix socket; raises StorageError where none can be made."""
+        loop = asyncio.get_running_loop()
+        try:
+            server = await loop.create_unix_server(self._connection, str(path), backlog=_BACKLOG)
+        except OSError as error:
+            raise StorageError(
+                f"the proxy cannot listen on {path}: {error.strerror or error}",
+                hint="the folder must be writable, and the path under 108 characters",
+            ) from error
+        self._add(server)
+
+    async def stop(self, drain_s: float = _DRAIN_S) -> None:
+        """Take no more requests, give those that run `drain_s` to end, and close."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self.connections):
+            connection.shutdown()
+        if tasks := set(self._state.tasks):
+            _, late = await asyncio.wait(tasks, timeout=drain_s)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+        for connection in list(self.connections):
+            connection.transport.abort()
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+
+    def _add(self, server: asyncio.Server) -> None:
+        self._servers.append(server)
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch(), name="close slow programs")
+
+    def _connection(self) -> asyncio.Protocol:
+        return _ProxyConnection(self.connections, self._config, self._state)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            for connection in list(self.connections):
+                if connection.is_overdue(now):
+                    connection.transport.abort()
+
+
+class _ProxyConnection(_Protocol):
+    """One connection, which knows what it waits for and since when."""
+
+    def __init__(
+        self, all_of_them: "set[_ProxyConnection]", config: Config, state: ServerState
+    ) -> None:
+        super().__init__(config, state, {})
+        self._all = all_of_them
+        self._since = time.monotonic()
+        self._num_bytes = 0
+        self._seen: object = None
+        self._stalled_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self._all) >= MAX_CONNECTIONS:
+            transport.write(_BUSY)
+            transport.close()
+        else:
+            self._all.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        if not self._is_busy and not self._num_bytes:
+            self._since = time.monotonic()
+        self._num_bytes += len(data)
+        super().data_received(data)
+        if self.cycle is not self._seen:
+            self._seen, self._since, self._num_bytes = self.cycle, time.monotonic(), len(data)
+        elif not self._is_busy and self._num_bytes > (
+            MAX_REFUSED_BYTES if self._seen is not None else 2 * MAX_HEAD_BYTES
+        ):
+            self.transport.abort()
+
+    def on_response_complete(self) -> None:
+        if not self.cycle.more_body:
+            self._since, self._num_bytes = time.monotonic(), 0
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        self._stalled_since = time.monotonic()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        self._stalled_since = None
+        super().resume_writing()
+
+    @property
+    def _is_busy(self) -> bool:
+        cycle = cast("Any", self.cycle)  # None before the first request
+        return cycle is not None and not cycle.response_complete
+
+    def is_overdue(self, now: float) -> bool:
+        """Whether a deadline has passed."""
+        if self._stalled_since is not None and now - self._stalled_since > STALLED_S:
+            return True
+        if not self._is_busy:
+            return now - self._since > (HEAD_S if self._num_bytes else IDLE_S)
+        allowed_s = BODY_S + self._num_bytes / BODY_RATE
+        return bool(
+            self.cycle.more_body and not self.flow.read_paused and now - self._since > allowed_s
+        )

@@ -1,0 +1,96 @@
+"""The proxy between the programs of one host and the generators that play their episodes."""
+
+import asyncio
+from pathlib import Path
+
+from ....broker.client.connection import Broker
+from ....schemas.wire.errors import StateError
+from ....schemas.wire.subjects import JobScope
+from ..episode import EpisodeOver, ProgramEpisode
+from .environment import model_environment
+from .episode_calls import EpisodeCalls
+from .listeners import ProxyListeners
+from .model_calls import ModelCalls
+from .open_episodes import KEPT_BYTES, OpenEpisode, OpenEpisodes
+from .routes import ProxyRoutes
+from .running_call import CallAsker, ProxyTimes
+
+
+class ModelProxy:
+    """Speaks OpenAI's and Anthropic's APIs with programs, and NATS with generators.
+
+    Use it as an async context manager: within, it listens on 127.0.0.1. A program is let in by the
+    key of its episode, from `open` to `close`.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        scope: JobScope,
+        *,
+        times: ProxyTimes | None = None,
+        kept_bytes: int = KEPT_BYTES,
+        port: int = 0,
+    ) -> None:
+        """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers."""
+        self._times = times or ProxyTimes()
+        self._kept_bytes = kept_bytes
+        self._episodes = OpenEpisodes()
+        calls = ModelCalls(CallAsker(broker, scope, self._times))
+        self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls))
+        self._port = port
+        self._is_listening = False
+
+    @property
+    def base_url(self) -> str:
+        """Where it listens: `http://127.0.0.1:<port>`. Raises StateError before it does."""
+        if not self._is_listening:
+            raise StateError("the proxy does not listen yet", hint="use it with `async with`")
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def num_episodes(self) -> int:
+        """Episodes whose programs may call."""
+        return len(self._episodes)
+
+    async def listen_unix(self, path: Path) -> None:
+        """Listen on a Unix socket as well: for programs behind walls.
+
+        Raises StorageError where none can be made.
+        """
+        await self._listeners.listen_unix(path)
+
+    def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
+        """Return the environment variables that lead a program to its model.
+
+        `base_url` is where it finds the proxy, if that is elsewhere for it than here.
+        """
+        return model_environment(episode, base_url or self.base_url)
+
+    def open(self, episode: ProgramEpisode) -> None:
+        """Let the program of an episode call; StateError if it may already."""
+        calls = EpisodeCalls(self._times.adopt_s)
+        self._episodes.add(OpenEpisode(episode, calls, kept_bytes=self._kept_bytes))
+
+    def close(self, episode: str) -> None:
+        """Let it call no more, and end its calls; harmless for an episode that is not open."""
+        opened = self._episodes.of(episode)
+        if opened is None:
+            return
+        why = opened.episode.over or "it has ended"
+        opened.calls.end(EpisodeOver(f"the episode is over: {why}"))
+        self._episodes.remove(opened)
+
+    async def __aenter__(self) -> "ModelProxy":
+        self._port = await self._listeners.listen(port=self._port)
+        self._is_listening = True
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        ended = [call for opened in self._episodes for call in opened.calls]
+        for opened in list(self._episodes):
+            self.close(opened.episode.episode)
+        await self._listeners.stop()
+        if ended:
+            await asyncio.gather(*(call.settle() for call in ended))
+        self._is_listening = False

@@ -1,0 +1,221 @@
+"""A call while it is asked for and answered, whoever of the program's requests waits for it.
+
+It outlives the request that began it: a program's client that hangs up and sends the same again
+finds it, and a generator that dies is followed by another, who goes on behind what was told.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import structlog
+
+from ....broker.client.connection import Broker
+from ....broker.client.parts import ask_parts
+from ....schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
+from ....schemas.wire.errors import (
+    BrokerError,
+    ConflictError,
+    DeadlineError,
+    DeniedError,
+    InternalError,
+    LogInRefusedError,
+    NobodyAnswersError,
+    TinkermqError,
+)
+from ....schemas.wire.subjects import JobScope
+from ..episode import EpisodeOver
+from .errors import NobodyPlays, TooLarge
+from .gathered import GatheredAnswer
+
+if TYPE_CHECKING:
+    from .open_episodes import OpenEpisode
+
+_PASSING = (NobodyAnswersError, DeadlineError, BrokerError, ConflictError)
+_LASTING = (DeniedError, LogInRefusedError)
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class ProxyTimes:
+    """How long a proxy waits."""
+
+    failover_s: float = 120.0
+    """For somebody who plays the episode, from the last time that anything was heard."""
+    keepalive_s: float = 15.0
+    """Between signs of life on a stream that has nothing to say."""
+    adopt_s: float = 30.0
+    """For the same request once more, when a program has gone before its answer was whole."""
+    silence_s: float = 10.0
+    """Without a sign of life from who answers, until he is taken for dead."""
+    pause_s: float = 0.25
+    """Before somebody is looked for again."""
+
+
+@dataclass(frozen=True)
+class CallAsker:
+    """How the calls of one job's programs are asked for."""
+
+    broker: Broker
+    scope: JobScope
+    times: ProxyTimes
+
+    def parts(self, episode: str, request: CallRequest) -> AsyncGenerator[CallPart, None]:
+        """Ask whoever plays the episode; TooLarge for what no message holds."""
+        payload = request.to_bytes()
+        if len(payload) > self.broker.max_payload_bytes:
+            raise TooLarge(
+                f"the call is {len(payload):,} bytes as a message, and the broker takes "
+                f"{self.broker.max_payload_bytes:,}",
+                hint="send smaller images and tool results",
+            )
+        return ask_parts(
+            self.broker,
+            self.scope.episode(episode, "call"),
+            payload,
+            CallPart,
+            waiting_for=f"the generator that plays episode {episode}",
+            cancel=(self.scope.episode(episode, "cancel"), CancelCall(request=request.request)),
+            silence_s=self.times.silence_s,
+            rank=lambda part: part.delivery,
+        )
+
+    async def tell_delivered(self, episode: str, calls: list[int], *, whole: bool) -> None:
+        """Say whether a program has the end of an answer."""
+        told = CallDelivered(calls=calls, whole=whole)
+        subject = self.scope.episode(episode, "delivered")
+        with contextlib.suppress(TinkermqError):  # unknown, then, until a later call shows it
+            await self.broker.publish(subject, told.to_bytes())
+
+
+class RunningCall:
+    """One call of an episode's program."""
+
+    def __init__(self, asker: CallAsker, opened: "OpenEpisode", request: CallRequest) -> None:
+        """Begin to ask."""
+        self.answer = GatheredAnswer(request.num_choices)
+        self.error: TinkermqError | None = None
+        self.request = request
+        self.is_delivered = False
+        """Whether a program has all of it."""
+        self._asker = asker
+        self._opened = opened
+        self._listeners: set[asyncio.Event] = set()
+        self._task = asyncio.create_task(self._run(), name="a program's call")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will be added."""
+        return self.answer.is_whole or self.error is not None
+
+    @property
+    def num_listeners(self) -> int:
+        """Requests of the program that wait for it."""
+        return len(self._listeners)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[asyncio.Event]:
+        """Within, the event is set each time that something was added."""
+        woken = asyncio.Event()
+        self._listeners.add(woken)
+        try:
+            yield woken
+        finally:
+            self._listeners.discard(woken)
+
+    def end(self, error: TinkermqError) -> None:
+        """Answer no further: who waits is told the error."""
+        if not self.is_over:
+            self.error = error
+        self._task.cancel()
+        self._wake()
+
+    async def settle(self) -> None:
+        """Wait until an ended call has stopped."""
+        await asyncio.wait({self._task})
+
+    async def delivered(self, *, whole: bool) -> None:
+        """Take note, and tell the generator, whether a program has all of the answer."""
+        if self.is_delivered:
+            return
+        self.is_delivered = whole
+        episode = self._opened.episode.episode
+        await self._asker.tell_delivered(episode, self.answer.calls, whole=whole)
+
+    def _wake(self) -> None:
+        for woken in self._listeners:
+            woken.set()
+
+    async def _run(self) -> None:
+        try:
+            await self._ask_until_whole()
+            self._note()
+        except TinkermqError as error:
+            self.error = error
+        except Exception as error:  # noqa: BLE001  the call's boundary: record, tell no insides
+            _log.exception("call_failed", episode=self._opened.episode.episode)
+            self.error = InternalError(f"the call failed: {type(error).__name__}")
+        self._wake()
+        if self.answer.is_whole and not self._listeners:
+            await self.delivered(whole=False)
+
+    def _note(self) -> None:
+        """Take note of an answer's numbers, and of the names of its tool calls."""
+        head = self.answer.head
+        self._opened.learn(head.names if head else [], self.answer.calls)
+        if not self.request.count_only:
+            self._opened.episode.num_calls += 1
+
+    async def _ask_until_whole(self) -> None:
+        clock, times = self._asker.broker.clock, self._asker.times
+        deadline = clock() + times.failover_s
+        for attempt in count():
+            heard = self.answer.num_parts
+            try:
+                await self._ask(attempt)
+                if self.answer.is_whole:
+                    return
+                continue
+            except _LASTING:
+                raise
+            except _PASSING as error:
+                if over := self._opened.episode.over:
+                    raise EpisodeOver(f"the episode is over: {over}") from error
+                if self.answer.num_parts > heard:
+                    deadline = clock() + times.failover_s
+                if clock() > deadline:
+                    raise NobodyPlays(
+                        f"nobody has played the episode for {times.failover_s:g} s",
+                        hint="ask again: another generator may take it over",
+                    ) from error
+            await asyncio.sleep(times.pause_s)
+
+    async def _ask(self, attempt: int) -> None:
+        """Ask once; ends early when somebody else, who has it later, answers behind the first."""
+        request = self.request if not attempt else self._again(attempt)
+        source = -1
+        async with aclosing(self._asker.parts(self._opened.episode.episode, request)) as parts:
+            async for part in parts:
+                if part.delivery < self.answer.delivery:
+                    continue
+                if source >= 0 and part.delivery > source and self.answer.head is not None:
+                    return
+                source = part.delivery
+                self.answer.add(part)
+                self._wake()
+        if not self.answer.is_whole:
+            raise BrokerError("who answered no longer plays the episode", hint="ask again")
+
+    def _again(self, attempt: int) -> CallRequest:
+        """Return the request with what was told of its answer."""
+        again = {
+            "request": f"{self.request.request}-{attempt}",
+            "begun": self.answer.begun(),
+            "is_retry": True,
+        }
+        return self.request.model_copy(update=again)

@@ -1,0 +1,155 @@
+"""A generator that plays the episodes of programs by a script: it says what a test wants."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.client.parts import PartsService, Tell
+from tinkermq.broker.client.rpc import Service
+from tinkermq.schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
+from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.subjects import JobScope
+
+TOKEN_CHARS = 3
+
+
+def last_text(request: CallRequest) -> str:
+    """The last message's text."""
+    return "".join(part for part in request.messages[-1].content if isinstance(part, str))
+
+
+def echoed(request: CallRequest, choice: int) -> str:
+    """Answer with what was said."""
+    return f"You said: {last_text(request)}" + (f" ({choice})" if choice else "")
+
+
+@dataclass
+class Script:
+    """What a scripted generator says, shared by those that take an episode over."""
+
+    say: Callable[[CallRequest, int], str] = lambda request, choice: (
+        f"You said: {last_text(request)}"
+    )
+    error: TinkermqError | None = None
+    """Raised in place of an answer."""
+    stops_at: int | None = None
+    """Tokens after which it waits for `go_on`."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    thinking: bool = False
+    numbers: Any = field(default_factory=count)
+    """Of the calls of the episode."""
+    asked: list[CallRequest] = field(default_factory=list[CallRequest])
+    cancelled: list[str] = field(default_factory=list[str])
+    delivered: list[CallDelivered] = field(default_factory=list[CallDelivered])
+
+
+class ScriptedGenerator:
+    """Answers the calls of episodes, three characters a token."""
+
+    def __init__(
+        self, broker: Broker, scope: JobScope, script: Script, *, delivery: int = 1
+    ) -> None:
+        """Play by a script."""
+        self.script = script
+        self._broker = broker
+        self._scope = scope
+        self._delivery = delivery
+
+    @asynccontextmanager
+    async def playing(self, *episodes: str) -> AsyncIterator["ScriptedGenerator"]:
+        """Within, the calls of some episodes are answered; at the end it stops as if it died."""
+        description = "plays programs by a script"
+        service = await Service.start(self._broker, name="scripted", description=description)
+        parts = PartsService(self._broker, service, alive_s=0.2)
+        listening: list[Any] = []
+        for episode in episodes:
+            subject = self._scope.episode(episode, "call")
+            blank = CallPart(delivery=self._delivery)
+            listening += [
+                await parts.listen(subject, CallRequest, CallPart, self._answer, blank=blank),
+                await self._broker.listen(
+                    self._scope.episode(episode, "cancel"),
+                    lambda message: self._cancel(parts, CancelCall.from_bytes(message.data)),
+                ),
+                await self._broker.listen(
+                    self._scope.episode(episode, "delivered"),
+                    lambda message: self.script.delivered.append(
+                        CallDelivered.from_bytes(message.data)
+                    ),
+                ),
+            ]
+        try:
+            yield self
+        finally:
+            for each in listening:
+                await each.stop()
+            await service.stop(drain_s=0)
+
+    def _cancel(self, parts: PartsService, cancel: CancelCall) -> None:
+        self.script.cancelled.append(cancel.request)
+        parts.cancel(cancel.request)
+
+    async def _answer(self, request: CallRequest, tell: Tell[CallPart]) -> CallPart:
+        script = self.script
+        script.asked.append(request)
+        if script.error is not None:
+            raise script.error
+        head = self._head(request)
+        if request.count_only:
+            return head
+        tokens = [_tokens(script.say(request, choice)) for choice in range(request.num_choices)]
+        begun = request.begun.deltas if request.begun is not None else []
+        told = {delta.choice: len(delta.token_ids) for delta in begun}
+        deltas = [
+            CallDelta(
+                choice=choice,
+                text=text,
+                token_ids=[1000 * choice + place],
+                logprobs=[-0.5],
+                versions=[self._delivery],
+            )
+            for place in range(max(map(len, tokens)))
+            for choice, texts in enumerate(tokens)
+            for text in texts[place : place + 1]
+            if place >= told.get(choice, 0)
+        ]
+        ends = [CallDelta(choice=choice, finish="stop") for choice in range(len(tokens))]
+        if not request.stream:
+            await self._pause(0)
+            return self._last(head, [*deltas, *ends])
+        await tell(head)
+        for number, delta in enumerate(deltas):
+            await self._pause(number)
+            await tell(CallPart(delivery=self._delivery, deltas=[delta]))
+        await self._pause(len(deltas))
+        return self._last(CallPart(delivery=self._delivery), ends, len(tokens))
+
+    def _head(self, request: CallRequest) -> CallPart:
+        name = request.request.split("-")[0][:12]
+        names = [f"call_{name}{choice:02}_" for choice in range(request.num_choices)]
+        return CallPart(
+            delivery=self._delivery,
+            names=request.begun.names if request.begun is not None else names,
+            has_tools=bool(request.tools),
+            is_thinking=self.script.thinking,
+            num_prompt=11,
+            prompt_ids=list(range(11)) if request.token_ids else [],
+            num_reused=4,
+            parent=request.previous,
+        )
+
+    def _last(self, part: CallPart, deltas: list[CallDelta], num: int = 0) -> CallPart:
+        numbers = [next(self.script.numbers) for _ in range(num or len(part.names))]
+        return part.model_copy(update={"deltas": deltas, "calls": numbers})
+
+    async def _pause(self, number: int) -> None:
+        if number == self.script.stops_at:
+            await self.script.go_on.wait()
+
+
+def _tokens(text: str) -> list[str]:
+    return [text[at : at + TOKEN_CHARS] for at in range(0, len(text), TOKEN_CHARS)]
