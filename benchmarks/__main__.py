@@ -36,6 +36,7 @@ NAMES = (
     "differences",
     "learner",
     "logits",
+    "tree_packing",
     "lora",
     "overhead",
     "memory",

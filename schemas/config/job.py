@@ -33,7 +33,8 @@ class ModelConfig(Section):
     """Folder of the tokenizer; default: the model's own."""
     attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa"
     """Attention kernel of the learner; flash_attention_2 needs a GPU, the `flash-attn` extra and
-    `learner.dtype=bfloat16`, and computes a shared prompt once for each of its episodes."""
+    `learner.dtype=bfloat16`, and computes a shared prompt once for each of its episodes, and what
+    rows of an agent's episode have in common once for each row."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])

@@ -43,7 +43,9 @@ class LearnerConfig(Section):
     microbatch_tokens: int = Field(default=16384, ge=16)
     """Tokens of one forward and backward pass; the rest is accumulated."""
     share_prompts: bool = True
-    """Compute the prompt of a group once, not once per episode (same result; sdpa only)."""
+    """Compute the prompt of a group once, not once per episode, and what rows of an agent's
+    episodes begin with in common once, too, as far as they fit into a row of `row_tokens`: some
+    multiple of the longest episode (same result; sdpa only)."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False

@@ -92,7 +92,12 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     return TrainingBatch(
         sequences=[
-            TokenSequence(item.token_ids, item.mask, images_of(item.messages, group.images))
+            TokenSequence(
+                item.token_ids,
+                item.mask,
+                images_of(item.messages, group.images),
+                branches=item.episode >= 0 or bool(item.kind),
+            )
             for group in groups
             for item in group.sampled
         ],

@@ -3,13 +3,15 @@
 The linear layers of a decoder cost 24 D² for each of L columns, attention 4 D L (D: hidden size):
 in units of 4 D that is cL + L² with c = 6 D. Sequences that begin with the same prompt share its
 columns where they lie on the same rank, so whole families are kept together where that leaves the
-slowest rank less to do than spreading them.
+slowest rank less to do than spreading them. So it is with the rows of agents' episodes that begin
+alike (`trees`).
 """
 
 from collections import defaultdict
 from collections.abc import Sequence
 
 from .micro_batch import TokenSequence
+from .trees import DepthFirst
 
 
 def cost(num_columns: int, hidden_size: int) -> int:
@@ -69,11 +71,36 @@ def share_sequences(
     sequences: Sequence[TokenSequence], *, ranks: int, hidden_size: int, share_prompts: bool
 ) -> list[list[int]]:
     """Return the sequences of each rank, ascending; see `share_out`."""
+    lengths = [len(sequence.mask) for sequence in sequences]
+    if share_prompts and any(sequence.branches for sequence in sequences):
+        shared, trees = _in_trees(sequences, lengths)
+        return share_out(shared, lengths, trees, ranks=ranks, hidden_size=hidden_size)
     prompts = [int(sequence.mask.argmax()) for sequence in sequences]
     known: dict[bytes, int] = {}
     families = [
         known.setdefault(sequence.token_ids[:length].tobytes(), at) if share_prompts else at
         for at, (sequence, length) in enumerate(zip(sequences, prompts, strict=True))
     ]
-    lengths = [len(sequence.mask) for sequence in sequences]
     return share_out(prompts, lengths, families, ranks=ranks, hidden_size=hidden_size)
+
+
+def _in_trees(
+    sequences: Sequence[TokenSequence], lengths: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return the columns that each shares with those of its family, and its family.
+
+    A family begins where a sequence has less than half in common with the one before it: under one
+    system prompt all tasks are one tree, and different episodes share little else.
+    """
+    walk = DepthFirst.of(sequences, lengths, lambda _: None)
+    shared, families = [0] * len(sequences), [0] * len(sequences)
+    begins: list[int] = []
+    for seq, common in zip(walk.order, walk.shared, strict=True):
+        if 2 * common < lengths[seq]:
+            begins.append(seq)
+        shared[seq], families[seq] = common, len(begins) - 1
+    # Whichever is met first is counted whole: it takes the place of the one that the family begins
+    # with.
+    for family, first in enumerate(begins):
+        shared[first] = shared[families.index(family)]
+    return shared, families

@@ -19,7 +19,7 @@ def flatten(packed: MicroBatch) -> MicroBatch:
 
     Raises ValueError for rows in which prompts are shared.
     """
-    if packed.parent_ids_BT.any():
+    if _begins_late(packed).any():
         raise ValueError("flash attention cannot read rows in which sequences share a prompt")
     real_C = packed.segment_ids_BT.flatten() > 0  # C: columns of all rows, one after the other
     place_C = real_C.cumsum(0) - 1
@@ -31,17 +31,26 @@ def flatten(packed: MicroBatch) -> MicroBatch:
     if images is not None:
         rope_31T = images.rope_3BT.flatten(1)[:, None, real_C]
         images = PackedImages(images.images, place_C[images.column_Q], rope_31T)
+    row_B1 = torch.arange(len(packed.input_ids_BT), device=place_C.device)[:, None]
+    last_BT = row_B1 * packed.input_ids_BT.shape[1] + packed.seen_until_BT - 1
     column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
     return replace(
         packed,
         input_ids_BT=row(packed.input_ids_BT),
         position_ids_BT=row(packed.position_ids_BT),
         segment_ids_BT=row(packed.segment_ids_BT),
-        parent_ids_BT=row(packed.parent_ids_BT),
+        seen_until_BT=row(place_C[last_BT] + 1),
         row_N=torch.zeros_like(packed.row_N),
         source_col_N=place_C[column_N],
         images=images,
     )
+
+
+def _begins_late(packed: MicroBatch) -> Tensor:
+    """Mark the columns where a segment goes on from another: bool[B, T - 1]."""
+    segments_BT = packed.segment_ids_BT
+    begins = (segments_BT[:, 1:] != segments_BT[:, :-1]) & (segments_BT[:, 1:] > 0)
+    return begins & (packed.position_ids_BT[:, 1:] > 0)
 
 
 def kernel_arguments(flat: MicroBatch) -> dict[str, Any]:

@@ -23,6 +23,8 @@ class TokenSequence:
     """1 where the policy generated the token; the first token belongs to the prompt."""
     images: tuple[bytes, ...] = ()
     """Encoded images of the prompt."""
+    branches: bool = False
+    """It is a row of an agent's episode: a path of a tree, that begins as others do."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,9 @@ class MicroBatch:
     """int64: position of each token within its sequence."""
     segment_ids_BT: Tensor
     """int64: segment of each token, from 1 in every row; 0 is padding."""
-    parent_ids_BT: Tensor
-    """int64: segment that the token also sees in full; 0: none."""
+    seen_until_BT: Tensor
+    """int64: first column behind the token that does not see it; those between all do. Padding is
+    seen by the padding behind it."""
     row_N: Tensor
     """int64: row that predicts each generated token."""
     source_col_N: Tensor
@@ -61,7 +64,7 @@ class MicroBatch:
             input_ids_BT=column_BT,
             position_ids_BT=column_BT,
             segment_ids_BT=column_BT + 1,
-            parent_ids_BT=column_BT,
+            seen_until_BT=column_BT + 1,
             row_N=none_N,
             source_col_N=none_N,
             target_N=none_N,

@@ -249,7 +249,7 @@ class Scorer:
 
     def _masks(self, packed: MicroBatch) -> Tensor | dict[str, Tensor]:
         """Build the mask of a micro-batch; one for each kind of layer where they differ."""
-        full = block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT)
+        full = block_causal_mask(packed.seen_until_BT)
         position_BT = packed.position_ids_BT
         if self._window is None or int(position_BT.max()) < self._window:
             return full

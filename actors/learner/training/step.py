@@ -162,7 +162,14 @@ class Trainer:
             images = images_of(item.messages, group.images)
             prompt = item.token_ids[: int(item.mask.argmax())]
             if images:
-                self.image_reader.see(self.model, prompt, images)
+                # Those of a tool's result stand behind the first answer.
+                until = int(item.turn_ends[-1]) if item.kind else len(prompt)
+                seen = self.image_reader.see(self.model, item.token_ids[:until], images)
+                if item.mask[seen.places_Q].any():
+                    raise DataError(
+                        "the policy generated an image's token before the last image",
+                        hint="image tokens may stand in what was given to the policy alone",
+                    )
             elif (prompt == self.image_reader.token_id).any():
                 raise DataError(
                     "a prompt holds image tokens, its messages no images",

@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
-from tinkermq.actors.learner.packing.packing import (
-    block_causal_mask,
+from tinkermq.actors.learner.packing.bins import (
     choose_row_tokens,
     first_fit_decreasing,
     group_rows,
-    pack,
 )
+from tinkermq.actors.learner.packing.micro_batch import MicroBatch, TokenSequence
+from tinkermq.actors.learner.packing.packing import block_causal_mask, pack
 from tinkermq.schemas.wire.errors import ConfigError
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -66,7 +65,7 @@ def packed_logprobs(model, packs: list[MicroBatch]):
     for packed in packs:
         logits_BTV = model(
             input_ids=packed.input_ids_BT,
-            attention_mask=block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT),
+            attention_mask=block_causal_mask(packed.seen_until_BT),
             position_ids=packed.position_ids_BT,
         ).logits
         logprobs_NV = logits_BTV[packed.row_N, packed.source_col_N].log_softmax(-1)
@@ -164,7 +163,7 @@ def test_a_prompt_of_a_group_is_stored_once_and_the_last_token_never():
     assert packed.input_ids_BT.tolist() == [[5, 6, 7, 8]]
     assert packed.position_ids_BT.tolist() == [[0, 1, 2, 3]]
     assert packed.segment_ids_BT.tolist() == [[1, 1, 1, 2]]
-    assert packed.parent_ids_BT.tolist() == [[0, 0, 0, 1]]
+    assert packed.seen_until_BT.tolist() == [[4, 4, 4, 4]]
     assert packed.target_N.tolist() == [8, 9, 10]
     assert packed.row_N.tolist() == [0, 0, 0]
     assert packed.source_col_N.tolist() == [2, 3, 2]
@@ -178,7 +177,7 @@ def test_rows_of_separate_sequences_restart_their_positions():
     assert packed.input_ids_BT.tolist() == [[5, 6, 8, 7, 10]]
     assert packed.position_ids_BT.tolist() == [[0, 1, 2, 0, 1]]
     assert packed.segment_ids_BT.tolist() == [[1, 1, 1, 2, 2]]
-    assert packed.parent_ids_BT.tolist() == [[0, 0, 0, 0, 0]]
+    assert packed.seen_until_BT.tolist() == [[3, 3, 3, 5, 5]]
     assert packed.source_col_N.tolist() == [1, 2, 3, 4]
     assert packed.target_N.tolist() == [8, 9, 10, 11]
 
@@ -242,7 +241,7 @@ def test_responses_that_differ_in_their_last_token_only_take_the_same_columns():
     assert packed.seq_N.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
     [one] = pack(episodes[:2], row_tokens=32, microbatch_tokens=32, share_prompts=True)
     assert one.input_ids_BT.tolist() == [[1, 2, 5, 6]]
-    assert one.parent_ids_BT.tolist() == [[0, 0, 0, 0]]
+    assert one.seen_until_BT.tolist() == [[4, 4, 4, 4]]
     assert one.source_col_N.tolist() == [1, 2, 3, 1, 2, 3]
 
 
@@ -258,9 +257,8 @@ def test_rows_are_short_where_attention_would_cost_more_than_padding():
     assert choose_row_tokens([100], 64, hidden_size=128) == 64
 
 
-def test_the_mask_sees_the_own_segment_backwards_and_the_parent_in_full():
-    segments = torch.tensor([[1, 1, 2, 3, 0]])
-    parents = torch.tensor([[0, 0, 1, 1, 0]])
+def test_the_mask_sees_the_own_segment_backwards_and_the_prompt_in_full():
+    # A prompt of two columns, two responses of one each, and padding.
     expected = torch.tensor(
         [
             [1, 0, 0, 0, 0],
@@ -270,9 +268,7 @@ def test_the_mask_sees_the_own_segment_backwards_and_the_parent_in_full():
             [0, 0, 0, 0, 1],
         ]
     ).bool()
-    assert torch.equal(block_causal_mask(segments, parents)[0, 0], expected)
-    alone = block_causal_mask(segments)[0, 0]
-    assert alone.sum() == 6
+    assert torch.equal(block_causal_mask(torch.tensor([[4, 4, 3, 4, 5]]))[0, 0], expected)
 
 
 lengths_and_budget = st.integers(1, 60).flatmap(
@@ -322,7 +318,7 @@ def test_every_generated_token_is_placed_once_with_its_own_context(
     assert sorted(places.tolist()) == list(range(starts[-1]))
     for packed in packs:
         assert math.prod(packed.input_ids_BT.shape) <= 2 * row_tokens
-        mask_BTT = block_causal_mask(packed.segment_ids_BT, packed.parent_ids_BT)[:, 0]
+        mask_BTT = block_causal_mask(packed.seen_until_BT)[:, 0]
         assert all(a <= b for a, b in pairwise(packed.seq_N.tolist()))
         for n in range(len(packed.target_N)):
             episode = episodes[packed.seq_S[packed.seq_N[n]]]
