@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, NotFoundError, TinkermqError
 from ..game import (
     AbstractGame,
@@ -37,6 +38,8 @@ class Opening:
     """Row of a dataset game."""
     kwargs: dict[str, Any] = field(default_factory=dict[str, Any])
     """Further arguments of the game's `reset`."""
+    split: Split = "train"
+    """Which data its task is of."""
 
 
 class GameFacts(NamedTuple):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ...schemas.wire.errors import SandboxError
 from .mounts import PYTHON
-from .program import unprivileged_user
+from .program import first_process, unprivileged_user
 from .settings import Outcome, SandboxSettings, Status
 from .watch import descendants, exceeded, first_child
 
@@ -53,7 +53,7 @@ class Enclosed:
         self.alive = True
         self._handle: int | None = None
         try:
-            self._first = _first_process(about)
+            self._first = first_process(about)
         except ValueError:
             said = self._rest().decode(errors="replace").strip()
             self.kill()
@@ -199,17 +199,3 @@ def _launch(
 def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def _first_process(about: int) -> int:
-    """Return the sandbox's first process, which bubblewrap names; ValueError if it does not."""
-    told = b""
-    try:
-        while b"}" not in told:
-            chunk = os.read(about, 4096)
-            if not chunk:
-                raise ValueError("it ended")
-            told += chunk
-    finally:
-        os.close(about)
-    return int(told.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))

@@ -49,3 +49,20 @@ def remedy(said: str) -> str:
             "systempaths=unconfined --cap-add SYS_ADMIN"
         )
     return "try `bwrap --unshare-all --ro-bind / / true` as the user of the environment host"
+
+
+def first_process(about: int) -> int:
+    """Return the first process of a sandbox, as `--info-fd` tells it; ValueError if nothing does.
+
+    Closes `about`.
+    """
+    told = b""
+    try:
+        while b"}" not in told:
+            chunk = os.read(about, 4096)
+            if not chunk:
+                raise ValueError("it ended")
+            told += chunk
+    finally:
+        os.close(about)
+    return int(told.split(b'"child-pid":')[1].split(b",")[0].strip(b" \n}"))

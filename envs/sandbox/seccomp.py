@@ -2,9 +2,9 @@
 
 Refused to all: new namespaces and mounts, looking into other processes, and corners of the kernel
 that no game needs. To programs of a model also calls that reach past their limits on memory (memory
-files, System V segments), and sockets other than Unix ones; a hosted game may use the network
-(AF_VSOCK is in no network namespace, so nobody may). See seccomp(2); the numbers are those of
-asm/unistd.h.
+files, System V segments), and sockets other than Unix ones; an agent's program and a hosted game
+may use the network (AF_VSOCK is in no network namespace, so nobody may). See seccomp(2); the
+numbers are those of asm/unistd.h.
 """
 
 import errno
@@ -18,6 +18,7 @@ _LOAD, _JUMP_EQUAL, _JUMP_ANY_BIT, _JUMP_FROM, _RETURN = 0x20, 0x15, 0x45, 0x35,
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
+_NETWORK = (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
 _NEW_NAMESPACES = 0x7E020080
 _X32 = 0x40000000
 
@@ -76,11 +77,16 @@ def program_filter() -> bytes:
     return _filter(machine, machine.refused + machine.to_programs, (_AF_UNIX,))
 
 
+def agent_filter() -> bytes:
+    """Return the filter for agents' programs; SandboxError for a machine that has none."""
+    machine = _machine()
+    return _filter(machine, machine.refused + machine.to_programs, _NETWORK)
+
+
 def game_filter() -> bytes:
     """Return the filter for hosted games; SandboxError for a machine that has none."""
     machine = _machine()
-    families = (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
-    return _filter(machine, machine.refused, families)
+    return _filter(machine, machine.refused, _NETWORK)
 
 
 def _machine() -> _Machine:

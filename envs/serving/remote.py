@@ -31,9 +31,10 @@ from ...schemas.env import (
     StepRequest,
 )
 from ...schemas.wire.codec import pack
-from ...schemas.wire.errors import DeadlineError, GameError, NotFoundError, TinkermqError
+from ...schemas.wire.errors import DeadlineError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import JobScope
 from ..game import StepResult
+from .gone import HostGone
 
 _ANSWER_S = 4.0
 _HOLD_S = 1.0
@@ -48,12 +49,6 @@ T = TypeVar("T")
 Action = tuple[str, int, str, bool]
 """Episode, turn, text, and whether the policy plays no more."""
 Waiting = Callable[[str], AbstractContextManager[None]]
-
-
-class HostGone(GameError):
-    """The host that held the episode no longer answers: the episode starts again elsewhere."""
-
-    code = "host_gone"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,155 @@
+"""What a program is told: its command, its variables, and the files with its task."""
+
+import base64
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from ....schemas.config.agent import AgentConfig
+from ...game import ChatMessage
+from ...record import TRUTH_COLUMNS, Record
+from ...running.episodes import Opening
+from ..episode import ProgramEpisode
+from .walls import GRADER, HOME, TASK, TMP, WORK
+
+INPUT = f"{TASK}/input.json"
+ROW = f"{TASK}/row.json"
+REWARD = f"{TASK}/reward"
+"""Where a program may write its own reward."""
+_KEPT = ("LANG", "TZ")
+_LOOPBACK = "127.0.0.1,localhost"
+_ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
+
+
+def task_input(opening: Opening) -> dict[str, Any]:
+    """Return what a program may know of its task: the row without its gold answer."""
+    record = opening.record
+    told = {} if record is None else _public(record)
+    return {**told, **opening.kwargs}
+
+
+def whole_row(opening: Opening) -> dict[str, Any]:
+    """Return what the reward command is told: the row with its gold answer, and the task."""
+    record = opening.record
+    told = task_input(opening)
+    if record is not None:
+        told |= {"answer": record.ground_truth, "extra_info": record.extra_info}
+    return {**told, "episode": opening.episode, "seed": opening.seed}
+
+
+def prompt_of(opening: Opening) -> list[ChatMessage]:
+    """Return the chat messages by which the task is known; of a task without any, its seed."""
+    prompt = opening.kwargs.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    messages = [] if opening.record is None else opening.record.messages()
+    return messages or [{"role": "user", "content": f"seed {opening.seed}"}]
+
+
+def last_user_text(messages: Sequence[ChatMessage]) -> str:
+    """Return what the user says last, as text."""
+    said = [one["content"] for one in messages if one.get("role") == "user"]
+    content = said[-1] if said else ""
+    if isinstance(content, str):
+        return content
+    parts = cast("list[dict[str, Any]]", content)
+    return "".join(str(part.get("text", "")) for part in parts)
+
+
+def filled(command: Sequence[str], prompt: str = "") -> list[str]:
+    """Return a command with the values of what stands in braces; each word stays one word."""
+    values = {
+        "{prompt}": prompt,
+        "{workdir}": WORK,
+        "{input}": INPUT,
+        "{python}": sys.executable,
+        "{grader}": GRADER,
+    }
+    return [_filled(word, values) for word in command]
+
+
+def variables(
+    config: AgentConfig, episode: ProgramEpisode, model: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables of a program; `model` are those by which it finds the model."""
+    return {
+        **_own(),
+        **model,
+        **config.environment,
+        "TINKERMQ_TASK": INPUT,
+        "TINKERMQ_EPISODE": episode.episode,
+        "TINKERMQ_SEED": str(episode.seed),
+        "TINKERMQ_SPLIT": episode.split,
+        "TINKERMQ_WORKDIR": WORK,
+        "TINKERMQ_REWARD": REWARD,
+    }
+
+
+def plain_variables(config: AgentConfig) -> dict[str, str]:
+    """Return the variables of a program that plays no episode."""
+    return {**_own(), **config.environment}
+
+
+def reward_variables(config: AgentConfig, episode: ProgramEpisode) -> dict[str, str]:
+    """Return the variables of the reward command, which reaches no model."""
+    program = variables(config, episode, {})
+    del program["TINKERMQ_REWARD"]
+    return {**program, "TINKERMQ_ROW": ROW}
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write an object for a program to read; bytes are written as base64."""
+    path.write_text(json.dumps(value, default=_plain, ensure_ascii=False), "utf-8", "replace")
+
+
+def _own() -> dict[str, str]:
+    kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    return {
+        **kept,
+        "PATH": os.environ.get("PATH", os.defpath),
+        "HOME": HOME,
+        "IS_SANDBOX": "1",
+        "USER": "agent",
+        "LOGNAME": "agent",
+        "TMPDIR": TMP,
+        "XDG_CACHE_HOME": f"{HOME}/.cache",
+        "XDG_CONFIG_HOME": f"{HOME}/.config",
+        "XDG_DATA_HOME": f"{HOME}/.local/share",
+        "XDG_STATE_HOME": f"{HOME}/.local/state",
+        "NO_PROXY": _LOOPBACK,
+        "no_proxy": _LOOPBACK,
+    }
+
+
+def _public(record: Record) -> dict[str, Any]:
+    """Return a row without what its author calls an answer, wherever it stands."""
+    extra = {name: one for name, one in record.extra_info.items() if name not in _ANSWERS}
+    told: dict[str, Any] = {"prompt": record.prompt, "data_source": record.data_source}
+    if extra:
+        told["extra_info"] = extra
+    if record.images:
+        told["images"] = record.images
+    return told
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """Fill one word; what is filled in is not looked at again."""
+    parts: list[str] = []
+    while word:
+        at, name = min(((word.find(one), one) for one in values if one in word), default=(-1, ""))
+        if at < 0:
+            break
+        parts += [word[:at], values[name]]
+        word = word[at + len(name) :]
+    return "".join([*parts, word])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value)

@@ -1,0 +1,190 @@
+"""The folders of a host's programs: a fresh one for each try, gone with it.
+
+All lie in one folder that only the host's user can open and that is locked while the host lives; a
+host that was killed leaves one behind, which the next host on the machine removes.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from ....schemas.wire.errors import ConfigError, SandboxError
+from ...sandbox.program import unprivileged_user
+from .copying import copy_folder
+
+_PREFIX = "tinkermq-programs-"
+_PARTS = ("work", "tmp", "home", "task")
+_NOBODY = 65534
+_LOCK = "lock"
+
+
+class Usage(NamedTuple):
+    """What a program's folders take."""
+
+    num_bytes: int
+    num_files: int
+
+
+class ProgramFolder:
+    """What one program may write: its folder, its temporary folder and its home."""
+
+    def __init__(self, path: Path, user: int | None) -> None:
+        self.path = path
+        self.user = user
+        """The user that it belongs to and that the program runs as; None: the host's own."""
+
+    def __getitem__(self, part: str) -> Path:
+        """Return where a part lies on the host: `work`, `tmp`, `home`, `task` or `etc`."""
+        return self.path / part
+
+    def make(self, files: Path | None, most_bytes: int) -> None:
+        """Make its parts; `work` becomes a copy of `files`.
+
+        Raises ConfigError for files that are larger than the program's room.
+        """
+        self.path.mkdir(mode=0o700)
+        for part in _PARTS:
+            self[part].mkdir(mode=0o700)
+        if files is not None:
+            copy_folder(files, self["work"], most_bytes)
+        self._make_etc()
+        self.give_away(*_PARTS)
+
+    def give_away(self, *parts: str) -> None:
+        """Let the program's user own parts of it; nothing of them runs yet."""
+        if self.user is None:
+            return
+        waiting = [str(self[part]) for part in parts]
+        while waiting:
+            folder = waiting.pop()
+            os.chown(folder, self.user, self.user)
+            for entry in os.scandir(folder):
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    os.lchown(entry.path, self.user, self.user)
+
+    def usage(self, most_files: int) -> Usage:
+        """Return what it takes at present, counting little more files than `most_files`.
+
+        What vanishes meanwhile does not count; what is too deep to be looked at counts as too much.
+        """
+        num_bytes = num_files = 0
+        waiting = [str(self[part]) for part in _PARTS]
+        while waiting and num_files <= most_files:
+            try:
+                entries = list(os.scandir(waiting.pop()))
+            except OSError as error:
+                if error.errno == errno.ENAMETOOLONG:
+                    return Usage(num_bytes, most_files + 1)
+                continue
+            num_files += len(entries)
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
+                    if entry.is_dir(follow_symlinks=False):
+                        waiting.append(entry.path)
+        return Usage(num_bytes, num_files)
+
+    def read(self, part: str, name: str, most_bytes: int) -> bytes | None:
+        """Return the beginning of a file that a program wrote; None if there is none."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            file = os.open(self[part] / name, flags)  # a link would lead out of the walls
+        except OSError:
+            return None
+        try:
+            is_file = stat.S_ISREG(os.fstat(file).st_mode)
+            return os.read(file, most_bytes) if is_file else None
+        finally:
+            os.close(file)
+
+    def remove(self) -> None:
+        """Remove it; no process of it lives any more."""
+        remove_tree(self.path)
+
+    def _make_etc(self) -> None:
+        """Write who there is: programs ask after their user, and find nobody of the host."""
+        number = _NOBODY if self.user is None else self.user
+        etc = self["etc"]
+        etc.mkdir(mode=0o755)
+        (etc / "passwd").write_text(
+            f"root:x:0:0:root:/:/bin/sh\nagent:x:{number}:{number}:agent:/episode/home:/bin/sh\n"
+        )
+        (etc / "group").write_text(f"root:x:0:\nagent:x:{number}:\n")
+        (etc / "hosts").write_text("127.0.0.1 localhost\n::1 localhost\n")
+
+
+class ProgramFolders:
+    """Where a host's programs have their folders."""
+
+    def __init__(self) -> None:
+        """Make the folder, and remove those of hosts that have died; OSError as the disk has it."""
+        _sweep(Path(tempfile.gettempdir()))
+        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        new = self.path / "new"
+        self._lock = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        new.rename(self.path / _LOCK)  # so that nobody ever finds it unlocked
+        self._number = 0
+
+    def new(self, user: int | None = None) -> ProgramFolder:
+        """Return a folder that is not made yet, for a user that nobody else is, or a known one."""
+        self._number += 1
+        return ProgramFolder(self.path / str(self._number), user or unprivileged_user())
+
+    def close(self) -> None:
+        """Remove all of it."""
+        remove_tree(self.path)
+        os.close(self._lock)
+
+
+def check_folder(key: str, value: str) -> Path:
+    """Return where a folder of the configuration lies; ConfigError for one that is not there."""
+    path = Path(value).expanduser().absolute()
+    if not path.is_dir():
+        raise ConfigError(
+            f"{key}={value!r} is no folder on this host",
+            hint="name a folder that every environment host of the job can read",
+        )
+    if not os.access(path, os.R_OK | os.X_OK):
+        raise SandboxError(f"{key}={value!r} cannot be read by this host", hint="see its rights")
+    return path.resolve()
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what hosts of this user left behind that were killed."""
+    for left in folder.glob(f"{_PREFIX}*"):
+        if not left.is_symlink() and left.stat().st_uid == os.getuid() and not _is_locked(left):
+            remove_tree(left)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether the host of a folder lives; one that is being made has no lock yet, and does."""
+    try:
+        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(file)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, however deep."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        subprocess.run(["rm", "-rf", "--", str(path)], check=False)

@@ -1,0 +1,173 @@
+"""Runs programs as a host's episodes: `reset` starts one, its only `step` waits for its end."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from pathlib import Path
+
+from ....schemas.config.agent import AgentConfig
+from ....schemas.wire.errors import NotFoundError, SandboxError, StateError
+from ...game import ChatMessage, StepResult
+from ...running.episodes import GameFacts, Opening
+from ...serving.gone import HostGone
+from .launcher import ModelEndpoint, ProgramLauncher
+from .life import ProgramLife
+from .self_test import prove
+
+_NAME = "agent"
+
+
+class NoPlace(HostGone):
+    """A host whose places are all taken: the episode starts again elsewhere, or later."""
+
+
+class ProgramRunner:
+    """The programs of one host."""
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        endpoint: ModelEndpoint,
+        *,
+        max_tries: int = 1,
+        job: str = "",
+        private: Sequence[Path] = (),
+    ) -> None:
+        """Start nothing yet.
+
+        `max_tries` is the job's: the last try of an episode counts even if its program crashed.
+        `private` folders may not be shown to programs, whatever the configuration names.
+        """
+        self._config = config
+        self._endpoint = endpoint
+        self._opened = contextlib.AsyncExitStack()
+        self._max_tries = max_tries
+        self._job = job
+        self._private = private
+        self._places = asyncio.Semaphore(config.per_host)
+        self._launcher: ProgramLauncher | None = None
+        self._held: dict[str, _Held] = {}
+        self._tasks: set[asyncio.Task[StepResult]] = set()
+
+    async def start(self) -> GameFacts:
+        """See that programs can be run here: the folders, the walls, the commands.
+
+        Raises ConfigError or SandboxError with what is to be done.
+        """
+        await self._opened.enter_async_context(self._endpoint)
+        try:
+            self._launcher = await asyncio.to_thread(ProgramLauncher, self._config, self._private)
+        except OSError as error:
+            raise SandboxError(
+                f"there is no room for programs: {error}",
+                hint="see the host's temporary folder ($TMPDIR)",
+            ) from error
+        self._opened.push_async_callback(self._launcher.close)
+        await prove(self._config, self._launcher)
+        return GameFacts(_NAME, [], [])
+
+    def reset(self, opening: Opening) -> Awaitable[list[ChatMessage]]:
+        """Start an episode's program; the messages are those by which its task is known.
+
+        Raises NoPlace when no place is free for `setup_timeout_s`, SandboxError when the program
+        cannot be started.
+        """
+        assert self._launcher is not None
+        life = ProgramLife(
+            self._config,
+            self._launcher,
+            self._endpoint,
+            opening,
+            max_tries=self._max_tries,
+            job=self._job,
+        )
+        begun = asyncio.Event()
+        task = asyncio.create_task(self._live(life, begun), name=f"program {opening.episode}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._held[opening.episode] = _Held(task, begun)
+        return self._begun(opening.episode, life.prompt)
+
+    async def step(self, episode: str, action: str) -> StepResult:
+        """Wait for the program's end; `action` is empty: its calls reached the model otherwise."""
+        held = self._held.get(episode)
+        if held is None:
+            raise NotFoundError(f"episode {episode!r} has no program here")
+        return await asyncio.shield(held.task)
+
+    async def turn(self, episode: str) -> tuple[str, list[ChatMessage]]:
+        """Refuse: programs have no roles."""
+        raise StateError(f"the program of episode {episode!r} plays no role")
+
+    def drop(self, episode: str) -> None:
+        """End an episode's program, and forget it."""
+        held = self._held.pop(episode, None)
+        if held is not None:
+            held.task.cancel()
+
+    def end_overdue(self) -> None:
+        """Do nothing: programs have limits of their own."""
+
+    async def stop(self) -> None:
+        """End all programs, and whatever looks after them."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._opened.aclose()
+
+    async def _live(self, life: ProgramLife, begun: asyncio.Event) -> StepResult:
+        try:
+            async with asyncio.timeout(self._config.setup_timeout_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise self._no_place() from None
+        try:
+            return await life.live(begun.set)
+        except OSError as error:
+            raise SandboxError(
+                f"a file of the program's folder cannot be written or read: {error}",
+                hint="see the room in the host's temporary folder ($TMPDIR)",
+            ) from error
+        finally:
+            self._places.release()
+
+    async def _begun(self, episode: str, prompt: list[ChatMessage]) -> list[ChatMessage]:
+        """Wait until a program runs."""
+        held = self._held[episode]
+        waiting = asyncio.ensure_future(held.begun.wait())
+        try:
+            await asyncio.wait({held.task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiting.cancel()
+        if held.begun.is_set():
+            return prompt
+        with contextlib.suppress(KeyError):
+            del self._held[episode]
+        if held.task.cancelled():
+            raise NotFoundError(f"episode {episode!r} was closed before its program began")
+        await held.task  # which raises
+        return prompt
+
+    def _no_place(self) -> NoPlace:
+        config = self._config
+        return NoPlace(
+            f"no place for a program became free within {config.setup_timeout_s:g} s: this host "
+            f"runs agent.per_host={config.per_host} at the same time",
+            hint="raise env.hosts or agent.per_host, or lower generator.max_episodes",
+        )
+
+
+class _Held:
+    """A program's life, and whether it has begun to run."""
+
+    def __init__(self, task: "asyncio.Task[StepResult]", begun: asyncio.Event) -> None:
+        self.task = task
+        self.begun = begun
+        task.add_done_callback(_seen)
+
+
+def _seen(task: "asyncio.Task[StepResult]") -> None:
+    """Look at an error that nobody may ask for any more."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,62 @@
+"""What a text says an episode is worth: a number, or an object with `reward`."""
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from ....schemas.wire.errors import RewardError
+
+_SHOWN_CHARS = 200
+_FORM = 'a number, or {"reward": number, "success": true or false, "info": {…}}'
+
+
+@dataclass(frozen=True)
+class Worth:
+    """A reward and what else was said of the episode."""
+
+    reward: float
+    success: bool | None = None
+    info: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def told(self) -> dict[str, Any]:
+        """Return what the generator is told besides the reward."""
+        return self.info if self.success is None else {**self.info, "success": self.success}
+
+
+def read_worth(text: str, whose: str) -> Worth:
+    """Read what `whose` wrote; RewardError for what is no reward."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _refusal(text, whose, "is neither a number nor JSON") from None
+    if not isinstance(value, dict):
+        return Worth(checked_number(value, text, whose))
+    told = cast("dict[str, Any]", value)
+    if unknown := sorted(set(told) - {"reward", "success", "info"}):
+        raise _refusal(text, whose, f"has the key {unknown[0]!r}, which means nothing")
+    success, info = told.get("success"), told.get("info", {})
+    if not isinstance(success, bool | None):
+        raise _refusal(text, whose, f"has success={success!r}")
+    if not isinstance(info, dict):
+        raise _refusal(text, whose, f"has info={info!r}")
+    reward = checked_number(told.get("reward"), text, whose)
+    return Worth(reward, success, cast("dict[str, Any]", info))
+
+
+def checked_number(value: Any, text: str, whose: str) -> float:
+    """Return a reward as a number; RewardError for what is none, or not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _refusal(text, whose, f"gives the reward {value!r}, which is no number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _refusal(text, whose, "gives a reward that is not finite")
+    return number
+
+
+def _refusal(text: str, whose: str, why: str) -> RewardError:
+    shown = text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"
+    return RewardError(f"what {whose} wrote {why}: {shown!r}", hint=f"write {_FORM}")

@@ -1,0 +1,102 @@
+"""A host's programs, run for real behind real walls, and a look at what is left of them."""
+
+import asyncio
+import contextlib
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tinkermq.envs import StepResult
+from tinkermq.envs.agents.programs.runner import ProgramRunner
+from tinkermq.envs.running.episodes import Opening
+from tinkermq.envs.sandbox.watch import descendants
+from tinkermq.schemas.config.agent import AgentConfig
+
+from tests.support.model_endpoint import ModelEndpoint
+from tests.support.waiting import PATIENCE_S
+
+PRELUDE = """
+import http.client, json, os, signal, subprocess, sys, time
+from urllib.parse import urlsplit
+
+def post(path, **body):
+    url = urlsplit(os.environ["OPENAI_BASE_URL"])
+    connection = http.client.HTTPConnection(url.netloc, timeout=60)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    connection.request("POST", url.path + path, json.dumps(body), headers)
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+def ask():
+    status, answer = post("/chat/completions", messages=[])
+    assert status == 200, answer
+    return answer["choices"][0]["message"]["content"]
+"""
+LIMITS: dict[str, Any] = {
+    "memory_mb": 128,
+    "disk_mb": 16,
+    "processes": 16,
+    "grace_s": 0.2,
+    "timeout_s": PATIENCE_S,
+    "idle_s": PATIENCE_S,
+    "per_host": 4,
+}
+
+
+class Host:
+    """A runner, and episodes of it."""
+
+    def __init__(self, runner: ProgramRunner, endpoint: ModelEndpoint) -> None:
+        self.runner, self.endpoint = runner, endpoint
+
+    async def begin(self, episode: str = "e-1", **opening: Any) -> list[dict[str, Any]]:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.runner.reset(Opening(episode, opening.pop("seed", 0), **opening))
+
+    async def end(self, episode: str = "e-1") -> StepResult:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.runner.step(episode, "")
+
+    async def play(self, episode: str = "e-1", **opening: Any) -> StepResult:
+        await self.begin(episode, **opening)
+        try:
+            return await self.end(episode)
+        finally:
+            self.runner.drop(episode)
+
+
+@contextlib.asynccontextmanager
+async def hosting(
+    code: str = "", *, max_tries: int = 1, private: tuple[Path, ...] = (), **config: Any
+) -> AsyncIterator[Host]:
+    """Host a Python program; afterwards no process and no folder of it may be left."""
+    folders = set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*"))
+    processes = set(descendants(os.getpid()))
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    settings = {"command": ["{python}", "-S", "-c", PRELUDE + code], **LIMITS, **config}
+    endpoint = ModelEndpoint()
+    runner = ProgramRunner(AgentConfig(**settings), endpoint, max_tries=max_tries, private=private)
+    try:
+        await runner.start()
+        yield Host(runner, endpoint)
+    finally:
+        await runner.stop()
+    assert set(descendants(os.getpid())) <= processes
+    assert set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*")) <= folders
+    await asyncio.sleep(0)
+    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+
+
+@pytest.fixture
+def play() -> Callable[..., Any]:
+    """Host a program for one episode and return what its end told."""
+
+    async def play_one(code: str, episode: str = "e-1", **config: Any) -> StepResult:
+        opening = config.pop("opening", {})
+        async with hosting(code, **config) as host:
+            return await host.play(episode, **opening)
+
+    return play_one
