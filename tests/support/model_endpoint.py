@@ -9,7 +9,7 @@ import contextlib
 import json
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from tinkermq.envs.agents.episode import ProgramEpisode
 
@@ -63,7 +63,8 @@ class ModelEndpoint:
             length = next((int(one[15:]) for one in lines if one.startswith("content-length:")), 0)
             body = json.loads(await reader.readexactly(length) or "{}")
             key = head.partition("Bearer ")[2].split("\r\n")[0]
-            status, answer = await self._answer(self.episodes.get(key), path, body)
+            gone = reader.read if path.endswith("/slow") else None
+            status, answer = await self._answer(self.episodes.get(key), path, body, gone)
             text = json.dumps(answer)
             writer.write(
                 f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -73,7 +74,11 @@ class ModelEndpoint:
         writer.close()
 
     async def _answer(
-        self, episode: ProgramEpisode | None, path: str, body: dict[str, object]
+        self,
+        episode: ProgramEpisode | None,
+        path: str,
+        body: dict[str, object],
+        gone: Callable[[], Awaitable[bytes]] | None,
     ) -> tuple[int, object]:
         if episode is None or episode.over:
             return 401, {"error": "this key is that of no episode"}
@@ -83,15 +88,17 @@ class ModelEndpoint:
             episode.status = body.get("status", "done")  # type: ignore[assignment]
             episode.said_end.set()
         else:
-            await self._call(episode, slow=path.endswith("/slow"))
+            await self._call(episode, gone)
         return 200, {"choices": [{"message": {"role": "assistant", "content": "four"}}]}
 
-    async def _call(self, episode: ProgramEpisode, *, slow: bool) -> None:
+    async def _call(
+        self, episode: ProgramEpisode, gone: Callable[[], Awaitable[bytes]] | None
+    ) -> None:
         episode.num_open += 1
         episode.last_call = time.monotonic()
         try:
-            if slow:
-                await asyncio.get_running_loop().create_future()
+            if gone is not None:
+                await gone()
             episode.num_calls += 1
         finally:
             episode.num_open -= 1

@@ -16,7 +16,7 @@ from .folders import ProgramFolder, ProgramFolders, check_folder
 from .limits import Limit, LimitWatch, Watched
 from .output import OutputReader
 from .process import Launch, WalledProgram, start
-from .walls import ProgramWalls, Reach
+from .walls import ProgramWalls, Reach, refuse_shown
 
 T = TypeVar("T")
 _MAX_WORKERS = 32
@@ -79,6 +79,8 @@ class ProgramLauncher:
         try:
             hidden = [*private, self.folders.path, *([self.grader] if self.grader else [])]
             self.walls = ProgramWalls(config, hidden)
+            if self.files is not None:
+                refuse_shown({"agent.files": self.files}, hidden)
         except BaseException:
             self.folders.close()
             raise
@@ -152,7 +154,7 @@ class ProgramLauncher:
             folder,
             config.memory_mb,
             config.disk_mb,
-            lambda limit: loop.call_soon_threadsafe(_settle, over, limit),
+            over=lambda limit: _tell(loop, over, limit),
         )
         self._watch.add(watched)
         try:
@@ -208,9 +210,14 @@ async def _surely(work: Awaitable[object]) -> None:
         raise asyncio.CancelledError
 
 
-def _settle(over: "asyncio.Future[Limit]", limit: Limit) -> None:
-    if not over.done():
-        over.set_result(limit)
+def _tell(loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit: Limit) -> None:
+    """Tell, from another thread, that a program is over a limit."""
+
+    def settle() -> None:
+        if not over.done():
+            over.set_result(limit)
+
+    loop.call_soon_threadsafe(settle)
 
 
 def _folder(key: str, value: str | None) -> Path | None:

@@ -52,7 +52,7 @@ class ProgramWalls:
         self._config = config
         read = {f"agent.read: {one}": check_folder("agent.read", one) for one in config.read}
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
-        _refuse_shown({**read, **own}, private)
+        refuse_shown({**read, **own}, private)
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)
@@ -134,7 +134,7 @@ def _folders(paths: Iterable[Path]) -> list[str]:
     return [word for one in sorted(above) for word in ("--perms", "0755", "--dir", str(one))]
 
 
-def _refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
+def refuse_shown(shown: Mapping[str, Path], private: Iterable[Path]) -> None:
     """Raise ConfigError for a folder in which programs would see what is not for them."""
     for name, folder in shown.items():
         for hidden in private:

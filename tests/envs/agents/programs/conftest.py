@@ -16,7 +16,7 @@ from tinkermq.envs.sandbox.watch import descendants
 from tinkermq.schemas.config.agent import AgentConfig
 
 from tests.support.model_endpoint import ModelEndpoint
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, until
 
 PRELUDE = """
 import http.client, json, os, signal, subprocess, sys, time
@@ -68,14 +68,18 @@ class Host:
             self.runner.drop(episode)
 
 
+def held() -> tuple[set[int], set[Path], int]:
+    """Return the processes, folders and open files that this process has."""
+    folders = set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*"))
+    return set(descendants(os.getpid())), folders, len(list(Path("/proc/self/fd").iterdir()))
+
+
 @contextlib.asynccontextmanager
 async def hosting(
     code: str = "", *, max_tries: int = 1, private: tuple[Path, ...] = (), **config: Any
 ) -> AsyncIterator[Host]:
     """Host a Python program; afterwards no process and no folder of it may be left."""
-    folders = set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*"))
-    processes = set(descendants(os.getpid()))
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    before = held()
     settings = {"command": ["{python}", "-S", "-c", PRELUDE + code], **LIMITS, **config}
     endpoint = ModelEndpoint()
     runner = ProgramRunner(AgentConfig(**settings), endpoint, max_tries=max_tries, private=private)
@@ -84,10 +88,7 @@ async def hosting(
         yield Host(runner, endpoint)
     finally:
         await runner.stop()
-    assert set(descendants(os.getpid())) <= processes
-    assert set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*")) <= folders
-    await asyncio.sleep(0)
-    assert len(list(Path("/proc/self/fd").iterdir())) <= files
+    await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), "rest")
 
 
 @pytest.fixture
