@@ -7,6 +7,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from ..envs.agents.programs.hosted import program_runner
+from ..envs.agents.programs.runner import ProgramRunner
 from ..envs.serving.host import EnvironmentHost
 from .runtime import JobContext, run_job_actor, settle_memory
 
@@ -22,11 +24,26 @@ async def serve_games(context: JobContext) -> None:
         context.config.env,
         seed=context.config.seed,
         judge_job=context.record.judge,
+        programs=_programs(context),
     )
     async with asyncio.TaskGroup() as tasks:
         beating = tasks.create_task(_report(context, host), name="env_beat")
         await host.run(context.stopping)
         beating.cancel()
+
+
+def _programs(context: JobContext) -> ProgramRunner | None:
+    """Return what runs the programs of an agent job; ConfigError where it cannot."""
+    config = context.config
+    if not config.agent.command:
+        return None
+    return program_runner(
+        config.agent,
+        context.broker,
+        context.scope,
+        max_tries=config.rollout.max_tries,
+        private=[context.run_dir],
+    )
 
 
 async def _report(context: JobContext, host: EnvironmentHost) -> None:

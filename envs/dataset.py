@@ -49,10 +49,11 @@ class Dataset:
         self,
         paths: Sequence[str | Path],
         check: Callable[[Iterable[str], str], None] = check_columns,
+        parse: Callable[[Mapping[str, Any], str], Record] = parse_record,
     ) -> None:
         """Open the files; DataError names the one that cannot be used, and why.
 
-        `check` raises DataError for columns that are not the wanted ones.
+        `check` raises DataError for columns that are not the wanted ones, `parse` reads a row.
         """
         if not paths:
             raise DataError("a dataset has no files", hint="set env.train_data")
@@ -62,6 +63,7 @@ class Dataset:
             self._closing = opened.pop_all()
         self._ends = list(itertools.accumulate(len(file) for file in self._files))
         self._order: list[int] | None = None
+        self._parse = parse
 
     def shuffled(self, seed: int, limit: int) -> "Dataset":
         """Keep the first `limit` rows after a shuffle that the seed alone decides."""
@@ -76,7 +78,7 @@ class Dataset:
 
     def record(self, number: int) -> Record:
         """Decode row `number`; DataError for one that does not exist or cannot be read."""
-        return parse_record(*self.row(number))
+        return self._parse(*self.row(number))
 
     def row(self, number: int) -> tuple[Mapping[str, Any], str]:
         """Return row `number` as it stands in its file, and where that is."""

@@ -31,6 +31,8 @@ class Record:
     """Encoded images, in the order of the `<image>` tags of the prompt."""
     where: str = ""
     """File and row."""
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Whatever else the row of a program's task has."""
 
     def messages(self) -> list[ChatMessage]:
         """Return a fresh copy of the prompt, each `<image>` tag replaced by its image."""
@@ -73,6 +75,33 @@ def parse_record(row: Mapping[str, Any], where: str) -> Record:
         images=list(row.get("images") or []),
         where=where,
     )
+
+
+def any_columns(columns: Iterable[str], where: str) -> None:
+    """Take any columns: the row is a program's task."""
+
+
+def parse_task(row: Mapping[str, Any], where: str) -> Record:
+    """Read a row that is a program's task: no column of it has to be there."""
+    known = {"prompt", "data_source", "extra_info", "images", *TRUTH_COLUMNS}
+    return Record(
+        prompt=[] if row.get("prompt") is None else _parse_prompt(row["prompt"], where),
+        ground_truth=_truth_if_any(row),
+        data_source=str(row.get("data_source") or ""),
+        extra_info=dict(row.get("extra_info") or {}),
+        images=list(row.get("images") or []),
+        where=where,
+        columns={name: value for name, value in row.items() if name not in known},
+    )
+
+
+def _truth_if_any(row: Mapping[str, Any]) -> Any:
+    """Return the gold answer of a row; None where it has none."""
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        return cast("Any", reward_model["ground_truth"])
+    found = (row[name] for name in TRUTH_COLUMNS[1:] if row.get(name) is not None)
+    return next(found, None)
 
 
 def _parse_prompt(value: Any, where: str) -> list[ChatMessage]:

@@ -74,6 +74,9 @@ class ProgramEpisode:
     last_call: float = field(default_factory=time.monotonic)
     """Monotonic time at which the last call began or ended."""
 
+    limit: str = ""
+    """Which of the model's limits has refused its last call; empty: none."""
+
     reward: float | None = None
     """What was posted last as the reward of the whole episode."""
     call_rewards: dict[int, float] = field(default_factory=dict[int, float])

@@ -6,7 +6,7 @@ from ...schemas.config.job import EnvConfig
 from ...schemas.env import Split
 from ...schemas.wire.errors import DataError
 from ..dataset import Dataset
-from ..record import Record
+from ..record import Record, any_columns, parse_task
 
 RECENT = 64
 """Decoded rows that are kept: the episodes of a group ask for the same one."""
@@ -15,12 +15,16 @@ RECENT = 64
 class HostData:
     """Training and validation rows of a job; both absent for a game that generates its states."""
 
-    def __init__(self, config: EnvConfig, seed: int) -> None:
-        """Open the files; `seed` decides which validation rows are used, alike on every host."""
-        self._train = Dataset(config.train_data) if config.train_data else None
+    def __init__(self, config: EnvConfig, seed: int, *, needs_answers: bool = True) -> None:
+        """Open the files; `seed` decides which validation rows are used, alike on every host.
+
+        Without `needs_answers` a row is whatever a program takes for a task.
+        """
+        rows = Dataset if needs_answers else _tasks
+        self._train = rows(config.train_data) if config.train_data else None
         self._val = None
         if config.val_data:
-            self._val = Dataset(config.val_data).shuffled(seed, config.num_val)
+            self._val = rows(config.val_data).shuffled(seed, config.num_val)
         self.num_train = len(self._train) if self._train else None
         self.num_val = self._count_val(config)
         self._recent: OrderedDict[tuple[Split, int], Record] = OrderedDict()
@@ -65,3 +69,7 @@ class HostData:
         for dataset in (self._train, self._val):
             if dataset is not None:
                 dataset.close()
+
+
+def _tasks(paths: list[str]) -> Dataset:
+    return Dataset(paths, any_columns, parse_task)

@@ -35,6 +35,7 @@ from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
 from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import JobScope
 from ...schemas.wire.trace import trace_of
+from ..agents.programs.runner import ProgramRunner
 from ..data.host_data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..record import Record
@@ -84,10 +85,12 @@ class EnvironmentHost:
         judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
         drain_s: float = DRAIN_S,
+        programs: ProgramRunner | None = None,
     ) -> None:
         """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
         `reward_function` for `config.reward.function`. `judge_job` is the id of the job that
-        `config.reward.judge` names, where it is known.
+        `config.reward.judge` names, where it is known. With `programs` an episode is one of those,
+        and there is no game.
 
         `seed` is the job's: it decides the validation rows, which must be alike on every host.
         """
@@ -102,8 +105,10 @@ class EnvironmentHost:
         self._seed = seed
         self._max_episodes = max_episodes
         self._drain_s = drain_s
-        self._runner = make_runner(config, game_class)
-        self._games = TimedRunner(self._runner, config.workers, self.time_use)
+        self._needs_answers = programs is None
+        self._runner = programs or make_runner(config, game_class)
+        places = config.workers if programs is None else programs.places
+        self._games = TimedRunner(self._runner, places, self.time_use)
         self._rewards = make_rewards(config.reward, broker, scope.user, reward_function, judge_job)
         self._held: dict[str, Held] = {}
         self._changed = asyncio.Event()
@@ -128,7 +133,9 @@ class EnvironmentHost:
         Raises GameError or DataError at once when the game or its data cannot be used.
         """
         self._broker.availability.set_patient(True)
-        self._data = await asyncio.to_thread(HostData, self._config, self._seed)
+        self._data = await asyncio.to_thread(
+            HostData, self._config, self._seed, needs_answers=self._needs_answers
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
                 keeper = tasks.create_task(self._keep(), name="env_keep")
@@ -276,7 +283,7 @@ class EnvironmentHost:
         self.counts.resets += 1
         try:
             record = self._data.record(request.split, request.sample)
-            opening = Opening(episode, request.seed, record, request.kwargs)
+            opening = Opening(episode, request.seed, record, request.kwargs, request.split)
             return await self._opened(episode, record, player.begin(opening))
         except BaseException:
             self.counts.failures += 1

@@ -36,7 +36,7 @@ class AgentConfig(Section):
     timeout_s: float = Field(default=1800.0, gt=0, le=MAX_WAIT_S)
     """How long one try of an episode may take."""
     setup_timeout_s: float = Field(default=300.0, gt=0, le=MAX_WAIT_S)
-    """How long `setup`, or the wait for a place at the host, may take."""
+    """How long `setup` may take, and the wait for a place at the host."""
     reward_timeout_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S)
     """How long `reward` may take."""
     grace_s: float = Field(default=20.0, ge=0, le=MAX_WAIT_S)
@@ -50,9 +50,9 @@ class AgentConfig(Section):
     bound."""
     on_crash: Literal["retry", "score"] = "retry"
     """A program that exits with an error after it has called the model: another try, and the last
-    one counts; or what it has done counts at once."""
+    one counts; or what it has done counts at once. One that is stuck is tried again once."""
     failed_reward: float = 0.0
-    """Reward of an episode that ran out of time, was stuck or crashed and has no other."""
+    """Reward of an episode that failed, ran out of time, was stuck or crashed and has no other."""
     network: Literal["model", "open"] = Field(default="model", json_schema_extra=when("command"))
     """What a program reaches: the model and nothing else, or whatever the machine does."""
     memory_mb: int = Field(default=2048, ge=64, le=1 << 24, json_schema_extra=when("command"))
@@ -60,7 +60,7 @@ class AgentConfig(Section):
     processes: int = Field(default=256, ge=1, le=1 << 16, json_schema_extra=when("command"))
     """Processes and threads of a program at the same time."""
     disk_mb: int = Field(default=1024, ge=1, le=1 << 24, json_schema_extra=when("command"))
-    """Room in its folder and its temporary folder."""
+    """Room in its folder, its home and its temporary folder."""
     environment: dict[str, str] = Field(
         default_factory=dict[str, str], json_schema_extra=when("command")
     )
@@ -107,7 +107,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     implied: dict[str, dict[str, Any]] = {
         "env": {
             "game": _GAME,
-            "reset_timeout_s": agent.setup_timeout_s,
+            "reset_timeout_s": min(MAX_WAIT_S, 2 * agent.setup_timeout_s + _MARGIN_S),
             "step_timeout_s": min(MAX_WAIT_S, agent.episode_s),
         },
         "rollout": {"max_turns": agent.max_calls},

@@ -36,7 +36,7 @@ def whole_row(opening: Opening) -> dict[str, Any]:
     record = opening.record
     told = task_input(opening)
     if record is not None:
-        told |= {"answer": record.ground_truth, "extra_info": record.extra_info}
+        told |= {**record.columns, "answer": record.ground_truth, "extra_info": record.extra_info}
     return {**told, "episode": opening.episode, "seed": opening.seed}
 
 
@@ -127,12 +127,14 @@ def _own() -> dict[str, str]:
 def _public(record: Record) -> dict[str, Any]:
     """Return a row without what its author calls an answer, wherever it stands."""
     extra = {name: one for name, one in record.extra_info.items() if name not in _ANSWERS}
-    told: dict[str, Any] = {"prompt": record.prompt, "data_source": record.data_source}
-    if extra:
-        told["extra_info"] = extra
-    if record.images:
-        told["images"] = record.images
-    return told
+    told: dict[str, Any] = {
+        **{name: one for name, one in record.columns.items() if name not in _ANSWERS},
+        "prompt": record.prompt,
+        "data_source": record.data_source,
+        "extra_info": extra,
+        "images": record.images,
+    }
+    return {name: one for name, one in told.items() if one}
 
 
 def _filled(word: str, values: Mapping[str, str]) -> str:

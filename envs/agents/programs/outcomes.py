@@ -65,7 +65,7 @@ def check_counts(
         )
     tries = try_number(episode.episode)
     again = {"crash": tries < max_tries, "stuck": tries == 1 < max_tries}.get(outcome, False)
-    if again and config.on_crash == "retry":
+    if again and config.on_crash == "retry" and not episode.limit:
         raise ProgramCrashed(
             f"the program {_described(ending, config)} after {episode.num_calls} calls",
             hint=f"{_last_words(ending)}; the last of rollout.max_tries={max_tries} tries counts, "

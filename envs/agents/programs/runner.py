@@ -44,6 +44,8 @@ class ProgramRunner:
         self._max_tries = max_tries
         self._job = job
         self._private = private
+        self.places = config.per_host
+        """Programs at the same time."""
         self._places = asyncio.Semaphore(config.per_host)
         self._launcher: ProgramLauncher | None = None
         self._held: dict[str, _Held] = {}

@@ -7,8 +7,9 @@ are bounded, and so is what comes of a body that was refused.
 
 import asyncio
 import contextlib
+import socket
 import time
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any, cast
 
 from ....schemas.wire.errors import ConfigError, StorageError
@@ -84,17 +85,17 @@ class ProxyListeners:
         self._add(server)
         return int(server.sockets[0].getsockname()[1])
 
-    async def listen_unix(self, path: Path) -> None:
-        """Listen on a Unix socket; raises StorageError where none can be made."""
+    @contextlib.asynccontextmanager
+    async def listen_at(self, listening: socket.socket) -> AsyncIterator[None]:
+        """Take connections at a socket that listens already; the context's end closes it."""
         loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_unix_server(self._connection, str(path), backlog=_BACKLOG)
-        except OSError as error:
-            raise StorageError(
-                f"the proxy cannot listen on {path}: {error.strerror or error}",
-                hint="the folder must be writable, and the path under 108 characters",
-            ) from error
+        server = await loop.create_server(self._connection, sock=listening, backlog=_BACKLOG)
         self._add(server)
+        try:
+            yield
+        finally:
+            self._servers.remove(server)
+            server.close()
 
     async def stop(self, drain_s: float = _DRAIN_S) -> None:
         """Take no more requests, give those that run `drain_s` to end, and close."""

@@ -1,7 +1,8 @@
 """The proxy between the programs of one host and the generators that play their episodes."""
 
 import asyncio
-from pathlib import Path
+import contextlib
+import socket
 
 from ....broker.client.connection import Broker
 from ....schemas.wire.errors import StateError
@@ -53,12 +54,9 @@ class ModelProxy:
         """Episodes whose programs may call."""
         return len(self._episodes)
 
-    async def listen_unix(self, path: Path) -> None:
-        """Listen on a Unix socket as well: for programs behind walls.
-
-        Raises StorageError where none can be made.
-        """
-        await self._listeners.listen_unix(path)
+    def listen(self, listening: socket.socket) -> contextlib.AbstractAsyncContextManager[None]:
+        """Listen at a program's socket as well, in a network of its own, while it runs."""
+        return self._listeners.listen_at(listening)
 
     def env_of(self, episode: ProgramEpisode, base_url: str = "") -> dict[str, str]:
         """Return the environment variables that lead a program to its model.

@@ -28,7 +28,7 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ....schemas.wire.subjects import JobScope
-from ..episode import EpisodeOver
+from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from .errors import NobodyPlays, TooLarge
 from .gathered import GatheredAnswer
 
@@ -157,6 +157,8 @@ class RunningCall:
             self._note()
         except TinkermqError as error:
             self.error = error
+            if isinstance(error, EpisodeLimit | ContextTooLong):
+                self._opened.episode.limit = error.code
         except Exception as error:  # noqa: BLE001  the call's boundary: record, tell no insides
             _log.exception("call_failed", episode=self._opened.episode.episode)
             self.error = InternalError(f"the call failed: {type(error).__name__}")
@@ -170,6 +172,7 @@ class RunningCall:
         self._opened.learn(head.names if head else [], self.answer.calls)
         if not self.request.count_only:
             self._opened.episode.num_calls += 1
+            self._opened.episode.limit = ""
 
     async def _ask_until_whole(self) -> None:
         clock, times = self._asker.broker.clock, self._asker.times

@@ -30,8 +30,9 @@ def post(path, **body):
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())
 
-def ask():
-    status, answer = post("/chat/completions", messages=[])
+def ask(text="2 + 2?"):
+    messages = [{"role": "user", "content": text}]
+    status, answer = post("/chat/completions", model="policy", messages=messages)
     assert status == 200, answer
     return answer["choices"][0]["message"]["content"]
 """

@@ -1,0 +1,48 @@
+"""Programs as the episodes of an environment host, asked for over the broker."""
+
+import asyncio
+
+import pytest
+from tinkermq.envs.agents.programs.hosted import program_runner
+from tinkermq.envs.serving.host import EnvironmentHost
+from tinkermq.schemas.config.agent import AgentConfig
+from tinkermq.schemas.config.job import EnvConfig
+
+from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.waiting import PATIENCE_S
+
+from ...hosting import Client
+from .conftest import LIMITS, PRELUDE
+
+CODE = """
+answer = ask(json.load(open(os.environ["TINKERMQ_TASK"]))["question"])
+url, key = os.environ["TINKERMQ_EPISODE_URL"], os.environ["TINKERMQ_EPISODE_KEY"]
+print(answer, os.environ["TINKERMQ_EPISODE"], os.environ["TINKERMQ_SPLIT"])
+open(os.environ["TINKERMQ_REWARD"], "w").write("0.5")
+"""
+
+
+@pytest.mark.parametrize("network", ["model", "open"])
+async def test_a_program_finds_its_generator_through_the_host(broker, scope, tmp_path, network):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "two and two"}\n{"question": "three and three"}\n')
+    agent = AgentConfig(command=["{python}", "-S", "-c", PRELUDE + CODE], network=network, **LIMITS)
+    programs = program_runner(agent, broker, scope)
+    config = EnvConfig(game="agent", train_data=[str(rows)])
+    host = EnvironmentHost(broker, scope, config, programs=programs)
+    stopping = asyncio.Event()
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(host.run(stopping))
+        ready = asyncio.ensure_future(host.ready.wait())
+        await asyncio.wait({running, ready}, return_when=asyncio.FIRST_COMPLETED)
+        client = Client(broker, scope, host)
+        assert (await client.describe()).num_train == 2
+        async with ScriptedGenerator(broker, scope, Script()).playing("t1-1"):
+            opened = await client.reset("t1-1", sample=1)
+            assert opened.messages == [{"role": "user", "content": "seed 0"}]
+            result = await client.step("t1-1", 0, "")
+        assert (result.reward, result.done) == (0.5, True)
+        assert result.info["outcome"] == "done"
+        assert result.info["output"] == "You said: three and three t1-1 train\n"
+        await client.close("t1-1")
+        stopping.set()
