@@ -25,7 +25,7 @@ _NOBODY = 65534
 _LOCK = "lock"
 
 
-class Usage(NamedTuple):
+class FolderUsage(NamedTuple):
     """What a program's folders take."""
 
     num_bytes: int
@@ -71,7 +71,7 @@ class ProgramFolder:
                 else:
                     os.lchown(entry.path, self.user, self.user)
 
-    def usage(self, most_files: int) -> Usage:
+    def usage(self, most_files: int) -> FolderUsage:
         """Return what it takes at present, counting little more files than `most_files`.
 
         What vanishes meanwhile does not count; what is too deep to be looked at counts as too much.
@@ -83,7 +83,7 @@ class ProgramFolder:
                 entries = list(os.scandir(waiting.pop()))
             except OSError as error:
                 if error.errno == errno.ENAMETOOLONG:
-                    return Usage(num_bytes, most_files + 1)
+                    return FolderUsage(num_bytes, most_files + 1)
                 continue
             num_files += len(entries)
             for entry in entries:
@@ -91,7 +91,7 @@ class ProgramFolder:
                     num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
                     if entry.is_dir(follow_symlinks=False):
                         waiting.append(entry.path)
-        return Usage(num_bytes, num_files)
+        return FolderUsage(num_bytes, num_files)
 
     def read(self, part: str, name: str, most_bytes: int) -> bytes | None:
         """Return the beginning of a file that a program wrote; None if there is none."""

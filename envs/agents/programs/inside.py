@@ -78,4 +78,5 @@ def become(user: int) -> None:
         pass  # it leads a session already
 
 
-main()
+if __name__ == "__main__":
+    main()

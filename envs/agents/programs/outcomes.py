@@ -79,7 +79,7 @@ def try_number(episode: str) -> int:
 
     A try that was lost with its host is counted, too: the one that counts may come a try sooner.
     """
-    found = re.search(r"-(\d{1,6})$", episode)
+    found = re.search(r"-(\d{1,6})\Z", episode)
     return int(found[1]) if found else 1
 
 

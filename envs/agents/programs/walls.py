@@ -73,7 +73,7 @@ class ProgramWalls:
         for name in _PROC_SETTINGS:
             command += ["--ro-bind-try", f"/proc/{name}", f"/proc/{name}"]
         size = str((self._config.memory_mb << 20) // _SHARED_MEMORY_PART)
-        command += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]  # noqa: S108
+        command += ["--perms", "1777", "--size", size, "--tmpfs", "/dev/shm"]  # noqa: S108 - its own
         command += ["--remount-ro", "/dev", *_system(folder, reach == "open")]
         command += _folders([Path(WORK)])
         for part, place in _PLACES.items():
