@@ -31,9 +31,8 @@ def echoed(request: CallRequest, choice: int) -> str:
 class Script:
     """What a scripted generator says, shared by those that take an episode over."""
 
-    say: Callable[[CallRequest, int], str] = lambda request, choice: (
-        f"You said: {last_text(request)}"
-    )
+    say: Callable[[CallRequest, int], str] = echoed
+    """What it answers: to a request, as which choice."""
     error: TinkermqError | None = None
     """Raised in place of an answer."""
     stops_at: int | None = None

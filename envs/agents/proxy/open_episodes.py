@@ -50,7 +50,7 @@ class OpenEpisode:
     def learn(self, names: Iterable[str], numbers: Iterable[int]) -> None:
         """Take the numbers of calls under the names by which a program may speak of them."""
         for name, number in zip(names, numbers, strict=False):
-            self._numbers[name] = number
+            self._numbers[name] = self._numbers[name.strip("_-")] = number
             self._known.add(number)
         while len(self._numbers) > _MOST_NAMES:
             self._known.discard(self._numbers.popitem(last=False)[1])
@@ -61,7 +61,7 @@ class OpenEpisode:
         Raises NotFoundError for a call that was not answered in this episode.
         """
         if isinstance(named, str):
-            for name in (named, named[:-_CALL_DIGITS]):
+            for name in (named, named[:-_CALL_DIGITS], named.partition("_")[2]):
                 if name in self._numbers:
                     return self._numbers[name]
             digits = named.removeprefix("c")

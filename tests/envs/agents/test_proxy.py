@@ -1,23 +1,39 @@
 """The proxy as the makers' own libraries use it."""
 
-from typing import Any
+import asyncio
+import json
+from typing import Any, cast
 
+import anthropic
+import httpx
 import openai
 import pytest
 from tinkermq.envs.agents.episode import ProgramEpisode
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 
+from tests.support.program_clients import (
+    anthropic_client,
+    chat_body,
+    http_client,
+    messages_body,
+    openai_client,
+    response_body,
+)
 from tests.support.scripted_generator import Script
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.usefixtures("generator")
 
+PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}}
+CALL = '<tool_call>\n{"name": "search", "arguments": {"query": "x"}}\n</tool_call>'
+ACTS = f"<think>\nLet me see.\n</think>\n\nI look.\n{CALL}"
 
-def openai_client(proxy: ModelProxy, episode: ProgramEpisode, **options: Any) -> openai.AsyncOpenAI:
-    """OpenAI's library, as the environment of a program leads it."""
-    env = proxy.env_of(episode)
-    return openai.AsyncOpenAI(
-        base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"], **options
+
+async def whole_delivery(script: Script, *calls: int) -> None:
+    """Wait until the generator has heard that some calls have arrived."""
+    told = [(list(calls), True)]
+    await until(
+        lambda: [(each.calls, each.whole) for each in script.delivered][-1:] == told, "delivery"
     )
 
 
@@ -25,14 +41,235 @@ async def test_a_chat_is_answered(
     proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
     async with openai_client(proxy, episode) as client:
-        answer = await client.chat.completions.create(
+        raw = await client.chat.completions.with_raw_response.create(**chat_body())
+    answer = raw.parse()
+    assert answer.choices[0].message.content == "You said: Hello"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (11, 5)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    assert raw.headers["x-tinkermq-call"] == "0"
+    assert raw.headers["x-tinkermq-parent"] == "root"
+    assert raw.headers["x-tinkermq-reused"] == "4"
+    await whole_delivery(script, 0)
+    assert (episode.num_calls, episode.num_open) == (1, 0)
+    assert episode.changed.is_set()
+
+
+async def test_a_streamed_chat_says_the_same_bit_by_bit(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    options = {"stream_options": {"include_usage": True}}
+    script.stops_at = 2
+    chunks: list[Any] = []
+    async with openai_client(proxy, episode) as client:
+        stream = await client.chat.completions.create(**chat_body(stream=True), **options)
+        async for chunk in stream:
+            chunks.append(chunk)
+            if chunk.choices and chunk.choices[0].delta.content:
+                script.go_on.set()  # only now comes the rest
+    texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
+    assert "".join(text or "" for text in texts) == "You said: Hello"
+    assert texts[1] in ("You", "You sa")
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 5
+    await whole_delivery(script, 0)
+    assert script.asked[0].stream
+
+
+async def test_several_choices_are_calls_of_their_own(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    async with openai_client(proxy, episode) as client:
+        answer = await client.chat.completions.create(**chat_body(n=3))
+        stream = await client.chat.completions.create(**chat_body(n=3, stream=True))
+        texts = ["", "", ""]
+        async for chunk in stream:
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+    assert [choice.message.content for choice in answer.choices] == texts
+    assert texts == ["You said: Hello", "You said: Hello (1)", "You said: Hello (2)"]
+    await whole_delivery(script, 3, 4, 5)
+
+
+async def test_tools_reasoning_and_parallel_calls_come_in_each_api(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.say = lambda request, choice: f"{ACTS}\n{CALL}"
+    function = {"name": "search", "description": "d", "parameters": PARAMETERS}
+    async with openai_client(proxy, episode) as client:
+        tools: Any = [{"type": "function", "function": function}]
+        chat = await client.chat.completions.create(**chat_body(tools=tools))
+        flat: Any = [{"type": "function", "strict": False, **function}]
+        response = await client.responses.create(**response_body(tools=flat))
+    async with anthropic_client(proxy, episode) as client:
+        schema: Any = [{"name": "search", "description": "d", "input_schema": PARAMETERS}]
+        message = await client.messages.create(**messages_body(tools=schema))
+    told = chat.choices[0].message
+    assert told.content == "I look."
+    assert cast("Any", told).reasoning_content == "Let me see."
+    assert [call.id[-3:] for call in told.tool_calls or []] == ["000", "001"]
+    assert chat.choices[0].finish_reason == "tool_calls"
+    kinds = [item.type for item in response.output]
+    assert kinds == ["reasoning", "message", "function_call", "function_call"]
+    blocks = [block.type for block in message.content]
+    assert blocks == ["thinking", "text", "tool_use", "tool_use"]
+    assert message.stop_reason == "tool_use"
+    assert script.asked[0].tools == script.asked[1].tools == script.asked[2].tools
+
+
+async def test_responses_are_streamed_kept_and_continued(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    async with openai_client(proxy, episode) as client:
+        async with client.responses.stream(**response_body()) as stream:
+            kinds = [event.type async for event in stream]
+            first = await stream.get_final_response()
+        assert kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed"
+        assert first.output_text == "You said: Hello"
+        again = await client.responses.retrieve(first.id)
+        assert again.model_dump() == first.model_dump(exclude={"parsed"}) or (
+            again.output_text == first.output_text
+        )
+        second = await client.responses.create(
+            **response_body("More"), previous_response_id=first.id
+        )
+        assert second.output_text == "You said: More"
+        assert script.asked[1].previous == 0
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await client.responses.retrieve(first.id)
+        with pytest.raises(openai.BadRequestError, match="Previous response with id") as caught:
+            await client.responses.create(**response_body(), previous_response_id="resp_other")
+        assert caught.value.param == "previous_response_id"
+
+
+async def test_messages_are_answered_streamed_and_counted(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    script.thinking = True
+    script.say = lambda request, choice: "Well.</think>\n\nHello."
+    async with anthropic_client(proxy, episode) as client:
+        whole = await client.messages.create(**messages_body())
+        async with client.messages.stream(
+            **messages_body("Bye", extra_body={"temperature": 0.3})
+        ) as stream:
+            texts = [text async for text in stream.text_stream]
+            streamed = await stream.get_final_message()
+        counted = await client.messages.count_tokens(
             model="any", messages=[{"role": "user", "content": "Hello"}]
         )
-    assert answer.choices[0].message.content == "You said: Hello"
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == 11
-    await until(lambda: bool(script.delivered), "the delivery to be told")
-    assert script.delivered[0].calls == [0]
-    assert script.delivered[0].whole
-    assert episode.num_calls == 1
-    assert episode.num_open == 0
+    assert "".join(texts) == "Hello."
+    assert [block.type for block in whole.content] == ["thinking", "text"]
+    assert [block.type for block in streamed.content] == ["thinking", "text"]
+    assert (whole.usage.input_tokens, whole.usage.cache_read_input_tokens) == (7, 4)
+    assert counted.input_tokens == 11
+    assert script.asked[1].sampled == {"temperature": 0.3}
+    assert script.asked[2].count_only
+    assert episode.num_calls == 2
+
+
+async def test_libraries_that_block_are_answered(
+    proxy: ModelProxy, episode: ProgramEpisode
+) -> None:
+    env = proxy.env_of(episode)
+
+    def ask() -> list[str]:
+        with openai.OpenAI(
+            base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"]
+        ) as client:
+            chat = client.chat.completions.create(**chat_body())
+            streamed = [
+                chunk.choices[0].delta.content or ""
+                for chunk in client.chat.completions.create(**chat_body(stream=True))
+            ]
+        with anthropic.Anthropic(
+            base_url=env["ANTHROPIC_BASE_URL"], auth_token=env["ANTHROPIC_AUTH_TOKEN"]
+        ) as client:
+            message = client.messages.create(**messages_body())
+        return [chat.choices[0].message.content or "", "".join(streamed), message.content[0].text]
+
+    assert await asyncio.to_thread(ask) == ["You said: Hello"] * 3
+
+
+async def test_tokens_are_told_where_they_are_asked_for(
+    proxy: ModelProxy, episode: ProgramEpisode
+) -> None:
+    async with http_client(proxy, episode) as http:
+        chat = (
+            await http.post("/v1/chat/completions", json=chat_body(return_token_ids=True))
+        ).json()
+        plain = (await http.post("/v1/chat/completions", json=chat_body("b"))).json()
+        told = {"x-tinkermq-tokens": "1"}
+        response = await http.post("/v1/responses", json=response_body(), headers=told)
+        streams = [
+            (await http.post(path, json={**body, "stream": True}, headers=told)).text
+            for path, body in (
+                ("/v1/chat/completions", chat_body("s")),
+                ("/v1/responses", response_body("s")),
+                ("/v1/messages", messages_body("s")),
+            )
+        ]
+    assert chat["prompt_token_ids"] == list(range(11))
+    assert chat["choices"][0]["token_ids"] == list(range(5))
+    assert chat["tinkermq"]["answers"] == [
+        {"call": 0, "token_ids": list(range(5)), "logprobs": [-0.5] * 5, "versions": [1] * 5}
+    ]
+    assert "tinkermq" not in plain
+    assert "prompt_token_ids" not in plain
+    assert response.json()["tinkermq"]["prompt_token_ids"] == list(range(11))
+    for stream in streams:
+        assert '"tinkermq":' in stream
+        assert stream.count('"token_ids":') == 1
+
+
+async def test_whatever_a_program_asks_besides_is_taken_and_told(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    async with http_client(proxy, episode) as http:
+        head = await http.head("/")
+        root = await http.get("/")
+        models = await http.get("/v1/models")
+        model = await http.get("/v1/models/some/name")
+        answers = [
+            await http.post("/v1/messages?beta=true&x=1", json=messages_body(metadata={"a": 1})),
+            await http.post(
+                "/chat/completions", json=chat_body(store=True, tool_choice="required")
+            ),
+            await http.post("/v1/v1/chat/completions", json=chat_body("again")),
+        ]
+    assert (head.status_code, root.status_code) == (200, 200)
+    assert models.json()["data"][0]["id"] == "policy"
+    assert model.json()["id"] == "some/name"
+    assert [answer.status_code for answer in answers] == [200] * 3
+    assert script.asked[0].without_effect == ["metadata"]
+    assert script.asked[1].without_effect == ["store", "tool_choice"]
+
+
+async def test_a_custom_tool_is_called_with_its_text(
+    proxy: ModelProxy, episode: ProgramEpisode, script: Script
+) -> None:
+    call = {"name": "patch", "arguments": {"input": "*** begin"}}
+    script.say = lambda request, choice: f"<tool_call>{json.dumps(call)}</tool_call>"
+    async with openai_client(proxy, episode) as client:
+        tools: Any = [{"type": "custom", "name": "patch", "description": "patches"}]
+        response = await client.responses.create(**response_body(tools=tools))
+    told = response.output[0]
+    assert told.type == "custom_tool_call"
+    assert told.input == "*** begin"
+
+
+async def test_programs_behind_walls_call_through_a_socket(
+    proxy: ModelProxy, episode: ProgramEpisode, tmp_path: Any
+) -> None:
+    await proxy.listen_unix(tmp_path / "model.sock")
+    transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "model.sock"))
+    env = proxy.env_of(episode, "http://model")
+    assert env["ANTHROPIC_BASE_URL"] == "http://model"
+    async with httpx.AsyncClient(transport=transport) as http:
+        answer = await http.post(
+            f"http://model/e/{episode.key}/v1/chat/completions", json=chat_body()
+        )
+    assert answer.json()["choices"][0]["message"]["content"] == "You said: Hello"
