@@ -220,12 +220,14 @@ async def ask_parts(
     cancel: tuple[str, Message] | None = None,
     silence_s: float = SILENCE_S,
     rank: Callable[[P], int] | None = None,
+    least_rank: int = 0,
 ) -> AsyncGenerator[P, None]:
     """Send a request and yield the parts of its answer that say something, the last one included.
 
     Close the generator (`aclosing`) to go away early: then the `cancel` message is sent. Where
     several may answer the same request, each numbers its own parts: `rank` tells them apart, and
-    only those of the highest that was heard are taken, its errors and its silence as well.
+    only those of the highest that was heard are taken, and none below `least_rank`; of the others,
+    errors and ends are passed over as well.
 
     Raises the error that the service raised, NobodyAnswersError when nobody is there,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
@@ -237,7 +239,7 @@ async def ask_parts(
         payload = request if isinstance(request, bytes) else request.to_bytes()
         broker.check_size(len(payload), what=f"a request on {subject}")
         await inbox.ask(subject, payload)
-        order = _Order(part_model, rank, waiting_for)
+        order = _Order(rank, least_rank, waiting_for)
         while not ended:
             left_s = order.heard + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
@@ -259,12 +261,11 @@ async def ask_parts(
 class _Order(Generic[P]):
     """The order of an answer's parts, and who is heard where several answer."""
 
-    def __init__(self, model: type[P], rank: Callable[[P], int] | None, waiting_for: str) -> None:
+    def __init__(self, rank: Callable[[P], int] | None, least: int, waiting_for: str) -> None:
         self.heard = time.monotonic()
-        self._model = model
         self._rank = rank
         self._waiting_for = waiting_for
-        self._top = -1
+        self._top = least
         self._index = 0
 
     def take(self, part: P) -> P | None:

@@ -11,7 +11,7 @@ from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.parts import PartsService, Tell
 from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.agent import CallDelivered, CallDelta, CallPart, CallRequest, CancelCall
-from tinkermq.schemas.wire.errors import TinkermqError
+from tinkermq.schemas.wire.errors import EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
 
 TOKEN_CHARS = 3
@@ -38,7 +38,10 @@ class Script:
     stops_at: int | None = None
     """Tokens after which it waits for `go_on`."""
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    fails_at: int | None = None
+    """Tokens after which the engine fails."""
     thinking: bool = False
+    """Whether the prompt has opened the reasoning."""
     numbers: Any = field(default_factory=count)
     """Of the calls of the episode."""
     asked: list[CallRequest] = field(default_factory=list[CallRequest])
@@ -146,6 +149,8 @@ class ScriptedGenerator:
         return part.model_copy(update={"deltas": deltas, "calls": numbers})
 
     async def _pause(self, number: int) -> None:
+        if number == self.script.fails_at:
+            raise EngineError("the engine has failed")
         if number == self.script.stops_at:
             await self.script.go_on.wait()
 

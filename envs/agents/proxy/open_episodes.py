@@ -9,8 +9,8 @@ from typing import Any
 
 from ....schemas.wire.errors import NotFoundError, StateError
 from ..episode import ProgramEpisode
-from .episode_calls import EpisodeCalls
 from .errors import KeyRefused
+from .program_calls import ProgramCalls
 
 KEPT_BYTES = 8 << 20
 _PAST = 4096
@@ -34,7 +34,7 @@ class OpenEpisode:
     """One episode whose program may call."""
 
     episode: ProgramEpisode
-    calls: EpisodeCalls
+    calls: ProgramCalls
     """Its calls that are being answered, or have not arrived."""
     kept_bytes: int = KEPT_BYTES
     """Room for answers that can be asked for again."""

@@ -9,10 +9,10 @@ from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import EpisodeOver, ProgramEpisode
 from .environment import model_environment
-from .episode_calls import EpisodeCalls
 from .listeners import ProxyListeners
 from .model_calls import ModelCalls
 from .open_episodes import KEPT_BYTES, OpenEpisode, OpenEpisodes
+from .program_calls import ProgramCalls
 from .routes import ProxyRoutes
 from .running_call import CallAsker, ProxyTimes
 
@@ -67,7 +67,7 @@ class ModelProxy:
 
     def open(self, episode: ProgramEpisode) -> None:
         """Let the program of an episode call; StateError if it may already."""
-        calls = EpisodeCalls(self._times.adopt_s)
+        calls = ProgramCalls(self._times.adopt_s)
         self._episodes.add(OpenEpisode(episode, calls, kept_bytes=self._kept_bytes))
 
     def close(self, episode: str) -> None:

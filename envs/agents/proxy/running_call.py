@@ -65,8 +65,13 @@ class CallAsker:
     scope: JobScope
     times: ProxyTimes
 
-    def parts(self, episode: str, request: CallRequest) -> AsyncGenerator[CallPart, None]:
-        """Ask whoever plays the episode; TooLarge for what no message holds."""
+    def parts(
+        self, episode: str, request: CallRequest, delivery: int
+    ) -> AsyncGenerator[CallPart, None]:
+        """Ask who plays the episode by this or a later delivery of its task.
+
+        Raises TooLarge for what no message holds.
+        """
         payload = request.to_bytes()
         if len(payload) > self.broker.max_payload_bytes:
             raise TooLarge(
@@ -83,6 +88,7 @@ class CallAsker:
             cancel=(self.scope.episode(episode, "cancel"), CancelCall(request=request.request)),
             silence_s=self.times.silence_s,
             rank=lambda part: part.delivery,
+            least_rank=delivery,
         )
 
     async def tell_delivered(self, episode: str, calls: list[int], *, whole: bool) -> None:
@@ -202,17 +208,14 @@ class RunningCall:
         """Ask once; ends early when somebody else, who has it later, answers behind the first."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
-        async with aclosing(self._asker.parts(self._opened.episode.episode, request)) as parts:
+        asking = self._asker.parts(self._opened.episode.episode, request, self.answer.delivery)
+        async with aclosing(asking) as parts:
             async for part in parts:
-                if part.delivery < self.answer.delivery:
-                    continue
                 if source >= 0 and part.delivery > source and self.answer.head is not None:
                     return
                 source = part.delivery
                 self.answer.add(part)
                 self._wake()
-        if not self.answer.is_whole:
-            raise BrokerError("who answered no longer plays the episode", hint="ask again")
 
     def _again(self, attempt: int) -> CallRequest:
         """Return the request with what was told of its answer."""

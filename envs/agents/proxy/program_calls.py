@@ -11,7 +11,7 @@ MAX_LEFT = 64
 """Calls of one episode whose programs have gone, and that are kept for a while."""
 
 
-class EpisodeCalls:
+class ProgramCalls:
     """Finds the call that a repeated request means.
 
     A request repeats another if it says so, or if nobody waits for the other any more, whose
