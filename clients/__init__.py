@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .hosting.agent_environment import AgentEnvironment, AgentEpisode, AgentEpisodes, agent
     from .hosting.game_environment import (
         GameEnvironment,
         MathGameEnvironment,
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from .service_client import AsyncServiceClient, ServiceClient
 
 __all__ = [
+    "AgentEnvironment",
+    "AgentEpisode",
+    "AgentEpisodes",
     "AsyncInferenceSchedulerClient",
     "AsyncSchedulerClient",
     "AsyncServiceClient",
@@ -35,6 +39,7 @@ __all__ = [
     "SchedulerClient",
     "ServiceClient",
     "TrajectoryPublisher",
+    "agent",
     "create_game_environment",
     "make_trajectory",
     "run_inference",
@@ -47,6 +52,12 @@ _HOMES = {
     "inference.play": ("InferenceReport",),
     "scheduler_client": ("AsyncSchedulerClient", "SchedulerClient"),
     "service_client": ("AsyncServiceClient", "ServiceClient"),
+    "hosting.agent_environment": (
+        "AgentEnvironment",
+        "AgentEpisode",
+        "AgentEpisodes",
+        "agent",
+    ),
     "hosting.game_environment": (
         "GameEnvironment",
         "MathGameEnvironment",

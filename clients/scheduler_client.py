@@ -263,9 +263,10 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
 
 
 def is_complete(tree: dict[str, Any]) -> bool:
-    """Whether a configuration names model and game (or conversations): a job can start."""
+    """Whether a job can start: there is a model, and a game, program or conversations."""
     return bool(_value(tree, "model", "path")) and any(
-        _value(tree, section, key) for section, key in (("env", "game"), ("sft", "data"))
+        _value(tree, section, key)
+        for section, key in (("env", "game"), ("agent", "command"), ("sft", "data"))
     )
 
 

@@ -24,7 +24,7 @@ from .address import parse_server_url
 from .compat.arguments import as_tree, refuse_unknown_options
 from .compat.opentinker_keys import translate
 from .follow import follow_run
-from .hosting.game_environment import GameEnvironment
+from .hosting.hosted_environment import HostedEnvironment
 from .pool import Pool
 from .pool_client import PoolClient
 from .progress import REWARD
@@ -65,7 +65,7 @@ class AsyncServiceClient(PoolClient):
         """The job's URL."""
         return self._address.server_url
 
-    async def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
+    async def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
         """Complete the job's configuration; see `ServiceClient.set_config`."""
         tree = translate(as_tree(args))
         if env is not None:
@@ -85,7 +85,7 @@ class AsyncServiceClient(PoolClient):
 
     async def fit(
         self,
-        env: GameEnvironment | None = None,
+        env: HostedEnvironment | None = None,
         num_epochs: int | None = None,
         num_steps: int | None = None,
         save_freq: int = 100,
@@ -141,7 +141,7 @@ class AsyncServiceClient(PoolClient):
         self,
         pool: Pool,
         record: JobRecord,
-        env: GameEnvironment | None,
+        env: HostedEnvironment | None,
         wishes: Mapping[str, Any],
     ) -> JobRecord:
         """Complete the configuration by what `fit` was given, and start the job."""
@@ -181,7 +181,7 @@ class AsyncServiceClient(PoolClient):
         self,
         pool: Pool,
         record: JobRecord,
-        env: GameEnvironment | None,
+        env: HostedEnvironment | None,
         trackers: Sequence[Tracker],
     ) -> dict[str, float]:
         """Follow the run to its end, unless the game's host in this process fails before."""
@@ -229,7 +229,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         """The job's URL."""
         return self.aio.server_url
 
-    def set_config(self, args: Any, env: GameEnvironment | None = None) -> None:
+    def set_config(self, args: Any, env: HostedEnvironment | None = None) -> None:
         """Complete the job's configuration and start hosting `env`.
 
         `args` is a dict, namespace or OmegaConf tree of our keys or OpenTinker's. A job that runs
@@ -239,7 +239,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
 
     def fit(
         self,
-        env: GameEnvironment | None = None,
+        env: HostedEnvironment | None = None,
         num_epochs: int | None = None,
         num_steps: int | None = None,
         save_freq: int = 100,
@@ -276,7 +276,7 @@ class ServiceClient(SyncTwin[AsyncServiceClient]):
         )
 
     def fit_future(
-        self, env: GameEnvironment | None = None, **options: Any
+        self, env: HostedEnvironment | None = None, **options: Any
     ) -> "Future[dict[str, float]]":
         """Train as `fit` does, without waiting; `.result()` waits."""
         refuse_unknown_options(self.aio.fit, options)

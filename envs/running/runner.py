@@ -51,6 +51,15 @@ class Runner(Protocol):
         ...
 
 
+class PlacedRunner(Runner, Protocol):
+    """A runner that says how many episodes it runs at the same time."""
+
+    @property
+    def places(self) -> int:
+        """Episodes at the same time."""
+        ...
+
+
 class TimedRunner:
     """A runner that tells for how long games play, and for how long all its workers do."""
 

@@ -35,13 +35,12 @@ from ...schemas.wire.errors import NotFoundError, StateError, TinkermqError
 from ...schemas.wire.message import Empty
 from ...schemas.wire.subjects import JobScope
 from ...schemas.wire.trace import trace_of
-from ..agents.programs.runner import ProgramRunner
 from ..data.host_data import HostData
 from ..game import AbstractGame, ChatMessage, StepResult
 from ..record import Record
 from ..rewards.rewards import make_rewards
 from ..running.episodes import Opening
-from ..running.runner import TimedRunner, make_runner
+from ..running.runner import PlacedRunner, TimedRunner, make_runner
 from ..running.step_timeout import LOOK_S
 from .answers import ResetAnswer, StepAnswer, wait_for_some
 from .held import Held
@@ -85,7 +84,7 @@ class EnvironmentHost:
         judge_job: str | None = None,
         max_episodes: int = MAX_EPISODES,
         drain_s: float = DRAIN_S,
-        programs: ProgramRunner | None = None,
+        programs: PlacedRunner | None = None,
     ) -> None:
         """Prepare a host; `game_class` stands for `config.game` where a client hosts its own, and
         `reward_function` for `config.reward.function`. `judge_job` is the id of the job that

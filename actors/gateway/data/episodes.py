@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from ....envs.agents.call_lines import call_lines
 from ....schemas.images import data_url, restore_images
-from ....schemas.rollout import Group, Trajectory
+from ....schemas.rollout import Group, Trajectory, return_of
 from ....schemas.wire.errors import NotFoundError
 from .advantages import group_advantages
 from .token_text import TokenTexts
@@ -62,13 +63,19 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
         "num_generated": one.num_generated,
         "logprob_mean": float(made.mean()) if len(made) else None,
         "logprob_min": float(made.min()) if len(made) else None,
-        "info": one.info,
+        "kind": one.kind,
+        "calls": [vars(line) for line in call_lines(_main_row(group, one).info)],
+        "row": _rows(group, one).index(number),
+        "rows": _rows(group, one),
+        "info": {name: value for name, value in one.info.items() if name != "calls"},
         "messages": _messages(one, turns, group.images),
         "turns": turns,
         "siblings": [
             {
                 "episode": index,
                 "role": item.role,
+                "kind": item.kind,
+                "row_of": item.episode,
                 "reward": item.reward,
                 "advantage": advantages.get(index),
                 "greedy": item.greedy,
@@ -78,19 +85,31 @@ def show_episode(group: Group, number: int, *, estimator: str, step: int | None)
     }
 
 
+def _rows(group: Group, one: Trajectory) -> list[int]:
+    """Return the places of all rows of an episode, its main one first."""
+    is_whole = one.episode < 0
+    return [
+        index
+        for index, item in enumerate(group.trajectories)
+        if item is one or (not is_whole and (item.episode, item.role) == (one.episode, one.role))
+    ]
+
+
+def _main_row(group: Group, one: Trajectory) -> Trajectory:
+    return group.trajectories[_rows(group, one)[0]]
+
+
 def _advantages(group: Group, estimator: str) -> tuple[str, dict[int, float]]:
     """Return the name of what is shown, and its value by episode: compared within each role."""
     greedy = next((item.reward for item in group.trajectories if item.greedy), None)
     name, found = "", dict[int, float]()
+    places = {id(item): index for index, item in enumerate(group.trajectories)}
     for role in dict.fromkeys(item.role for item in group.sampled):
-        peers = [
-            index
-            for index, item in enumerate(group.trajectories)
-            if not item.greedy and item.role == role
-        ]
-        rewards = [group.trajectories[index].reward for index in peers]
+        peers = [rows for rows in group.episodes if rows[0].role == role]
+        rewards = [return_of(rows) for rows in peers]
         name, values = group_advantages(estimator, rewards, greedy)
-        found.update(zip(peers, values, strict=True))
+        for rows, value in zip(peers, values, strict=True):
+            found.update((places[id(row)], value) for row in rows)
     return name, found
 
 

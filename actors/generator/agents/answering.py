@@ -38,7 +38,7 @@ ADOPT_S = 30.0
 _LARGE_CHARS = 1 << 16
 
 
-class EpisodeCalls:
+class CallAnswers:
     """Answers the calls of one episode."""
 
     def __init__(

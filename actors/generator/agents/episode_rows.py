@@ -11,7 +11,7 @@ from ....envs.serving.remote import Started
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Trajectory
 from ..episodes.agent_loop import EpisodePlan
-from .answering import EpisodeCalls
+from .answering import CallAnswers
 from .call_tree import CallTree, ModelCall
 from .rows import CallRow, TreeRows, rows_of
 
@@ -20,7 +20,7 @@ _MAX_TOLD = 1000
 
 
 def rows_of_episode(
-    calls: EpisodeCalls,
+    calls: CallAnswers,
     plan: EpisodePlan,
     started: Started,
     result: StepResult,
@@ -35,7 +35,7 @@ def rows_of_episode(
     info = {
         **result.info,
         "agent": _figures(calls, found),
-        "calls": [_told(call, found) for call in tree.calls[:_MAX_TOLD]],
+        "calls": [_told(call, found, left_out) for call in tree.calls[:_MAX_TOLD]],
     }
     return [
         _trajectory(
@@ -56,7 +56,7 @@ def _trajectory(
     tree: CallTree,
     plan: EpisodePlan,
     started: Started,
-    calls: EpisodeCalls,
+    calls: CallAnswers,
     stop_token_ids: Collection[int],
     result: StepResult,
     info: dict[str, Any],
@@ -88,7 +88,7 @@ def _trajectory(
     )
 
 
-def _figures(calls: EpisodeCalls, found: TreeRows) -> dict[str, float]:
+def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
     """Return numbers of an episode, for the metrics."""
     tree = calls.tree
     prompts = sum(call.num_tokens - len(call.generated.token_ids) for call in tree.calls)
@@ -106,8 +106,8 @@ def _figures(calls: EpisodeCalls, found: TreeRows) -> dict[str, float]:
     }
 
 
-def _told(call: ModelCall, found: TreeRows) -> dict[str, Any]:
-    """Return what people are shown of a call."""
+def _told(call: ModelCall, found: TreeRows, left_out: Collection[int]) -> dict[str, Any]:
+    """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
     rows = [place for place, row in enumerate(found.rows) if call.number in row.calls]
     return {
         "call": call.number,
@@ -115,7 +115,7 @@ def _told(call: ModelCall, found: TreeRows) -> dict[str, Any]:
         "follows": None if call.follows is None else call.follows.number,
         "branch": call.branch,
         "row": rows[0] if rows else None,
-        "delivered": call.delivered,
+        "untrained": "" if rows else _why_untrained(call, found, left_out),
         "given_tokens": len(call.given_ids),
         "tokens": len(call.generated.token_ids),
         "finish": call.generated.finish_reason,
@@ -123,3 +123,11 @@ def _told(call: ModelCall, found: TreeRows) -> dict[str, Any]:
         "text": call.reply.text[:200],
         "tools": [one.name for one in call.reply.calls],
     }
+
+
+def _why_untrained(call: ModelCall, found: TreeRows, left_out: Collection[int]) -> str:
+    if call.number not in found.untrained:
+        return "cut"
+    if call.number in left_out:
+        return "left out"
+    return "apart" if call.delivered else "undelivered"

@@ -27,7 +27,7 @@ from ..episodes.agent_loop import EpisodePlan, EpisodeSampling, blaming
 from ..episodes.chat import ChatTokenizer
 from ..episodes.recorder import EpisodeRecorder
 from ..episodes.transcript import Transcript
-from .answering import EpisodeCalls
+from .answering import CallAnswers
 from .call_log import CallLog
 from .episode_rows import rows_of_episode
 
@@ -88,7 +88,7 @@ class ProgramLoop:
         log = recorder if isinstance(recorder, CallLog) else CallLog(plan.episode)
         log.begin_try()
         engine, config = self._engine, self._config
-        calls = EpisodeCalls(
+        calls = CallAnswers(
             plan.episode, engine, self._chat, config, self._sampling_of(plan), log, self._time_use
         )
         playing = _Playing(self, plan, calls, log)
@@ -106,7 +106,7 @@ class ProgramLoop:
         return EpisodeSampling(0.0) if plan.greedy else self._sampling
 
     def _rows(
-        self, plan: EpisodePlan, calls: EpisodeCalls, started: Started, result: StepResult
+        self, plan: EpisodePlan, calls: CallAnswers, started: Started, result: StepResult
     ) -> list[Trajectory]:
         rows = rows_of_episode(
             calls, plan, started, result, self._config, self._chat.stop_token_ids
@@ -118,7 +118,7 @@ class ProgramLoop:
             )
         return rows
 
-    async def listen(self, episode: str, calls: EpisodeCalls) -> list[Listening]:
+    async def listen(self, episode: str, calls: CallAnswers) -> list[Listening]:
         """Answer the calls of an episode until the returned subscriptions are stopped."""
         assert self._parts is not None, "start the loop first"
         parts, scope = self._parts, self._scope
@@ -161,7 +161,7 @@ class _Playing:
 
     loop: ProgramLoop
     plan: EpisodePlan
-    calls: EpisodeCalls
+    calls: CallAnswers
     log: CallLog
     subscriptions: list[Listening] | None = None
     ended: bool = False

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from ....broker.batches import BatchLog
 from ....broker.rollouts import LogEntry, RolloutLog
+from ....envs.agents.call_lines import CallLine, call_lines
 from ....schemas.images import plain_text, restore_images
 from ....schemas.rollout import Group, Trajectory
 from ....schemas.wire.errors import NotFoundError
@@ -59,6 +60,8 @@ class Episode:
             "tries": one.num_tries,
             "failures": [failure.model_dump() for failure in one.failures],
             "messages": restore_images(one.messages, self.group.images),
+            "row_of": one.episode if one.episode >= 0 else None,
+            "kind": one.kind,
             "info": one.info,
         }
 
@@ -167,11 +170,32 @@ def _cut_turns(one: Trajectory) -> str:
     return f" (cut: turn {', '.join(cut)})" if cut else ""
 
 
+def _name(episode: Episode) -> str:
+    one = episode.trajectory
+    if one is None or one.episode < 0:
+        return f"episode {episode.number}"
+    rows = [item for item in episode.group.trajectories if item.episode == one.episode]
+    row = next(place for place, item in enumerate(rows) if item is one)
+    return f"episode {one.episode}, row {row + 1} of {len(rows)} ({one.kind or 'main'})"
+
+
+def _print_call(line: CallLine) -> None:
+    """Print one call of a program's tree."""
+    where = f"row {line.row + 1}" if line.row is not None else f"not trained: {line.why_not}"
+    reward = f"  reward {line.reward:g}" if line.reward else ""
+    branch = f" ({line.branch})" if line.branch else ""
+    said = " ".join([*line.text.split(), *(f"→ {tool}" for tool in line.tools)])
+    say_plain(
+        f"  {'  ' * line.depth}call {line.call}{branch}: {line.tokens} tokens, {where}{reward}  "
+        f"{said[:80]}"
+    )
+
+
 def _print(episode: Episode) -> None:
     task = episode.group.task
     trained = f"step {episode.step}" if episode.step is not None else "not trained"
-    head = f"[bold]task {task.task}[/] episode {episode.number}  {trained}"
     one = episode.trajectory
+    head = f"[bold]task {task.task}[/] {_name(episode)}  {trained}"
     if one is None:
         error = episode.group.error
         say(f"{head}  [red]given up[/]")
@@ -193,6 +217,11 @@ def _print(episode: Episode) -> None:
         say(f"  [{_ROLE_STYLES.get(role, 'white')}]{role}[/]")
         for line in plain_text(message.get("content", "")).splitlines() or [""]:
             say_plain(f"    {line}")
+        for call in message.get("tool_calls", ()):
+            function = call.get("function", {})
+            say_plain(f"    → {function.get('name')}({function.get('arguments')})")
+    for line in call_lines(one.info):
+        _print_call(line)
     for failure in one.failures:
         say_plain(f"  failed try: {failure.boundary}: {failure.message}")
     say("")

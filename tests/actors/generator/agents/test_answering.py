@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.agents.answering import EpisodeCalls
+from tinkermq.actors.generator.agents.answering import CallAnswers
 from tinkermq.actors.generator.agents.call_log import CallLog, TaskCalls
 from tinkermq.actors.generator.agents.rows import rows_of
 from tinkermq.actors.generator.engine.engine import Engine
@@ -40,7 +40,7 @@ class Asking:
     folder: Path
     parts: list[CallPart] = field(default_factory=list)
 
-    def calls(self, log: CallLog | None = None, **agent: Any) -> EpisodeCalls:
+    def calls(self, log: CallLog | None = None, **agent: Any) -> CallAnswers:
         """Return what answers the calls of an episode."""
         config = JobConfig.model_validate(
             {
@@ -59,7 +59,7 @@ class Asking:
             log.begin_try()
         sampling = EpisodeSampling(1.0)
         time_use = TimeUse("generate", "environment", rest="other")
-        return EpisodeCalls("e", self.engine, self.chat, config, sampling, log, time_use)
+        return CallAnswers("e", self.engine, self.chat, config, sampling, log, time_use)
 
     async def tell(self, part: CallPart) -> None:
         """Keep what is told."""
@@ -271,7 +271,7 @@ async def test_the_next_holder_goes_on_with_the_tree_and_the_one_before_ends_no_
     assert isinstance(calls.failed.exception(), Fenced)
 
 
-async def _failed(calls: EpisodeCalls) -> bool:
+async def _failed(calls: CallAnswers) -> bool:
     return calls.failed.done()
 
 

@@ -1,0 +1,284 @@
+"""Agent programs of the user's own: functions of this process, or programs started from here.
+
+    async def run(task, model):
+        client = model.async_openai()
+        ...
+        return reward
+
+    with AgentEnvironment(run, config) as environment: ...
+
+    for episode in AgentEpisodes(job):
+        environment = {**os.environ, **episode.variables}
+        subprocess.run(["my-agent", episode.prompt[-1]["content"]], env=environment)
+        episode.end(grade(...))
+
+Calls of the model go through a proxy in this process, and one outgoing connection to the broker.
+"""
+
+import asyncio
+import inspect
+import queue
+import threading
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from ...schemas.config.agent import AgentConfig
+from ...schemas.config.job import JobConfig
+from ...schemas.wire.errors import ConfigError
+from ..address import JobAddress
+from ..compat.arguments import as_tree
+from ..compat.opentinker_keys import translate
+from .hosted_environment import HasServerUrl, HostedEnvironment
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic, AsyncAnthropic
+    from openai import AsyncOpenAI, OpenAI
+
+    from ...broker.client.connection import Broker
+    from ...envs.agents.given_out import GivenEpisode
+    from ...envs.serving.host import EnvironmentHost
+
+Reward = float | dict[str, Any] | None
+Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward"]
+"""`run(task, model) -> reward`, async or not: a number, an object with `reward` and perhaps
+`success` and `info`, or None where it was told by `model.end`."""
+
+
+class AgentEpisode:
+    """One episode: its task, where its program finds the model, and what it is worth."""
+
+    def __init__(self, given: "GivenEpisode", loop: asyncio.AbstractEventLoop) -> None:
+        """Wrap what the host has given out on its own event loop."""
+        self._given = given
+        self._loop = loop
+        self._episode = given.episode
+        self.id: str = self._episode.episode
+        """Its id, unique in the job."""
+        self.task: dict[str, Any] = self._episode.task_input
+        """The row of the data without its gold answer; empty where the job has no data."""
+        self.prompt: list[dict[str, Any]] = given.prompt
+        """The chat messages by which the task is known."""
+        self.seed: int = self._episode.seed
+        """The same for all episodes of a task."""
+        self.split: str = self._episode.split
+        """Whether it is trained (train) or only counted (val)."""
+        self.api_key: str = self._episode.key
+        """Worth nothing outside of this episode."""
+        self.openai_base_url: str = f"{given.base_url}/v1"
+        """For programs that speak Chat Completions or Responses."""
+        self.anthropic_base_url: str = given.base_url
+        """For programs that speak Messages."""
+        self.variables: dict[str, str] = dict(given.variables)
+        """Environment variables by which programs find all of this."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no call is answered any more."""
+        return bool(self._episode.over)
+
+    def reward(self, reward: float, call: int | None = None) -> None:
+        """Give the whole episode a reward, or one call of the model by its number."""
+        self._soon(partial(self._reward, float(reward), call))
+
+    def end(
+        self,
+        reward: float | None = None,
+        *,
+        success: bool | None = None,
+        info: dict[str, Any] | None = None,
+        failed: bool = False,
+    ) -> None:
+        """End the episode, with its reward if that was not given; harmless when it is over."""
+        self._soon(partial(self._end, reward, success, info, failed=failed))
+
+    def fail(self, error: str) -> None:
+        """End the episode because its program did with an error: it is tried again."""
+        self._soon(partial(self._given.crash, error))
+
+    def openai(self, **options: Any) -> "OpenAI":
+        """Return a client of the `openai` package for this episode."""
+        from openai import OpenAI
+
+        return OpenAI(base_url=self.openai_base_url, api_key=self.api_key, **options)
+
+    def async_openai(self, **options: Any) -> "AsyncOpenAI":
+        """Return an async client of the `openai` package for this episode."""
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(base_url=self.openai_base_url, api_key=self.api_key, **options)
+
+    def anthropic(self, **options: Any) -> "Anthropic":
+        """Return a client of the `anthropic` package for this episode."""
+        from anthropic import Anthropic
+
+        return Anthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+    def async_anthropic(self, **options: Any) -> "AsyncAnthropic":
+        """Return an async client of the `anthropic` package for this episode."""
+        from anthropic import AsyncAnthropic
+
+        return AsyncAnthropic(base_url=self.anthropic_base_url, api_key=self.api_key, **options)
+
+    def _soon(self, change: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(change)
+
+    def _reward(self, reward: float, call: int | None) -> None:
+        if call is None:
+            self._episode.reward = reward
+        else:
+            self._episode.call_rewards[call] = reward
+        self._episode.changed.set()
+
+    def _end(
+        self,
+        reward: float | None,
+        success: bool | None,
+        info: dict[str, Any] | None,
+        *,
+        failed: bool,
+    ) -> None:
+        episode = self._episode
+        if episode.said_end.is_set() or episode.over:
+            return
+        if reward is not None:
+            episode.reward = float(reward)
+        if success is not None:
+            episode.info["success"] = success
+        episode.info.update(info or {})
+        episode.status = "failed" if failed else "done"
+        episode.said_end.set()
+        episode.changed.set()
+
+
+class _GivesEpisodes(HostedEnvironment):
+    """Hosts the episodes of a job whose programs are run from here."""
+
+    def __init__(self, config: Any, job_id: str | None, api_key: str | None) -> None:
+        super().__init__(job_id, api_key)
+        tree = translate(as_tree(config)) if config is not None else {}
+        self._tree = {key: value for key, value in tree.items() if key in ("env", "agent", "seed")}
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the part of the job's configuration that this environment decides."""
+        env = {**self._tree.get("env", {}), "game": "agent", "hosts": 0}
+        return {**self._tree, "env": env, "agent": {**self._tree.get("agent", {}), "client": True}}
+
+    def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
+        """Return the host, which gives its episodes to `given`."""
+        from ...envs.agents.given_out import GivenOutRunner
+        from ...envs.agents.proxy.proxy import ModelProxy
+        from ...envs.serving.host import EnvironmentHost
+
+        config = JobConfig.model_validate({"model": {"path": "-"}, **self.get_config()})
+        loop = asyncio.get_running_loop()
+
+        def give(given: "GivenEpisode") -> None:
+            self.given(AgentEpisode(given, loop), given)
+
+        proxy = ModelProxy(broker, address.scope)
+        tries, job = config.rollout.max_tries, address.scope.job
+        programs = GivenOutRunner(config.agent, proxy, give, max_tries=tries, job=job)
+        return EnvironmentHost(
+            broker, address.scope, config.env, seed=config.seed, programs=programs
+        )
+
+    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+        """Take an episode that has started; on the host's event loop."""
+        raise NotImplementedError
+
+
+class AgentEnvironment(_GivesEpisodes):
+    """A function that is an agent's program, hosted in this process for one job.
+
+    `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
+    are read here. A function that raises has crashed: its episode is tried again.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        config: Any = None,
+        job_id: str | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """Prepare to host `program`; hosting starts with `setup`."""
+        super().__init__(config, job_id, api_key)
+        self._program = program
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+        """Run the function on an episode."""
+        task = asyncio.create_task(self._run(episode), name=f"program {episode.id}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        given.on_drop.append(task.cancel)
+
+    async def _run(self, episode: AgentEpisode) -> None:
+        try:
+            if inspect.iscoroutinefunction(self._program):
+                worth = await self._program(episode.task, episode)
+            else:
+                worth = await asyncio.to_thread(self._program, episode.task, episode)
+            told = cast("Reward", worth)
+            episode.end(**told) if isinstance(told, dict) else episode.end(told)
+        except Exception:  # noqa: BLE001  the boundary to a user's function: it may do anything
+            episode.fail(traceback.format_exc(limit=-8))
+
+
+class AgentEpisodes(_GivesEpisodes):
+    """The episodes of a job, one after the other, for programs that are started from here.
+
+    Iterate over it (`for` or `async for`) for as long as the job trains: an episode waits to be
+    ended by `end`, at most `agent.timeout_s`. Several may be under way at the same time.
+    """
+
+    def __init__(
+        self,
+        job: "HasServerUrl | str",
+        config: AgentConfig | dict[str, Any] | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        """Host the episodes of a job: its client, or its server_url."""
+        super().__init__({"agent": dict(config)} if config is not None else None, None, api_key)
+        self._given: queue.SimpleQueue[AgentEpisode | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self.setup(job)
+        assert self.hosting is not None
+        self.hosting.add_done_callback(self._end_of_host)
+
+    def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
+        """Let the next who asks have an episode."""
+        self._given.put(episode)
+
+    def __iter__(self) -> Iterator[AgentEpisode]:
+        """Yield episodes until the hosting ends; raises what ended it."""
+        while (episode := self._given.get()) is not None:
+            if not episode.is_over:
+                yield episode
+        self._given.put(None)
+        self.check()
+
+    async def __aiter__(self) -> AsyncIterator[AgentEpisode]:
+        """Yield episodes until the hosting ends; raises what ended it."""
+        while (episode := await asyncio.to_thread(self._given.get)) is not None:
+            if not episode.is_over:
+                yield episode
+        self._given.put(None)
+        self.check()
+
+    def _end_of_host(self, _: "Future[None]") -> None:
+        self._given.put(None)
+
+
+def agent(program: Program) -> Program:
+    """Mark a function as an agent's program; ConfigError for one that takes something else."""
+    names = list(inspect.signature(program).parameters)
+    if len(names) != 2:
+        raise ConfigError(
+            f"{program.__qualname__} takes {len(names)} arguments, an agent's program takes two",
+            hint="write `async def run(task, model)` and return a reward",
+        )
+    return program
