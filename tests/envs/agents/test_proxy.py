@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import socket
+from pathlib import Path
 from typing import Any, cast
 
 import anthropic
@@ -261,15 +263,16 @@ async def test_a_custom_tool_is_called_with_its_text(
     assert told.input == "*** begin"
 
 
-async def test_programs_behind_walls_call_through_a_socket(
-    proxy: ModelProxy, episode: ProgramEpisode, tmp_path: Any
+async def test_programs_in_networks_of_their_own_call_through_a_socket(
+    proxy: ModelProxy, episode: ProgramEpisode, tmp_path: Path
 ) -> None:
-    await proxy.listen_unix(tmp_path / "model.sock")
-    transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "model.sock"))
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(tmp_path / "model.sock"))
     env = proxy.env_of(episode, "http://model")
     assert env["ANTHROPIC_BASE_URL"] == "http://model"
-    async with httpx.AsyncClient(transport=transport) as http:
-        answer = await http.post(
-            f"http://model/e/{episode.key}/v1/chat/completions", json=chat_body()
-        )
+    transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "model.sock"))
+    path = f"http://model/e/{episode.key}/v1/chat/completions"
+    async with proxy.listen(listening), httpx.AsyncClient(transport=transport) as http:
+        answer = await http.post(path, json=chat_body())
     assert answer.json()["choices"][0]["message"]["content"] == "You said: Hello"
+    assert listening.fileno() == -1
