@@ -14,8 +14,6 @@ from tinkermq.schemas.agent import CallDelivered, CallDelta, CallPart, CallReque
 from tinkermq.schemas.wire.errors import EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
 
-TOKEN_CHARS = 3
-
 
 def last_text(request: CallRequest) -> str:
     """The last message's text."""
@@ -42,6 +40,8 @@ class Script:
     """Tokens after which the engine fails."""
     thinking: bool = False
     """Whether the prompt has opened the reasoning."""
+    token_chars: int = 3
+    """Characters of a token."""
     numbers: Any = field(default_factory=count)
     """Of the calls of the episode."""
     asked: list[CallRequest] = field(default_factory=list[CallRequest])
@@ -50,7 +50,7 @@ class Script:
 
 
 class ScriptedGenerator:
-    """Answers the calls of episodes, three characters a token."""
+    """Answers the calls of episodes, a few characters a token."""
 
     def __init__(
         self, broker: Broker, scope: JobScope, script: Script, *, delivery: int = 1
@@ -103,7 +103,10 @@ class ScriptedGenerator:
         head = self._head(request)
         if request.count_only:
             return head
-        tokens = [_tokens(script.say(request, choice)) for choice in range(request.num_choices)]
+        tokens = [
+            _tokens(script.say(request, choice), script.token_chars)
+            for choice in range(request.num_choices)
+        ]
         begun = request.begun.deltas if request.begun is not None else []
         told = {delta.choice: len(delta.token_ids) for delta in begun}
         deltas = [
@@ -115,8 +118,8 @@ class ScriptedGenerator:
                 versions=[self._delivery],
             )
             for place in range(max(map(len, tokens)))
-            for choice, texts in enumerate(tokens)
-            for text in texts[place : place + 1]
+            for choice, said in enumerate(tokens)
+            for text in said[place : place + 1]
             if place >= told.get(choice, 0)
         ]
         ends = [CallDelta(choice=choice, finish="stop") for choice in range(len(tokens))]
@@ -155,5 +158,5 @@ class ScriptedGenerator:
             await self.script.go_on.wait()
 
 
-def _tokens(text: str) -> list[str]:
-    return [text[at : at + TOKEN_CHARS] for at in range(0, len(text), TOKEN_CHARS)]
+def _tokens(text: str, chars: int) -> list[str]:
+    return [text[at : at + chars] for at in range(0, len(text), chars)]

@@ -134,7 +134,13 @@ class ProgramLoop:
         return [
             await self._broker.listen(scope.episode(episode, "cancel"), cancel),
             await self._broker.listen(scope.episode(episode, "delivered"), delivered),
-            await parts.listen(scope.episode(episode, "call"), CallRequest, CallPart, calls.answer),
+            await parts.listen(
+                scope.episode(episode, "call"),
+                CallRequest,
+                CallPart,
+                calls.answer,
+                blank=CallPart(delivery=calls.delivery),
+            ),
         ]
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 from urllib.parse import parse_qs
 
-from ....schemas.wire.errors import TinkermqError
+from ....schemas.wire.errors import BusyError, TinkermqError
 from ..dialects.request import RequestError
 from .errors import Api, TooLarge, headers_of, status_of, worded
 
@@ -15,6 +15,7 @@ Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON = "application/json"
+_LARGE = 32 << 10
 _STREAM: Mapping[str, str] = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -30,6 +31,24 @@ class UnreadableBody(RequestError):
     """A body in an encoding that is not read."""
 
     status = 415
+
+
+class BodyRoom:
+    """Memory for bodies that are being read, of all requests together."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Allow so many bytes."""
+        self._left = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        """Take some; BusyError where so much is not left."""
+        if num_bytes > self._left:
+            raise BusyError("too many large requests are being read", hint="send fewer at once")
+        self._left -= num_bytes
+
+    def give(self, num_bytes: int) -> None:
+        """Give some back."""
+        self._left += num_bytes
 
 
 class HttpExchange:
@@ -57,23 +76,34 @@ class HttpExchange:
         """Return a parameter of the query; empty where it is missing."""
         return parse_qs(self._query.decode("latin-1")).get(name, [""])[-1]
 
-    async def body(self, most: int) -> bytes:
-        """Return the body; TooLarge, as soon as it is known, for one over `most` bytes."""
+    async def body(self, most: int, room: "BodyRoom | None" = None) -> bytes:
+        """Return the body; TooLarge, as soon as it is known, for one over `most` bytes.
+
+        While it is read it takes up `room`; BusyError where there is none left.
+        """
+        room = room or BodyRoom(most)
+        taken = 0
         told = self.headers.get("content-length", "")
         if told.isdecimal() and int(told) > most:
             raise _too_large(most)
         if self.headers.get("content-encoding", "identity") != "identity":
             raise UnreadableBody("the body is compressed", hint="send it as it is")
         raw = bytearray()
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            raw += message.get("body", b"")
-            if len(raw) > most:
-                raise _too_large(most)
-            if not message.get("more_body", False):
-                return bytes(raw)
+        try:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                piece = message.get("body", b"")
+                if len(raw) + len(piece) > most:
+                    raise _too_large(most)
+                room.take(len(piece))
+                taken += len(piece)
+                raw += piece
+                if not message.get("more_body", False):
+                    return bytes(raw)
+        finally:
+            room.give(taken)
 
     def watch(self, wake: Callable[[], object]) -> None:
         """From now on notice when the program goes away, and call `wake` then."""
@@ -103,7 +133,10 @@ class HttpExchange:
         """Answer with a JSON value that is serialised already."""
         told = {"content-type": _JSON, "content-length": str(len(raw)), **(headers or {})}
         await self._start(status, told)
-        await self._send({"type": "http.response.body", "body": raw})
+        large = len(raw) > _LARGE
+        await self._send({"type": "http.response.body", "body": raw, "more_body": large})
+        if large:  # the end of it waits until the program has read the rest
+            await self._send({"type": "http.response.body", "body": b""})
 
     async def fail(self, error: TinkermqError) -> None:
         """Answer with an error, if nothing has been said yet."""

@@ -7,9 +7,11 @@ are bounded, and so is what comes of a body that was refused.
 
 import asyncio
 import contextlib
+import math
 import socket
 import time
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ....schemas.wire.errors import ConfigError, StorageError
@@ -26,15 +28,7 @@ except ImportError as error:
     ) from error
 
 MAX_CONNECTIONS = 4096
-HEAD_S = 20.0
-"""For the head of a request, from its first byte."""
-IDLE_S = 75.0
-"""Between requests: longer than the makers' libraries keep a connection."""
-BODY_S = 30.0
-"""For a body, and a second more for each `BODY_RATE` bytes that have come."""
 BODY_RATE = 16 << 10
-STALLED_S = 120.0
-"""How long a program may take too little of an answer for the buffer to drain."""
 MAX_HEAD_BYTES = 128 << 10
 MAX_REFUSED_BYTES = 256 << 20
 """Of a request that is answered already: the rest of a body is read and dropped, up to here."""
@@ -49,11 +43,26 @@ _Protocol = cast("type[H11Protocol]", AutoHTTPProtocol)
 """That of httptools where it is installed; both have what is used here."""
 
 
+@dataclass(frozen=True)
+class ConnectionTimes:
+    """How long a proxy waits for a connection."""
+
+    head_s: float = 20.0
+    """For the head of a request, from its first byte."""
+    idle_s: float = 75.0
+    """Between requests: longer than the makers' libraries keep a connection."""
+    body_s: float = 30.0
+    """For a body, and a second more for each `BODY_RATE` bytes that have come."""
+    stalled_s: float = 120.0
+    """How long a program may take too little of an answer for the buffer to drain."""
+
+
 class ProxyListeners:
     """The sockets that one application is served on."""
 
-    def __init__(self, application: Any) -> None:
+    def __init__(self, application: Any, times: ConnectionTimes | None = None) -> None:
         """Serve an ASGI application."""
+        self.times = times or ConnectionTimes()
         self.connections: set[_ProxyConnection] = set()
         self._config = Config(
             application,
@@ -65,7 +74,7 @@ class ProxyListeners:
             proxy_headers=False,
             server_header=False,
             date_header=False,
-            timeout_keep_alive=int(IDLE_S),
+            timeout_keep_alive=math.ceil(self.times.idle_s),
             h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         )
         self._state = ServerState()
@@ -122,7 +131,7 @@ class ProxyListeners:
             self._watching = asyncio.create_task(self._watch(), name="close slow programs")
 
     def _connection(self) -> asyncio.Protocol:
-        return _ProxyConnection(self.connections, self._config, self._state)
+        return _ProxyConnection(self, self._config, self._state)
 
     async def _watch(self) -> None:
         while True:
@@ -136,11 +145,9 @@ class ProxyListeners:
 class _ProxyConnection(_Protocol):
     """One connection, which knows what it waits for and since when."""
 
-    def __init__(
-        self, all_of_them: "set[_ProxyConnection]", config: Config, state: ServerState
-    ) -> None:
+    def __init__(self, listeners: ProxyListeners, config: Config, state: ServerState) -> None:
         super().__init__(config, state, {})
-        self._all = all_of_them
+        self._all, self._times = listeners.connections, listeners.times
         self._since = time.monotonic()
         self._num_bytes = 0
         self._seen: object = None
@@ -192,11 +199,13 @@ class _ProxyConnection(_Protocol):
 
     def is_overdue(self, now: float) -> bool:
         """Whether a deadline has passed."""
-        if self._stalled_since is not None and now - self._stalled_since > STALLED_S:
+        if self._stalled_since is not None and now - self._stalled_since > self._times.stalled_s:
             return True
         if not self._is_busy:
-            return now - self._since > (HEAD_S if self._num_bytes else IDLE_S)
-        allowed_s = BODY_S + self._num_bytes / BODY_RATE
+            return now - self._since > (
+                self._times.head_s if self._num_bytes else self._times.idle_s
+            )
+        allowed_s = self._times.body_s + self._num_bytes / BODY_RATE
         return bool(
             self.cycle.more_body and not self.flow.read_paused and now - self._since > allowed_s
         )

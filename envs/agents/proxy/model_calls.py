@@ -2,10 +2,10 @@
 
 import asyncio
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -16,13 +16,17 @@ from ..dialects.request import ModelRequest, RequestError
 from ..episode import EpisodeOver
 from ..wire import call_request
 from .errors import worded
-from .exchange import ClientGone, HttpExchange, dumped
+from .exchange import BodyRoom, ClientGone, HttpExchange, dumped
 from .open_episodes import OpenEpisode
 from .reading import AnswerReading
 from .running_call import CallAsker, RunningCall
 from .wording import MESSAGES, RESPONSES, ModelApi
 
+T = TypeVar("T")
+
 MAX_BODY_BYTES = 32 << 20
+MAX_BODIES_BYTES = 512 << 20
+"""Of all requests of one proxy that are being read."""
 _LARGE = 64 << 10
 """Bytes of a body that is read in a thread: the loop answers others meanwhile."""
 _MOST_NAMES, _NAME_CHARS = 256, 100
@@ -46,18 +50,21 @@ class ModelCalls:
     def __init__(self, asker: CallAsker) -> None:
         """Ask by `asker`."""
         self._asker = asker
+        self._room = BodyRoom(MAX_BODIES_BYTES)
 
     async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
         """Answer one call."""
-        raw = await exchange.body(MAX_BODY_BYTES)
-        large = len(raw) > _LARGE
-        asked, tokens = await asyncio.to_thread(_read, raw, api) if large else _read(raw, api)
+        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+        aside = _aside if len(raw) > _LARGE else _here
+        asked, tokens, digest = await aside(_read, raw, api)
         tokens = tokens or "x-tinkermq-tokens" in exchange.headers
-        digest = _digest(raw, exchange, api)
-        is_marked = _is_retry(exchange) or "idempotency-key" in exchange.headers
+        is_marked = _is_retry(exchange)
+        if named := exchange.headers.get("idempotency-key", ""):
+            digest = blake2b(named.encode(errors="replace"), person=b"named").digest()
+            is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:
-            request = _request(opened, asked, is_retry=is_marked, tokens=tokens)
+            request = await aside(_request, opened, asked, is_marked, tokens)
             call = RunningCall(self._asker, opened, request)
             opened.calls.add(digest, call)
         reading = AnswerReading(api, asked, call.request.request, token_ids=tokens)
@@ -70,9 +77,10 @@ class ModelCalls:
 
     async def count(self, exchange: HttpExchange, opened: OpenEpisode) -> None:
         """Answer how many tokens a prompt of Messages has, as it would be continued."""
-        raw = await exchange.body(MAX_BODY_BYTES)
-        asked, _ = await asyncio.to_thread(_read, raw, MESSAGES)
-        request = _request(opened, replace(asked, stream=False), is_retry=False, tokens=False)
+        raw = await exchange.body(MAX_BODY_BYTES, self._room)
+        aside = _aside if len(raw) > _LARGE else _here
+        asked, _, _ = await aside(_read, raw, MESSAGES)
+        request = await aside(_request, opened, replace(asked, stream=False), False, False)
         counting = request.model_copy(update={"count_only": True})
         call = RunningCall(self._asker, opened, counting)
         try:
@@ -126,8 +134,17 @@ class ModelCalls:
         await waiting.exchange.reply_raw(answer, headers=_headers(call))
 
 
-def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bool]:
-    """Read a body; return whether it asks for tokens, too."""
+async def _aside(work: Callable[..., T], *given: Any) -> T:
+    """Do something in a thread: the loop serves others meanwhile."""
+    return await asyncio.to_thread(work, *given)
+
+
+async def _here(work: Callable[..., T], *given: Any) -> T:
+    return work(*given)
+
+
+def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bool, bytes]:
+    """Read a body; return also whether it asks for tokens, and a digest of it."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
@@ -136,12 +153,11 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bool]:
         raise RequestError("the body is no object")
     fields = cast("dict[str, Any]", value)
     tokens = fields.pop("return_token_ids", None)
-    return api.read(fields), tokens is True
+    digest = blake2b(raw, person=api.api.encode()).digest()
+    return api.read(fields), tokens is True, digest
 
 
-def _request(
-    opened: OpenEpisode, asked: ModelRequest, *, is_retry: bool, tokens: bool
-) -> CallRequest:
+def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool, tokens: bool) -> CallRequest:
     """Return what travels; RequestError for what is out of bounds."""
     names = dict.fromkeys(name[:_NAME_CHARS] for name in asked.without_effect)
     bounded = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
@@ -167,13 +183,6 @@ def _previous(opened: OpenEpisode, name: str) -> int:
 def _is_retry(exchange: HttpExchange) -> bool:
     num_tries = exchange.headers.get("x-stainless-retry-count", "")
     return num_tries.isdecimal() and num_tries.strip("0") != ""
-
-
-def _digest(raw: bytes, exchange: HttpExchange, api: ModelApi) -> bytes:
-    """Return what is equal for repeated requests: by the name that they give, or else by body."""
-    named = exchange.headers.get("idempotency-key", "")
-    what = named.encode(errors="replace") if named else raw
-    return blake2b(what, person=api.api.encode(), digest_size=16 + bool(named)).digest()
 
 
 def _headers(call: RunningCall) -> Mapping[str, str]:

@@ -42,6 +42,7 @@ class OpenEpisode:
     """Digests of rewards that were added."""
     num_requests: int = 0
     """HTTP requests of its program that are open."""
+    _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
     _numbers: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
     _known: set[int] = field(default_factory=set[int])
     _kept: "OrderedDict[str, KeptAnswer]" = field(default_factory=OrderedDict[str, "KeptAnswer"])
@@ -74,6 +75,14 @@ class OpenEpisode:
                 hint="give a call's number, or the id of its answer or of a tool call in it",
             )
         return number
+
+    def is_known(self, name: bytes) -> bool:
+        """Whether a request that names itself so has come before; from now on, one has."""
+        known = name in self._names
+        self._names[name] = None
+        if len(self._names) > _MOST_NAMES:
+            self._names.popitem(last=False)
+        return known
 
     def keep(self, name: str, answer: "KeptAnswer") -> None:
         """Keep an answer by its id; the oldest go when there is no more room."""

@@ -9,7 +9,7 @@ from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import EpisodeOver, ProgramEpisode
 from .environment import model_environment
-from .listeners import ProxyListeners
+from .listeners import ConnectionTimes, ProxyListeners
 from .model_calls import ModelCalls
 from .open_episodes import KEPT_BYTES, OpenEpisode, OpenEpisodes
 from .program_calls import ProgramCalls
@@ -30,6 +30,7 @@ class ModelProxy:
         scope: JobScope,
         *,
         times: ProxyTimes | None = None,
+        connection_times: ConnectionTimes | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
     ) -> None:
@@ -38,7 +39,7 @@ class ModelProxy:
         self._kept_bytes = kept_bytes
         self._episodes = OpenEpisodes()
         calls = ModelCalls(CallAsker(broker, scope, self._times))
-        self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls))
+        self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls), connection_times)
         self._port = port
         self._is_listening = False
 

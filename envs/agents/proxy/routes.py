@@ -59,7 +59,7 @@ class ProxyRoutes:
         except TinkermqError as error:
             await exchange.fail(error)
         except Exception as error:  # noqa: BLE001  the server's boundary: record, tell no insides
-            _log.exception("request_failed", path=exchange.path)
+            _log.exception("request_failed", path="/".join(_split(exchange.path)[1]))
             await exchange.fail(InternalError(f"the proxy failed: {type(error).__name__}"))
 
     async def _answer(self, exchange: HttpExchange) -> None:

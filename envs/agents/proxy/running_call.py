@@ -35,6 +35,8 @@ from .gathered import GatheredAnswer
 if TYPE_CHECKING:
     from .open_episodes import OpenEpisode
 
+_LARGE = 64 << 10
+"""Characters of a request that is packed in a thread: the loop serves others meanwhile."""
 _PASSING = (NobodyAnswersError, DeadlineError, BrokerError, ConflictError)
 _LASTING = (DeniedError, LogInRefusedError)
 
@@ -65,27 +67,30 @@ class CallAsker:
     scope: JobScope
     times: ProxyTimes
 
-    def parts(
-        self, episode: str, request: CallRequest, delivery: int
-    ) -> AsyncGenerator[CallPart, None]:
-        """Ask who plays the episode by this or a later delivery of its task.
-
-        Raises TooLarge for what no message holds.
-        """
-        payload = request.to_bytes()
+    async def packed(self, request: CallRequest) -> bytes:
+        """Return a request as a message; TooLarge for what none holds."""
+        size = sum(len(part) for message in request.messages for part in message.content)
+        large = size > _LARGE
+        payload = await asyncio.to_thread(request.to_bytes) if large else request.to_bytes()
         if len(payload) > self.broker.max_payload_bytes:
             raise TooLarge(
                 f"the call is {len(payload):,} bytes as a message, and the broker takes "
                 f"{self.broker.max_payload_bytes:,}",
                 hint="send smaller images and tool results",
             )
+        return payload
+
+    def parts(
+        self, episode: str, request: str, payload: bytes, delivery: int
+    ) -> AsyncGenerator[CallPart, None]:
+        """Ask who plays the episode by this or a later delivery of its task."""
         return ask_parts(
             self.broker,
             self.scope.episode(episode, "call"),
             payload,
             CallPart,
             waiting_for=f"the generator that plays episode {episode}",
-            cancel=(self.scope.episode(episode, "cancel"), CancelCall(request=request.request)),
+            cancel=(self.scope.episode(episode, "cancel"), CancelCall(request=request)),
             silence_s=self.times.silence_s,
             rank=lambda part: part.delivery,
             least_rank=delivery,
@@ -169,7 +174,7 @@ class RunningCall:
             _log.exception("call_failed", episode=self._opened.episode.episode)
             self.error = InternalError(f"the call failed: {type(error).__name__}")
         self._wake()
-        if self.answer.is_whole and not self._listeners:
+        if self.answer.is_whole and not self._listeners and not self.request.count_only:
             await self.delivered(whole=False)
 
     def _note(self) -> None:
@@ -177,7 +182,7 @@ class RunningCall:
         head = self.answer.head
         self._opened.learn(head.names if head else [], self.answer.calls)
         if not self.request.count_only:
-            self._opened.episode.num_calls += 1
+            self._opened.episode.num_calls += len(self.answer.calls)
             self._opened.episode.limit = ""
 
     async def _ask_until_whole(self) -> None:
@@ -208,7 +213,9 @@ class RunningCall:
         """Ask once; ends early when somebody else, who has it later, answers behind the first."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
-        asking = self._asker.parts(self._opened.episode.episode, request, self.answer.delivery)
+        payload = await self._asker.packed(request)
+        episode, delivery = self._opened.episode.episode, self.answer.delivery
+        asking = self._asker.parts(episode, request.request, payload, delivery)
         async with aclosing(asking) as parts:
             async for part in parts:
                 if source >= 0 and part.delivery > source and self.answer.head is not None:

@@ -1,6 +1,7 @@
 """What programs are told when a call fails, in their API's own words; and keys, and limits."""
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ from tinkermq.envs.agents.episode import (
     EpisodeOver,
     ProgramEpisode,
 )
+from tinkermq.envs.agents.proxy.listeners import ConnectionTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
 from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
 from tinkermq.envs.agents.proxy.running_call import ProxyTimes
@@ -29,7 +31,7 @@ from tests.support.program_clients import (
     openai_client,
     response_body,
 )
-from tests.support.scripted_generator import Script
+from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import until
 
 PATHS = {
@@ -347,12 +349,62 @@ async def test_what_is_not_there_is_not_found(proxy: ModelProxy, episode: Progra
     assert packed.status_code == 415
 
 
-async def test_whoever_sends_no_request_is_dropped(proxy: ModelProxy) -> None:
-    port = int(proxy.base_url.rpartition(":")[2])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(b"GET / HTTP/1.1\r\n")
-    for _ in range(40):
-        writer.write(b"x: " + b"y" * 10_000 + b"\r\n")
-    await writer.drain()
-    assert b" 400 " in await reader.readline() or reader.at_eof()
-    writer.close()
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
+        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: KEY\r\ncontent-length: 9\r\n\r\n{",
+        b"GET / HTTP/1.1\r\n" + b"x: " * 200_000,
+    ],
+    ids=["nothing", "half a head", "half a body", "an endless head"],
+)
+async def test_whoever_sends_no_whole_request_is_dropped(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, sent: bytes
+) -> None:
+    times = ConnectionTimes(head_s=0.2, idle_s=0.2, body_s=0.2)
+    async with ModelProxy(broker, scope, connection_times=times) as proxy:
+        proxy.open(episode)
+        port = int(proxy.base_url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(sent.replace(b"KEY", episode.key.encode()))
+        with contextlib.suppress(ConnectionError):
+            async with asyncio.timeout(60):
+                await reader.read()
+        writer.close()
+        assert episode.num_open == 0
+
+
+async def test_a_program_that_reads_nothing_is_dropped(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
+) -> None:
+    script.say, script.token_chars = (lambda request, choice: "x" * (24 << 20)), 1 << 20
+    times = ConnectionTimes(stalled_s=0.2)
+    body = json.dumps(chat_body(stream=True)).encode()
+    async with (
+        ScriptedGenerator(broker, scope, script).playing(episode.episode),
+        ModelProxy(broker, scope, connection_times=times) as proxy,
+    ):
+        proxy.open(episode)
+        port = int(proxy.base_url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        head = f"POST /e/{episode.key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        await until(lambda: bool(script.delivered), "it to be given up")
+        writer.close()
+    assert not script.delivered[0].whole
+
+
+@pytest.mark.usefixtures("generator")
+async def test_the_oldest_answers_make_room(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode
+) -> None:
+    async with ModelProxy(broker, scope, kept_bytes=12_000) as proxy:
+        proxy.open(episode)
+        async with http_client(proxy, episode) as http:
+            ids = [
+                (await http.post("/v1/responses", json=response_body(str(number)))).json()["id"]
+                for number in range(4)
+            ]
+            found = [(await http.get(f"/v1/responses/{name}")).status_code for name in ids]
+    assert found == [404, 404, 200, 200]

@@ -14,6 +14,7 @@ from tinkermq.schemas.wire.errors import StateError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.program_clients import (
+    anthropic_client,
     chat_body,
     http_client,
     messages_body,
@@ -191,7 +192,7 @@ async def test_equal_requests_are_samples_of_their_own_unless_they_say_otherwise
     assert ids[2] == ids[3]
     assert ids[4] in ids[:2]
     assert late.status_code == 200
-    assert [request.is_retry for request in script.asked] == [False, False, True, True]
+    assert [request.is_retry for request in script.asked] == [False, False, False, True]
 
 
 async def test_a_response_is_cancelled_by_its_id(
@@ -238,3 +239,40 @@ async def test_a_proxy_that_stops_ends_what_is_open(
     async with httpx.AsyncClient() as http:
         with pytest.raises(httpx.ConnectError):
             await http.get(url)
+
+
+async def test_streams_show_that_they_wait_and_the_libraries_bear_it(
+    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
+) -> None:
+    script.stops_at = 3
+    times = ProxyTimes(pause_s=0.02, keepalive_s=0.05)
+
+    async def chat() -> str:
+        async with openai_client(proxy, episode) as client:
+            stream = await client.chat.completions.create(**chat_body(stream=True))
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def response() -> str:
+        async with (
+            openai_client(proxy, episode) as client,
+            client.responses.stream(**response_body()) as stream,
+        ):
+            return (await stream.get_final_response()).output_text
+
+    async def message() -> str:
+        async with (
+            anthropic_client(proxy, episode) as client,
+            client.messages.stream(**messages_body()) as stream,
+        ):
+            return await stream.get_final_text()
+
+    async with ModelProxy(broker, scope, times=times) as proxy:
+        proxy.open(episode)
+        waiting = [asyncio.create_task(each()) for each in (chat, response, message)]
+        await until(lambda: episode.num_open == 3, "the calls")
+        await asyncio.sleep(0.2)  # nobody plays: the streams begin with signs of life
+        async with play(broker, scope, script, episode):
+            await until(lambda: len(script.asked) == 3, "the calls to be heard")
+            await asyncio.sleep(0.2)  # and have some within
+            script.go_on.set()
+            assert await asyncio.gather(*waiting) == ["You said: Hello"] * 3
