@@ -87,10 +87,10 @@ class ProgramFolder:
                 continue
             num_files += len(entries)
             for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
                 with contextlib.suppress(OSError):
                     num_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
         return FolderUsage(num_bytes, num_files)
 
     def read(self, part: str, name: str, most_bytes: int) -> bytes | None:
