@@ -1,6 +1,6 @@
 """What an agent program asks of the model that is trained under it, and what it is told."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -9,6 +9,8 @@ from .wire.reply import Part
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+MAX_OPEN_CALLS = 64
+"""Requests of one episode's program at the same time."""
 Verb = Literal["call", "cancel", "delivered"]
 RequestId = Annotated[str, Field(min_length=1, max_length=64)]
 
@@ -131,3 +133,62 @@ class CallDelivered(Message):
     """Numbers of the calls."""
     whole: bool
     """False: the program had gone before the end."""
+
+
+class EpisodeSecret(Message):
+    """What a job's hosts sign the keys of its episodes with; the auth service tells it to them."""
+
+    secret: bytes = Field(min_length=32, max_length=32)
+    """It follows from the pool's own, and is worth nothing for another job."""
+
+
+class AnsweredCall(Message):
+    """One call of a program that was answered through a gateway."""
+
+    names: list[str] = Field(default_factory=list[str], max_length=MAX_CHOICES)
+    """With what the ids of each choice's tool calls begin."""
+    calls: list[int] = Field(min_length=1, max_length=MAX_CHOICES)
+    """Number of each choice among the calls of the episode."""
+
+
+class EpisodePost(Message):
+    """What a gateway tells the host of an episode, on `episode.<e>.post`.
+
+    It holds a request of the program that is the host's to answer, or none: then it only reports
+    how the program's calls go, which the gateway asks whoever plays the episode.
+    """
+
+    max_bytes: ClassVar[int] = 4 << 20
+    request: RequestId
+    """Id made by the gateway."""
+    key: str = Field(max_length=512)
+    """The episode's key, as the program has sent it."""
+    source: RequestId
+    """Which gateway it is."""
+    num_open: int = Field(default=0, ge=0, le=MAX_OPEN_CALLS)
+    """Calls of the program that wait for an answer at this gateway."""
+    answered: list[AnsweredCall] = Field(default_factory=list[AnsweredCall], max_length=1024)
+    """Calls that were answered there; one that was told before counts once."""
+    limit: Literal["", "episode_limit", "context_length_exceeded"] = ""
+    """Code of the limit that the last call was refused for."""
+    method: Literal["", "GET", "POST"] = ""
+    """Of the program's request; empty: there is none."""
+    path: str = Field(default="", max_length=1024)
+    """Its path, without a key."""
+    name: str = Field(default="", max_length=256)
+    """Its `Idempotency-Key`."""
+    body: bytes = b""
+    """Its body."""
+
+
+class EpisodePosted(Part):
+    """The host's answer: what the program is told, and whether the episode goes on."""
+
+    status: int = 0
+    """HTTP status of the answer; 0: there was no request."""
+    headers: dict[str, str] = Field(default_factory=dict[str, str])
+    """Its headers."""
+    body: bytes = b""
+    """Its body."""
+    over: str = ""
+    """Why no call of the program is answered any more; empty while calls are."""

@@ -4,6 +4,8 @@ import time
 from typing import NamedTuple
 
 from ...broker.client.keys import (
+    EPISODE_KEY,
+    check_episode_key,
     check_job_key,
     id_of_invitation,
     is_same,
@@ -14,6 +16,7 @@ from ...broker.jobs import JobStore, is_final
 from ...broker.users.permissions import (
     Permissions,
     admin_permissions,
+    episode_permissions,
     invited_permissions,
     job_permissions,
     user_permissions,
@@ -45,7 +48,8 @@ class Authenticator:
     async def admit(self, user: str, secret: str) -> Admission:
         """Return what somebody may do; raises AuthError, which tells why not."""
         if user == "job":
-            return await self._process(secret)
+            of_program = secret.startswith(EPISODE_KEY)
+            return await (self._program(secret) if of_program else self._process(secret))
         if user == "invited":
             return await self._invited(secret)
         return await self._user(user, secret)
@@ -77,6 +81,17 @@ class Authenticator:
             raise AuthError("the key of an actor that the job no longer has")
         name = JobConnection.of(identity).name
         return Admission(name, job_permissions(identity, record.follow, record.judge))
+
+    async def _program(self, key: str) -> Admission:
+        """Let in who has the key of an episode, for as long as its job runs."""
+        identity = check_episode_key(key, self._job_secret)
+        if identity is None:
+            raise AuthError("no key of an episode of this pool")
+        record = await self._jobs.find_by_id(identity.user, identity.job)
+        if record is None or is_final(record):
+            raise AuthError("the key of an episode whose job has ended")
+        name = JobConnection(identity.user, identity.job, record.attempt, identity.episode).name
+        return Admission(name, episode_permissions(identity))
 
     async def _invited(self, code: str) -> Admission:
         number = id_of_invitation(code)

@@ -19,7 +19,7 @@ from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError
 
 _HEADER = {"typ": "JWT", "alg": "ed25519-nkey"}
-_UNLIMITED = {"subs": -1, "data": -1, "payload": -1}
+_UNLIMITED = {"data": -1, "payload": -1}
 
 
 class LoginRequest(NamedTuple):
@@ -70,7 +70,13 @@ class ClaimIssuer:
             "sub": request.nkey,
             "aud": ACCOUNT,
             "name": name,
-            "nats": {"type": "user", "version": 2, **_UNLIMITED, **permissions.claims()},
+            "nats": {
+                "type": "user",
+                "version": 2,
+                "subs": permissions.max_subscriptions,
+                **_UNLIMITED,
+                **permissions.claims(),
+            },
         }
         if expires is not None:
             claims["exp"] = int(expires)

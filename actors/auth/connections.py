@@ -30,6 +30,8 @@ LOOK_S = 2.0
 SHUT_OUT_S = 30.0
 PROCESS_MESSAGES_S = 50_000
 """Messages a second of one process of a job, beyond which it is a flood."""
+PROGRAM_MESSAGES_S, PROGRAM_BYTES_S = 2_000, 64 << 20
+"""Messages and bytes a second of one connection with the key of an episode."""
 _EXPECTED_S = 5.0
 _Key = tuple[str, int]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -76,6 +78,12 @@ class UserConnections:
         else:
             self._expected.pop(name, None)
         return self._count.get(name, 0) + len(expected)
+
+    def num_of_programs(self, user: str) -> int:
+        """Return the connections with keys of episodes of a user's jobs."""
+        own = f"{user}."
+        names = [name for name in self._count if name.startswith(own) and name.count(".") == 3]
+        return sum(self._count[name] for name in names)
 
     def expect(self, name: str) -> None:
         """Count one that is let in and not told of yet."""
@@ -140,10 +148,10 @@ class UserConnections:
                 if why:
                     over.add(name)
                     await self._end(name, why)
-            elif JobConnection.read(name) is not None:
+            elif (process := JobConnection.read(name)) is not None:
                 for one in mine:
-                    if rates[one.key].messages > PROCESS_MESSAGES_S:
-                        await self._end_process(one, rates[one.key].messages)
+                    if why := _excess_of(process, rates[one.key]):
+                        await self._end_process(one, why)
         self._over = over
 
     def _rate(self, one: Connection, passed_s: float) -> "_Rate":
@@ -161,9 +169,8 @@ class UserConnections:
         told = self._audit.refused(name, "flood", f"{why}: shut out for {SHUT_OUT_S:g} s")
         await asyncio.gather(told, kick(self._system, name))  # told before log-ins use up his bound
 
-    async def _end_process(self, one: Connection, rate: float) -> None:
+    async def _end_process(self, one: Connection, why: str) -> None:
         await close(self._system, one)
-        why = f"{rate:,.0f} messages a second, a process may send {PROCESS_MESSAGES_S:,}"
         await self._audit.refused(one.user, "flood", why)
 
 
@@ -185,6 +192,18 @@ def _excess(quota: Quota, mine: list[Connection], rates: list[_Rate]) -> str:
     num_subscriptions = sum(one.subscriptions for one in mine)
     if quota.max_subscriptions is not None and num_subscriptions > quota.max_subscriptions:
         return f"{num_subscriptions:,} subscriptions, the quota is {quota.max_subscriptions:,}"
+    return ""
+
+
+def _excess_of(process: JobConnection, rate: _Rate) -> str:
+    """Say what a process or program sends too much of; empty if nothing."""
+    who, most = "a process", PROCESS_MESSAGES_S
+    if process.episode:
+        who, most = "a program", PROGRAM_MESSAGES_S
+        if rate.num_bytes > PROGRAM_BYTES_S:
+            return f"{rate.num_bytes:,.0f} bytes a second, a program may send {PROGRAM_BYTES_S:,}"
+    if rate.messages > most:
+        return f"{rate.messages:,.0f} messages a second, {who} may send {most:,}"
     return ""
 
 

@@ -26,11 +26,13 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class JobConnection(NamedTuple):
-    """Whom the connection of a job's process is named after."""
+    """Whom the connection of a job's process, or of one of its programs, is named after."""
 
     user: str
     job: str
     attempt: int
+    episode: str = ""
+    """Of a program: its episode; empty for the job's own processes."""
 
     @classmethod
     def of(cls, identity: JobIdentity) -> "JobConnection":
@@ -41,14 +43,15 @@ class JobConnection(NamedTuple):
     def read(cls, name: str) -> "JobConnection | None":
         """Return it from the name, or None for that of a user or a service."""
         parts = name.split(".")
-        if len(parts) != 3 or not parts[2].isdecimal():
+        if len(parts) not in (3, 4) or not parts[2].isdecimal():
             return None
-        return cls(parts[0], parts[1], int(parts[2]))
+        return cls(parts[0], parts[1], int(parts[2]), *parts[3:])
 
     @property
     def name(self) -> str:
         """The name under which the server lists the connection."""
-        return f"{self.user}.{self.job}.{self.attempt}"
+        name = f"{self.user}.{self.job}.{self.attempt}"
+        return f"{name}.{self.episode}" if self.episode else name
 
 
 class JobEnds:
@@ -75,9 +78,15 @@ class JobEnds:
 
     async def _look(self) -> None:
         known, self._over_since = self._over_since, {}
+        seen: dict[tuple[str, str, int], bool] = {}  # a job may have many programs
         for name in sorted(await connected(self._system)):
             connection = JobConnection.read(name)
-            if connection is not None and await self._is_over(connection):
+            if connection is None:
+                continue
+            attempt = connection[:3]
+            if attempt not in seen:
+                seen[attempt] = await self._is_over(connection)
+            if seen[attempt]:
                 since = self._over_since[name] = known.get(name, time.monotonic())
                 if time.monotonic() - since >= self._grace_s:
                     await kick(self._system, name)

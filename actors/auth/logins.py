@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 from nats.aio.msg import Msg
 
-from ...broker.client.keys import check_job_key, is_same, key_hash
+from ...broker.client.keys import check_episode_key, check_job_key, is_same, key_hash
 from ...broker.load.fair_queue import FairQueue
 from ...broker.load.rates import Rates
 from ...broker.users.audit import Audit
@@ -28,6 +28,12 @@ LOGINS_S, LOGINS_AT_ONCE = 20.0, 200
 """Of one user: in the long run, and after a time without any."""
 PROCESS_CONNECTIONS = 8
 """For each actor that a job may have, under the name of the job."""
+PROGRAM_CONNECTIONS = 16
+"""With the key of one episode: one for each gateway that it is used at."""
+USER_PROGRAMS = 4096
+"""With keys of episodes of one user."""
+PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE = 100.0, 2000
+"""With keys of episodes of one user: a job starts many at once."""
 _RUNNING = 16
 _REFUSALS_S = 50.0
 _TURNED_AWAY = "turned away"
@@ -57,6 +63,7 @@ class Logins:
         self._queue = FairQueue()
         self._queue.bound = lambda _: _RUNNING
         self._rates = Rates(LOGINS_S, LOGINS_AT_ONCE)
+        self._program_rates = Rates(PROGRAM_LOGINS_S, PROGRAM_LOGINS_AT_ONCE)
         self._refusals = Rates(_REFUSALS_S, int(_REFUSALS_S))
 
     def take(self, message: Msg) -> None:
@@ -84,6 +91,9 @@ class Logins:
             identity = check_job_key(request.password, self._job_secret)
             if identity is not None:
                 return f"job {identity.user}"
+            program = check_episode_key(request.password, self._job_secret)
+            if program is not None:
+                return f"programs {program.user}"
         record = self._user(request.user)
         if record is not None and is_same(record.key_hash, key_hash(request.password)):
             return f"user {request.user}"
@@ -106,13 +116,21 @@ class Logins:
             most = owner.max_actors if owner is not None else None
             if most is not None and has >= PROCESS_CONNECTIONS * most:
                 return f"{has} connections of the job's processes, and it may have {most} of these"
-        if kind != "job" and self._rates.take(line, time.monotonic()) is None:
+        if kind == "programs":
+            if self._connections.num_of_programs(name) >= USER_PROGRAMS:
+                return f"{USER_PROGRAMS} connections of programs of user {name}"
+            if self._program_rates.take(line, time.monotonic()) is None:
+                return f"more than {PROGRAM_LOGINS_S:g} log-ins of programs a second"
+        elif kind != "job" and self._rates.take(line, time.monotonic()) is None:
             return f"more than {LOGINS_S:g} log-ins a second: come again in some seconds"
         return ""
 
     def _too_many(self, name: str) -> str:
-        """Say that a user has all the connections of the quota; empty if not."""
+        """Say that a user or program has all the connections there may be; empty if not."""
         quota, has = self._user(name), self._connections.num_of(name)
+        process = JobConnection.read(name)
+        if process is not None and process.episode and has >= PROGRAM_CONNECTIONS:
+            return f"{has} connections with the key of one episode"
         most = quota.max_connections if quota is not None else None
         if most is None or has < most:
             return ""

@@ -29,6 +29,7 @@ from ..runtime import ActorContext
 from .callout import Authenticator
 from .claims import ClaimIssuer
 from .connections import LOOK_S, UserConnections
+from .episode_keys import EpisodeSecrets
 from .job_ends import EVERY_S, GRACE_S, JobEnds
 from .job_keys import JobKeys
 from .known import KnownUsers
@@ -108,6 +109,7 @@ async def _answer(
         await connections.start()
         await UserRequests(users, audit, system, job_secret).open(asking)
         await JobKeys(jobs, job_secret).open(context.service)
+        await EpisodeSecrets(jobs, job_secret).open(asking)
         await store.open()
         await listen(callout, CALLOUT, logins.take, queue="auth")
         context.set_state("working")

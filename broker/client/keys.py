@@ -2,7 +2,10 @@
 
 An API key is `tmq_<user>_<secret>` and is known to the pool by its hash only. A job key is
 `tmqj.<user>.<job>.<role>.<actor>.<attempt>.<signature>`: it is kept nowhere and checked by its
-signature, and it is worth something only as long as that attempt of the job has that actor.
+signature, and it is worth something only as long as that attempt of the job has that actor. The key
+of an episode is `tmqe_<user>.<job>.<episode>.<signature>`: the hosts of the job's episodes sign it
+with a secret of the job, which follows from that of the pool. In a pool without users the signature
+is random, and the host that made it is the one who knows it.
 """
 
 import hashlib
@@ -18,6 +21,9 @@ _SECRET_CHARS = 43  # 62**43 > 256**32
 _NUMBER_CHARS = 8
 _LETTERS = string.digits + string.ascii_letters
 _KEY, _JOB_KEY, _INVITATION = "tmq", "tmqj", "tmqinv"
+EPISODE_KEY = "tmqe_"
+"""With what the keys of episodes begin."""
+_RANDOM_BYTES = 32
 
 
 class JobIdentity(NamedTuple):
@@ -28,6 +34,19 @@ class JobIdentity(NamedTuple):
     role: str
     actor: str
     attempt: int
+
+    @property
+    def scope(self) -> JobScope:
+        """The job's names."""
+        return JobScope(self.user, self.job)
+
+
+class EpisodeIdentity(NamedTuple):
+    """Which episode a key stands for."""
+
+    user: str
+    job: str
+    episode: str
 
     @property
     def scope(self) -> JobScope:
@@ -109,6 +128,40 @@ def check_job_key(key: str, secret: bytes) -> JobIdentity | None:
     if not is_same(signature, _signature(text, secret)):
         return None
     return read_job_key(key)
+
+
+def episode_secret(user: str, job: str, pool_secret: bytes) -> bytes:
+    """Return what the keys of one job's episodes are signed with: worth nothing for another job."""
+    return hmac.digest(pool_secret, "\0".join(("episodes", user, job)).encode(), hashlib.sha256)
+
+
+def episode_key(identity: EpisodeIdentity, secret: bytes | None) -> str:
+    """Return the key of an episode; without a secret one of which nobody can make another."""
+    text = EPISODE_KEY + ".".join(identity)
+    signed = secrets.token_hex(_RANDOM_BYTES) if secret is None else _signature(text, secret)
+    return f"{text}.{signed}"
+
+
+def read_episode_key(key: str) -> EpisodeIdentity | None:
+    """Return which episode a key says it stands for, unchecked; None if this is none."""
+    parts = key.removeprefix(EPISODE_KEY).split(".")
+    if not key.startswith(EPISODE_KEY) or len(parts) != 4 or len(parts[3]) != 2 * _RANDOM_BYTES:
+        return None
+    try:
+        for part in parts[:3]:
+            token(part, what="part of an episode's key")
+    except MessageError:
+        return None
+    return EpisodeIdentity(*parts[:3])
+
+
+def check_episode_key(key: str, pool_secret: bytes) -> EpisodeIdentity | None:
+    """Return which episode a key stands for, or None if no host of that job has signed it."""
+    identity = read_episode_key(key)
+    if identity is None:
+        return None
+    secret = episode_secret(identity.user, identity.job, pool_secret)
+    return identity if is_same(key, episode_key(identity, secret)) else None
 
 
 def _secret() -> str:

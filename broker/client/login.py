@@ -26,7 +26,7 @@ from ...schemas.wire.subjects import (
     user_store,
 )
 from ..programs.process import erase_variable
-from .keys import id_of_invitation, read_job_key, user_of_key
+from .keys import id_of_invitation, read_episode_key, read_job_key, user_of_key
 
 KEY_VARIABLE = "TINKERMQ_API_KEY"
 CREDENTIALS_VARIABLE = "TINKERMQ_CREDENTIALS"
@@ -95,6 +95,19 @@ def nobody(user: str = DEFAULT_USER) -> Login:
     return Login(token(user, what="user"), inbox(user))
 
 
+def of_program(key: str, *, with_users: bool = True) -> Login:
+    """Return how a program connects with the key of its episode; AuthError for none.
+
+    Without users the broker takes everybody, and whoever hosts the episode checks its key.
+    """
+    episode = read_episode_key(key)
+    if episode is None:
+        raise AuthError("this is not the key of an episode", hint="a key looks like tmqe_…")
+    options = {"user": "job", "password": key} if with_users else {}
+    own = episode.scope.episode_inbox(episode.episode)
+    return Login(episode.user, own, options, is_guest=with_users)
+
+
 def take_login() -> Login:
     """Return how a service connects, and take every secret out of its environment.
 
@@ -123,6 +136,8 @@ def _of_key(key: str) -> Login:
             store=process.scope.store(process.role),
             is_guest=process.role in _GUESTS,
         )
+    if read_episode_key(key) is not None:
+        return of_program(key)
     if id_of_invitation(key) is not None:
         options = {"user": "invited", "password": key}
         store = user_store("invited")

@@ -1,11 +1,12 @@
 """Who may reach what: the one table of permissions, as pure functions.
 
-Three circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
+Four circles. *Services* (scheduler, auth, node, gateway) are the pool itself. *Job processes* read
 and write the streams of their one job, by their role. *Guests* are users and the environment hosts
 of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
 the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
-asks `may_read` and `may_store` below.
+asks `may_read` and `may_store` below. *Programs* whose episodes run elsewhere have the key of one
+episode: they reach who plays it and who hosts it, and nothing that is stored.
 
 Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
 could give himself the right to any reply subject. Whoever answers requests may publish to the
@@ -33,7 +34,7 @@ from ...schemas.wire.subjects import (
     node,
     rpc,
 )
-from ..client.keys import JobIdentity
+from ..client.keys import EpisodeIdentity, JobIdentity
 
 _DISCOVERY = "$SRV.>"
 _TOOLS_INBOX = "_INBOX.>"
@@ -43,6 +44,9 @@ _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "
 _STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log")
 _JOB_KINDS = frozenset({*_STREAMS, "weights"})
 _SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
+_EPISODE_VERBS = ("call", "cancel", "delivered", "post")
+_EPISODE_SUBSCRIPTIONS = 512
+"""Of one connection: one for each call that waits."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
 
@@ -53,6 +57,8 @@ class Permissions:
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
     deny_publish: tuple[str, ...] = ()
+    max_subscriptions: int = -1
+    """At the same time; -1: no bound."""
 
     def claims(self) -> dict[str, dict[str, list[str]]]:
         """Return them in the form of a NATS user claim, and of the server's configuration."""
@@ -81,6 +87,7 @@ def user_permissions(user: str) -> Permissions:
             f"{inbox(user)}.>",
             f"{own}.env.>",
             f"{own}.play.*.env.>",
+            f"{own}.episode.*.post",
             *(f"{own}.{kind}" for kind in _FED),
         ),
     )
@@ -135,7 +142,10 @@ def job_permissions(
     }[identity.role](scope, actor)
     hears = {
         "learner": (scope.appended, scope.weights, scope.weights_join),
-        "environment": (f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",),
+        "environment": (
+            f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",
+            scope.episode_posts,
+        ),
         "generator": (scope.weights, scope.episodes),
         "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
@@ -257,6 +267,22 @@ def _there(stream: str) -> str:
 
 def _env(scope: JobScope) -> str:
     return f"{PREFIX}.job.{scope.user}.{scope.job}.env.>"
+
+
+# -- programs --------------------------------------------------------------------------------------
+
+
+def episode_permissions(identity: EpisodeIdentity) -> Permissions:
+    """Return what the key of an episode is good for: its calls and posts, and their answers.
+
+    Who has it is a program of whatever origin, or a gateway that speaks for one.
+    """
+    scope, episode = identity.scope, identity.episode
+    return Permissions(
+        publish=tuple(scope.episode(episode, verb) for verb in _EPISODE_VERBS),
+        subscribe=(f"{scope.episode_inbox(episode)}.>",),
+        max_subscriptions=_EPISODE_SUBSCRIPTIONS,
+    )
 
 
 # -- services --------------------------------------------------------------------------------------

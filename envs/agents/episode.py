@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self, TypeAlias
 
+from ...broker.client.keys import EPISODE_KEY
 from ...schemas.env import Split
 from ...schemas.wire.errors import GameError, TinkermqError
 
 Outcome: TypeAlias = Literal["done", "failed", "timeout", "stuck", "crash"]
 """How a program that counts has ended: well, by its own word not, over its time, without a call
 for too long, or with an error. That the model's limits ended it is known where they bind."""
-KEY_PREFIX = "tmqe_"
 
 
 class EpisodeOver(TinkermqError):
@@ -64,7 +64,7 @@ class ProgramEpisode:
     job: str = ""
     deadline: float = float("inf")
     """Monotonic time at which it is over."""
-    key: str = field(default_factory=lambda: KEY_PREFIX + secrets.token_urlsafe(24))
+    key: str = field(default_factory=lambda: EPISODE_KEY + secrets.token_urlsafe(24))
     """What its program proves itself by; worth nothing for any other episode."""
 
     num_calls: int = 0

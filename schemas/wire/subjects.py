@@ -238,8 +238,27 @@ class JobScope:
 
     def episode(self, episode: str, verb: str) -> str:
         """Subject of `call`, `cancel` or `delivered` at the generator that plays the episode of a
-        program (`>` as the verb: all three)."""
+        program, and of `post` at its host."""
         return self._subject(f"episode.{token(episode, what='episode')}.{verb}")
+
+    @property
+    def episode_posts(self) -> str:
+        """Subjects on which the hosts hear what programs elsewhere post."""
+        return self._subject("episode.*.post")
+
+    @property
+    def episode_keys(self) -> str:
+        """Subject on which a host asks the auth service for what it signs episodes' keys with."""
+        return self._subject("episode.keys")
+
+    @staticmethod
+    def all_episode_keys() -> str:
+        """Subject of these requests for all jobs."""
+        return f"{PREFIX}.job.*.*.episode.keys"
+
+    def episode_inbox(self, episode: str) -> str:
+        """Prefix of the inboxes of who has the key of an episode."""
+        return self.inbox(f"episode.{token(episode, what='episode')}")
 
     @property
     def episodes(self) -> str:
