@@ -104,8 +104,9 @@ def of_program(key: str, *, with_users: bool = True) -> Login:
     if episode is None:
         raise AuthError("this is not the key of an episode", hint="a key looks like tmqe_…")
     options = {"user": "job", "password": key} if with_users else {}
-    own = episode.scope.episode_inbox(episode.episode)
-    return Login(episode.user, own, options, is_guest=with_users)
+    scope = episode.scope
+    inboxes, store = scope.episode_inbox(episode.episode), scope.store("episode")
+    return Login(episode.user, inboxes, options, store, is_guest=with_users)
 
 
 def take_login() -> Login:

@@ -2,13 +2,18 @@
 
 import pytest
 from tinkermq.broker.client.keys import (
+    EpisodeIdentity,
     JobIdentity,
+    check_episode_key,
     check_job_key,
+    episode_key,
+    episode_secret,
     id_of_invitation,
     invitation_code,
     job_key,
     key_hash,
     new_api_key,
+    read_episode_key,
     read_job_key,
     user_of_key,
 )
@@ -54,3 +59,36 @@ def test_an_invitation_is_found_by_its_id() -> None:
     assert id_of_invitation(code) == number
     assert id_of_invitation("tmqinv_x_y") is None
     assert id_of_invitation(new_api_key("ada")) is None
+
+
+EPISODE = EpisodeIdentity("ada", "01j", "generator-0-7-3-0-2")
+
+
+def test_the_key_of_an_episode_is_signed_for_this_episode_and_cannot_be_changed() -> None:
+    key = episode_key(EPISODE, episode_secret("ada", "01j", b"pool"))
+    assert check_episode_key(key, b"pool") == read_episode_key(key) == EPISODE
+    assert check_episode_key(key, b"other") is None
+    for at in range(len(key)):
+        changed = key[:at] + ("a" if key[at] != "a" else "b") + key[at + 1 :]
+        assert check_episode_key(changed, b"pool") is None
+
+
+@pytest.mark.parametrize("victim", [EPISODE._replace(user="bob"), EPISODE._replace(job="02j")])
+def test_the_secret_of_a_job_signs_no_key_of_another(victim: EpisodeIdentity) -> None:
+    own = episode_secret("ada", "01j", b"pool")
+    assert check_episode_key(episode_key(victim, own), b"pool") is None
+
+
+def test_without_users_the_key_of_an_episode_is_random() -> None:
+    one, other = (episode_key(EPISODE, None) for _ in range(2))
+    assert one != other
+    assert read_episode_key(one) == read_episode_key(other) == EPISODE
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "tmqe_", "tmqe_a.b.c", "tmqe_a.b.*." + "0" * 64, "tmqe_a.b.c." + "0" * 63, "tmqe_x"],
+)
+def test_what_is_no_key_of_an_episode_stands_for_none(text: str) -> None:
+    assert read_episode_key(text) is None
+    assert check_episode_key(text, b"pool") is None

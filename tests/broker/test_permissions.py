@@ -1,11 +1,12 @@
 """The table of permissions, as pure functions."""
 
 import pytest
-from tinkermq.broker.client.keys import JobIdentity
+from tinkermq.broker.client.keys import EpisodeIdentity, JobIdentity
 from tinkermq.broker.users.permissions import (
     Guest,
     Permissions,
     admin_permissions,
+    episode_permissions,
     invited_permissions,
     is_stream_of,
     job_permissions,
@@ -255,3 +256,39 @@ def test_a_programs_calls_reach_who_plays_its_episode_and_nobody_else() -> None:
     for role in ROLES:
         hears = any(covers(one, call) for one in of_role(role).subscribe)
         assert hears == (role in ("generator", "evaluator"))
+
+
+def test_the_key_of_an_episode_is_good_for_this_episode_and_nothing_else() -> None:
+    program = episode_permissions(EpisodeIdentity("ada", "j1", "g-1-0"))
+    for verb in ("call", "cancel", "delivered", "post"):
+        assert may_publish(program, f"{JOB}.episode.g-1-0.{verb}")
+        assert not may_publish(program, f"{JOB}.episode.g-1-0-2.{verb}")
+        assert not may_publish(program, f"tmq.v1.job.ada.j2.episode.g-1-0.{verb}")
+        assert not may_publish(program, f"tmq.v1.job.bob.j1.episode.g-1-0.{verb}")
+    for subject in (
+        f"{JOB}.episode.keys",
+        f"{JOB}.env.reset",
+        f"{JOB}.infer.chat",
+        f"{JOB}.rollout.1",
+        f"{JOB}.store.environment.get",
+        "tmq.v1.rpc.ada.store.get",
+        "$JS.API.INFO",
+        "$SRV.PING",
+        "_INBOX_job.ada.j1.episode.g-1-0.x",
+    ):
+        assert not may_publish(program, subject)
+    assert program.subscribe == ("_INBOX_job.ada.j1.episode.g-1-0.>",)
+    assert 0 < program.max_subscriptions < 1000
+
+
+def test_hosts_hear_what_programs_elsewhere_post_and_answer_them() -> None:
+    post, answer = f"{JOB}.episode.g-1-0.post", "_INBOX_job.ada.j1.episode.g-1-0.x.1"
+    for host in (of_role("environment"), user_permissions("ada")):
+        assert any(covers(one, post) for one in host.subscribe)
+        assert not any(covers(one, post.replace(".ada.", ".bob.")) for one in host.subscribe)
+        assert may_publish(host, answer)
+        assert may_publish(host, f"{JOB}.episode.keys")
+        assert not may_publish(host, "tmq.v1.job.bob.j1.episode.keys")
+    for role in ("generator", "evaluator"):
+        assert may_publish(of_role(role), answer)
+    assert not any(covers(one, post) for one in of_role("learner").subscribe)

@@ -1,0 +1,1 @@
+"""Programs that run elsewhere than the host of their episode, and reach it through a gateway."""
