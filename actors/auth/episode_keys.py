@@ -1,4 +1,4 @@
-"""What hosts of episodes ask for, so that their programs may come from elsewhere: a job's secret."""
+"""What hosts of episodes ask for, so that programs elsewhere have keys: a secret of the job."""
 
 from ...broker.client.keys import episode_secret
 from ...broker.client.rpc import RequestContext, Service
