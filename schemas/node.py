@@ -35,6 +35,9 @@ class WantedActor(Message):
     """Folders below which its job may write; none: anywhere."""
     reads: list[str] = Field(default_factory=list[str])
     """Data files that an environment host reads."""
+    programs: list[str] | None = None
+    """Folders that an environment host shows to agent programs, which it runs behind walls of their
+    own; None: it hosts a game."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of its computation."""
     secrets: bool = False

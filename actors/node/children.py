@@ -20,10 +20,10 @@ import structlog
 
 from ...broker.programs.process import die_with
 from ...schemas.node import WantedActor
-from ...schemas.wire.errors import ConfigError
+from ...schemas.wire.errors import ConfigError, SandboxError
 from ..folders.roots import below_roots
 from .command import ENVIRONMENT, actor_argv, actor_module
-from .enclosure import Enclosure
+from .enclosure import Enclosure, check_programs
 from .fork_server import PACKET_BYTES, ForkRequest
 
 IDLE_S = 300.0
@@ -105,7 +105,12 @@ class ActorStarter:
             return await self._server.fork(wanted, environment, output)
         command = [sys.executable, "-m", actor_module(wanted), *actor_argv(wanted)]
         if wanted.role == "environment" and self._enclosure is not None:
-            return await self._enclosure.start(command, wanted, environment, output)
+            if wanted.programs is None:
+                return await self._enclosure.start(command, wanted, environment, output)
+            try:
+                await asyncio.to_thread(check_programs, wanted)  # disks may be slow
+            except SandboxError as error:
+                raise OSError(f"{error.message}; {error.hint}") from error
         return await spawn(command, environment, output)
 
     async def close(self) -> None:

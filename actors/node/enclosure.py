@@ -11,6 +11,9 @@ taken from it. A node run by root sets the walls up as root and gives its rights
 before the game starts; one run by an ordinary user takes a user namespace. Either way a seccomp
 filter refuses namespaces, mounts, tracing and the like, so no game makes walls, or a /proc, of its
 own: its programs of a model run outside, in sandboxes that the node starts (`sandboxes.py`).
+
+A host of agent programs runs no code of a job's owner and stands outside; its programs do not
+(`envs/agents/programs`).
 """
 
 import asyncio
@@ -223,6 +226,28 @@ def _python() -> list[Path]:
         *(root / room for room in _ROOMS),
         *(Path(one) for one in path if one),
     ]
+
+
+def check_programs(wanted: WantedActor) -> None:
+    """Look at what a host of agent programs reads; it stands outside of these walls itself.
+
+    It runs no code of the job's owner, and each of its programs has walls of its own. What it shows
+    to them, and its data, may be no more than a hosted game would see. Raises SandboxError.
+    """
+    _data_files(wanted)
+    roots = [Path(root) for root in wanted.output_roots]
+    named = [one.resolve() for one in (*_python(), *_named(FOLDERS_VARIABLE))]
+    for folder in wanted.programs or []:
+        path = Path(folder).expanduser().resolve()
+        is_own = any(path.is_relative_to(root.resolve()) for root in roots) and not is_of_another(
+            path, wanted.user, roots
+        )
+        if not is_own and not any(path.is_relative_to(one) for one in named):
+            raise SandboxError(
+                f"agent programs of user {wanted.user!r} may not be shown {folder!r}",
+                hint="name a folder in a run of theirs, or let the operator name it in "
+                f"${FOLDERS_VARIABLE} of the nodes",
+            )
 
 
 def _data_files(wanted: WantedActor) -> dict[Path, Path]:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tinkermq.clients import (
     AgentEnvironment,
     AgentEpisode,
@@ -61,3 +62,44 @@ async def test_a_function_is_trained_with_the_openai_sdk(
     assert ended["status"] == "COMPLETED"
     lines = (Path(ended["run_dir"]) / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2
+
+
+PROGRAM = """
+import http.client, json, os, sys
+from urllib.parse import urlsplit
+
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+messages = [{"role": "user", "content": sys.argv[1]}]
+for _ in range(2):
+    connection = http.client.HTTPConnection(url.netloc)
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    body = json.dumps({"model": "policy", "messages": messages})
+    connection.request("POST", url.path + "/chat/completions", body, headers)
+    answer = json.loads(connection.getresponse().read())["choices"][0]["message"]
+    messages += [answer, {"role": "user", "content": "on"}]
+open("answer", "w").write(messages[-2]["content"] or "")
+"""
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_command_is_trained_and_its_reward_command_judges_it(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    (files / "agent.py").write_text(PROGRAM)
+    grade = "print(len(open('answer').read()) % 3)"
+    config = agent_job(model)
+    config["env"] = {"hosts": 1, "num_val": 0}
+    config["agent"] = {
+        "command": ["{python}", "-S", "agent.py", "{prompt}"],
+        "files": str(files),
+        "reward": ["{python}", "-S", "-c", grade],
+        "timeout_s": 60,
+    }
+    job = await stack.submit(config)
+    await job.until("COMPLETED")
+    groups = [entry.group for entry in await job.entries() if entry.group]
+    rows = [row for group in groups for row in group.trajectories]
+    assert {row.info["outcome"] for row in rows} == {"done"}
+    assert {row.info["agent"]["calls"] for row in rows} == {2}

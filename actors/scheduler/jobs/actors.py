@@ -7,6 +7,7 @@ environment hosts hold none, so that a laptop with two cores runs a whole job.
 
 from collections.abc import Sequence
 
+from ....schemas.config.agent import AgentConfig
 from ....schemas.config.job import GeneratorConfig, JobConfig
 from ....schemas.job import ActorPlacement, JobRecord, Role
 from ....schemas.node import WantedActor
@@ -119,10 +120,17 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         run_dir=record.run_dir,
         output_roots=record.output_roots,
         reads=data if actor.role == "environment" else [],
+        programs=_shown_to_programs(config.agent) if actor.role == "environment" else None,
         threads=threads.get(actor.role, 1),
         secrets=bool(record.secrets) and actor.name == main_actor(record.actors).name,
         max_restarts=config.limits.max_restarts,
     )
+
+
+def _shown_to_programs(agent: AgentConfig) -> list[str] | None:
+    """Return the folders that programs of a job see or are judged by; None for a job of games."""
+    named = [agent.files, agent.reward_files, *agent.read]
+    return [folder for folder in named if folder is not None] if agent.command else None
 
 
 def _actor(role: Role, name: str, slots: int = 0) -> ActorPlacement:

@@ -9,9 +9,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE, VARIABLES_VARIABLE, Enclosure
+from tinkermq.actors.node.enclosure import (
+    FOLDERS_VARIABLE,
+    VARIABLES_VARIABLE,
+    Enclosure,
+    check_programs,
+)
 from tinkermq.actors.node.process import ActorProcess
 from tinkermq.schemas.node import WantedActor
+from tinkermq.schemas.wire.errors import SandboxError
 
 from tests.support import hostile
 from tests.support.processes import alive
@@ -253,3 +259,37 @@ async def test_where_no_game_can_be_enclosed_none_runs(
     await asyncio.wait_for(actor.run(), PATIENCE_S)
     assert actor.status.state == "failed"
     assert said.format(tmp=tmp_path) in actor.status.error
+
+
+def test_programs_of_users_are_shown_their_own_runs_and_what_the_operator_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("runs/ada/r1/made", "runs/bob/r2", "agents/coder", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "runs/ada/r1/link").symlink_to(tmp_path / "runs/bob/r2")
+    monkeypatch.setenv(FOLDERS_VARIABLE, str(tmp_path / "agents"))
+    shown = {
+        "runs/ada/r1/made": True,
+        "agents/coder": True,
+        sys.prefix: True,
+        "runs/bob/r2": False,
+        "runs/ada/r1/link": False,
+        "runs": False,
+        "elsewhere": False,
+        "/etc": False,
+        "agents/../elsewhere": False,
+    }
+    for folder, may in shown.items():
+        wanted = host(
+            tmp_path / "runs/ada/r3",
+            output_roots=[str(tmp_path / "runs")],
+            programs=[str(tmp_path / folder)],
+        )
+        if may:
+            check_programs(wanted)
+            continue
+        with pytest.raises(
+            SandboxError, match="agent programs of user 'ada' may not be shown"
+        ) as no:
+            check_programs(wanted)
+        assert FOLDERS_VARIABLE in no.value.hint
