@@ -13,7 +13,10 @@ from tinkermq.clients import (
 )
 
 from tests.support.configs import small_job
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 LIMITS = {"max_prompt_tokens": 256, "max_turn_tokens": 8, "max_response_tokens": 128}
 
@@ -64,42 +67,54 @@ async def test_a_function_is_trained_with_the_openai_sdk(
     assert json.loads(lines[-1])["step"] == 2
 
 
-PROGRAM = """
-import http.client, json, os, sys
-from urllib.parse import urlsplit
+_AGENT = """
+import json, os, sys
+from openai import OpenAI
 
-url = urlsplit(os.environ["OPENAI_BASE_URL"])
+task = json.load(open(os.environ["TINKERMQ_TASK"]))
+client = OpenAI()
 messages = [{"role": "user", "content": sys.argv[1]}]
-for _ in range(2):
-    connection = http.client.HTTPConnection(url.netloc)
-    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    body = json.dumps({"model": "policy", "messages": messages})
-    connection.request("POST", url.path + "/chat/completions", body, headers)
-    answer = json.loads(connection.getresponse().read())["choices"][0]["message"]
-    messages += [answer, {"role": "user", "content": "on"}]
-open("answer", "w").write(messages[-2]["content"] or "")
+answer = client.chat.completions.create(model="policy", messages=messages)
+open("answer.txt", "w").write(answer.choices[0].message.content)
+assert "reward_model" not in json.dumps(task), task
+"""
+_GRADE = """
+import json, os
+
+row = json.load(open(os.environ["TINKERMQ_ROW"]))
+said = open("answer.txt").read()
+print(json.dumps({"reward": float(len(said) % 3), "success": row["answer"] in said}))
 """
 
 
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_command_is_trained_and_its_reward_command_judges_it(
+async def test_a_command_is_trained_in_the_pools_own_walls(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    files = tmp_path / "files"
-    files.mkdir()
-    (files / "agent.py").write_text(PROGRAM)
-    grade = "print(len(open('answer').read()) % 3)"
-    config = agent_job(model)
-    config["env"] = {"hosts": 1, "num_val": 0}
-    config["agent"] = {
-        "command": ["{python}", "-S", "agent.py", "{prompt}"],
-        "files": str(files),
-        "reward": ["{python}", "-S", "-c", grade],
-        "timeout_s": 60,
-    }
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "agent.py").write_text(_AGENT)
+    (tmp_path / "grader").mkdir()
+    (tmp_path / "grader" / "grade.py").write_text(_GRADE)
+    rows = [{"prompt": f"say {n}", "answer": str(n)} for n in range(8)]
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    config = small_job(
+        model,
+        rollout={**LIMITS, "group_size": 2},
+        training={"num_steps": 2, "batch_size": 2, "keep_rollouts": True},
+        agent={
+            "command": ["{python}", "agent.py", "{prompt}"],
+            "files": str(tmp_path / "files"),
+            "reward": ["{python}", "{grader}/grade.py"],
+            "reward_files": str(tmp_path / "grader"),
+            "timeout_s": 60,
+        },
+    )
+    config["env"] = {"train_data": [str(data)], "num_val": 0}
     job = await stack.submit(config)
     await job.until("COMPLETED")
     groups = [entry.group for entry in await job.entries() if entry.group]
-    rows = [row for group in groups for row in group.trajectories]
-    assert {row.info["outcome"] for row in rows} == {"done"}
-    assert {row.info["agent"]["calls"] for row in rows} == {2}
+    rows_of = [row for group in groups for row in group.trajectories]
+    assert rows_of
+    assert {row.info["outcome"] for row in rows_of} == {"done"}
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
