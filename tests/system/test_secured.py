@@ -7,9 +7,11 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from tinkermq.actors.folders.roots import ROOTS_VARIABLE
+from tinkermq.actors.node.enclosure import FOLDERS_VARIABLE
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.feed import read_metrics, read_traces
 from tinkermq.broker.rollouts import RolloutLog
@@ -29,12 +31,35 @@ from tests.support.games import Snoop
 from tests.support.secrets_on_disk import files_with
 from tests.support.waiting import PATIENCE_S, eventually
 
+AGENT = """
+import glob, http.client, json, os, socket, sys
+from urllib.parse import urlsplit
+
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(url.netloc)
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "A or B?"}]})
+connection.request("POST", url.path + "/chat/completions", body, headers)
+assert connection.getresponse().status == 200
+found = glob.glob(sys.argv[1]) + [name for name in os.environ if "API_KEY" in name][2:]
+try:
+    socket.create_connection(("127.0.0.1", int(sys.argv[2]))).close()
+    found.append("the broker")
+except OSError:
+    pass
+print(found)
+open(os.environ["TINKERMQ_REWARD"], "w").write(str(len(found)))
+"""
+
 
 class Operator:
     """Runs the command line in the folder of one stack."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.agents = home / "agents"
+        """What the operator lets hosted code see."""
+        self.agents.mkdir()
         self.keys: dict[str, str] = {}
 
     def run(self, *words: str, key: str = "", **env: str) -> Outcome:
@@ -69,6 +94,8 @@ def operator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
         # games of the tests are found there, also by environment hosts behind walls
         roots = {ROOTS_VARIABLE: str(tmp_path_factory.getbasetemp())}
         given = {"WANDB_MODE": "offline", "PYTHONPATH": str(REPOSITORY), **roots}
+        (made.agents / "agent.py").write_text(AGENT)
+        given[FOLDERS_VARIABLE] = str(made.agents)
         up = made.run(*words, key="root", **given)
         assert up.code == 0, up.err
         services = {"broker", "auth", "scheduler", "node", "gateway"}
@@ -145,6 +172,30 @@ def processes_with(secret: str) -> list[str]:
         if secret in line:
             lines.append(line)
     return lines
+
+
+@pytest.mark.timeout(400)
+async def test_programs_of_a_user_see_nothing_of_the_pool(
+    operator: Operator, model: Path, tmp_path: Path
+) -> None:
+    port = urlsplit(operator.url).port
+    config = {**small_job(model), "name": "run-agent", "output_dir": str(tmp_path / "runs")}
+    config["rollout"] |= {"max_prompt_tokens": 128, "max_response_tokens": 128, "group_size": 2}
+    config["training"] = {**config["training"], "num_steps": 1, "batch_size": 2}
+    config["env"] = {"num_val": 0}
+    words = ["{python}", "-S", "agent.py", str(tmp_path / "runs/*/*/*"), str(port)]
+    config["agent"] = {"command": words, "files": str(operator.agents), "timeout_s": 60}
+    broker = await connect(operator.url, name="bob", api_key=operator.keys["bob"])
+    record = await trained(Pool(broker), config)
+    assert record.state == "COMPLETED", record.reason
+    metrics = await read_metrics(broker, JobScope("bob", record.job))
+    assert {one.values["training_step_reward"] for one in metrics} == {0.0}
+    config["agent"]["files"] = str(operator.home)
+    config["limits"] = {"max_restarts": 0}
+    refused = await trained(Pool(broker), {**config, "name": "run-refused"})
+    assert refused.state == "FAILED"
+    assert "agent programs of user 'bob' may not be shown" in refused.reason
+    await broker.close()
 
 
 @pytest.mark.timeout(400)
