@@ -35,6 +35,8 @@ class BatchRecord(Message):
     """Task numbers of `seqs`."""
     dropped: list[Dropped] = Field(default_factory=list[Dropped])
     """Entries decided on since the last record that are not trained."""
+    oldest: int = Field(default=0, ge=0)
+    """Tokens of earlier versions are not trained in this step: they are context."""
     seed: int = Field(ge=0)
     """Seed of the step's own randomness."""
     digest: str

@@ -211,6 +211,11 @@ class Group(Message):
         """Oldest version that produced one of the group's generated tokens."""
         return min(trajectory.min_version for trajectory in self.sampled)
 
+    @property
+    def max_version(self) -> int:
+        """Newest version that produced one of the group's generated tokens."""
+        return max(trajectory.max_version for trajectory in self.sampled)
+
 
 def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Return the rows of each episode among trajectories in the order of a group."""
@@ -230,8 +235,16 @@ def return_of(rows: Sequence[Trajectory]) -> float:
     return sum(item.reward for item in rows)
 
 
-def _episode(item: Trajectory) -> tuple[str, int]:
-    return item.role, item.episode
+def num_too_old(trajectories: Iterable[Trajectory], oldest: int) -> int:
+    """Count the generated tokens of versions before `oldest`."""
+    return sum(
+        int(((item.mask == 1) & (item.versions < oldest)).sum()) if oldest else 0
+        for item in trajectories
+    )
+
+
+def _episode(item: Trajectory) -> tuple[str, int, bool]:
+    return item.role, item.episode, item.greedy
 
 
 def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int) -> None:

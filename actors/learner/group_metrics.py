@@ -15,11 +15,16 @@ _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
 
 
 def group_numbers(
-    groups: Sequence[Group], version: int, max_response_tokens: int, success_reward: float
+    groups: Sequence[Group],
+    version: int,
+    max_response_tokens: int,
+    success_reward: float,
+    oldest: int = 0,
 ) -> dict[str, float]:
     """Describe the groups that a step trains; `version` is the policy's before the step.
 
-    An episode whose return is above `success_reward` is solved, unless its game says so itself.
+    Tokens of versions before `oldest` are not trained. An episode whose return is above
+    `success_reward` is solved, unless its game says so itself.
     """
     played = [rows for group in groups for rows in group.episodes]
     episodes = [rows[0].model_copy(update={"rewards": _total(rows)}) for rows in played]
@@ -31,7 +36,8 @@ def group_numbers(
     turns = np.array([sum(len(item.turn_ends) for item in rows) for rows in played])
     cut = np.array([item.ended_by == "length" for item in rows])
     told = np.array([bool(item.finish_reasons) for item in rows])
-    lags = version - np.concatenate([item.versions[item.mask == 1] for item in rows])
+    versions = np.concatenate([item.versions[item.mask == 1] for item in rows])
+    lags = version - versions[versions >= oldest]
     group_lags = np.array([version - group.min_version for group in groups])
     equal = [group.has_equal_rewards for group in groups]
     return {
@@ -55,6 +61,7 @@ def group_numbers(
         "staleness/lag_max": float(lags.max()),
         "staleness/group_lag_max": float(group_lags.max()),
         **_histogram(lags),
+        **({"staleness/masked_tokens": float(len(versions) - len(lags))} if oldest else {}),
         **_finishes(episodes),
         **{f"game/{key}": mean for key, mean in mean_info(item.info for item in episodes).items()},
         "game/success_rate": float(

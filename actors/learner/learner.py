@@ -36,7 +36,7 @@ from .recorded_steps import RecordedSteps
 from .reporter import Reporter
 from .saving import Saver
 from .step_trace import learner_time_use
-from .tasks.batching import BatchDecision, form_batch
+from .tasks.batching import BatchDecision, form_batch, oldest_trained
 from .tasks.data_order import TaskOrder
 from .tasks.failures import Failures
 from .tasks.intake import CheckedEntry, Intake, batch_digest
@@ -174,7 +174,7 @@ class Learner:
                 entries = await self._next_batch()
             if entries is None:
                 return
-            await self._train(entries, record=True)
+            await self._train(entries, await self._record(entries), record=True)
 
     async def _next_batch(self) -> list[CheckedEntry] | None:
         """Wait for the groups of the next step; None when told to stop."""
@@ -259,35 +259,39 @@ class Learner:
         except TimeoutError:
             return
 
-    async def _record(self, entries: list[CheckedEntry]) -> None:
+    async def _record(self, entries: list[CheckedEntry]) -> BatchRecord:
         """Write down which groups the next step trains, before it does."""
-        step = self.state.step + 1
         record = BatchRecord(
-            step=step,
+            step=self.state.step + 1,
             seqs=[entry.seq for entry in entries],
             tasks=[
                 entry.candidate.number for entry in entries if entry.candidate.number is not None
             ],
             dropped=self._drops.take_unrecorded(),
+            oldest=oldest_trained(self.state.step, self.config.training),
             seed=self.config.seed,
             digest=batch_digest(entries),
             learner=f"{self.context.name}@{self.context.presence.host}:{self.context.presence.pid}",
             time=time.time(),
         )
         self.state.batch_seq = await self._batches.append(record, self.state.batch_seq)
+        return record
 
-    async def _train(self, entries: list[CheckedEntry], *, record: bool) -> None:
-        """One optimiser step, one version, published."""
+    async def _train(
+        self, entries: list[CheckedEntry], batch: BatchRecord, *, record: bool
+    ) -> None:
+        """One optimiser step as it was written down, one version, published.
+
+        `record`: it is a new one.
+        """
         formed = time.time()
-        if record:
-            await self._record(entries)
-        step = self.state.step + 1
+        step, oldest = self.state.step + 1, batch.oldest
         groups = [entry.group for entry in entries if entry.group is not None]
-        work = self._tracer.traced(lambda: self._policies.step(groups, step), step)
+        work = self._tracer.traced(lambda: self._policies.step(groups, step, oldest), step)
         with self._time_use.doing("train"):
             report = await self._in_torch(work)
         self._tracer.step_done()
-        self._trained(entries, groups)
+        self._trained(entries, groups, oldest)
         if record:
             self.context.progressed()
         self.intake.note_version(step)
@@ -301,11 +305,11 @@ class Learner:
         trace = self._reporter.tracer.trace(step, entries, formed, spent, self.publisher.send_s)
         if record:
             self.issuer.staleness.adapt(trace)
-        await self._reporter.report(step, groups, report, trace, self.intake)
+        await self._reporter.report(step, groups, report, trace, self.intake, oldest)
         if self._saver.is_due:
             await self._save()
 
-    def _trained(self, entries: list[CheckedEntry], groups: list[Group]) -> None:
+    def _trained(self, entries: list[CheckedEntry], groups: list[Group], oldest: int) -> None:
         self.state.step += 1
         self.context.step = self.state.step
         self.context.set_state("working", version=self.state.step)
@@ -313,7 +317,7 @@ class Learner:
         self._failures.heard()
         self._order.learn(groups)
         for group in groups:
-            self._reporter.waste.add(group, trained=True)
+            self._reporter.waste.add(group, trained=True, oldest=oldest)
         self.intake.forget(entry.seq for entry in entries)
 
     # -- parts ---------------------------------------------------------------------------------

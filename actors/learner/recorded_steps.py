@@ -30,8 +30,10 @@ _log = structlog.get_logger()
 class Train(Protocol):
     """Trains one step from its entries."""
 
-    def __call__(self, entries: list[CheckedEntry], *, record: bool) -> Awaitable[None]:
-        """With `record` the batch is written down first."""
+    def __call__(
+        self, entries: list[CheckedEntry], batch: BatchRecord, *, record: bool
+    ) -> Awaitable[None]:
+        """Train as the batch record says; `record`: it was written down just now."""
         ...
 
 
@@ -100,7 +102,7 @@ class RecordedSteps:
         for record in behind:
             if self._context.stopping.is_set():
                 return
-            await train(self._entries_of(record), record=False)
+            await train(self._entries_of(record), record, record=False)
 
     def _entries_of(self, record: BatchRecord) -> list[CheckedEntry]:
         """Return the entries that a recorded step trained; what it dropped is dropped."""

@@ -84,7 +84,7 @@ async def replay(
         )
         for item in todo:
             groups = await _groups(log, item)
-            await asyncio.to_thread(policies.step, groups, item.step)
+            await asyncio.to_thread(policies.step, groups, item.step, item.oldest)
             if progress is not None:
                 progress(item.step, last_step)
         saved = load_models(config, newest)

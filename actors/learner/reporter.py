@@ -66,9 +66,13 @@ class Reporter:
         report: StepReport,
         trace: StepTrace,
         intake: Intake,
+        oldest: int = 0,
     ) -> None:
-        """Publish the numbers and the trace of a step, unless they were before a restart."""
-        numbers = self._numbers(groups, step, report)
+        """Publish the numbers and the trace of a step, unless they were before a restart.
+
+        Tokens of versions before `oldest` were not trained.
+        """
+        numbers = self._numbers(groups, step, report, oldest)
         step_s = sum(trace.learner.values())
         tokens = numbers["rollout/generated_tokens"]
         self._traces.append(trace)
@@ -145,7 +149,9 @@ class Reporter:
         for tracker in self.trackers:
             tracker.finish()
 
-    def _numbers(self, groups: Sequence[Group], step: int, report: StepReport) -> dict[str, float]:
+    def _numbers(
+        self, groups: Sequence[Group], step: int, report: StepReport, oldest: int
+    ) -> dict[str, float]:
         """Return what the groups and the step tell; rewards and lag mean nothing in an SFT job."""
         config = self.context.config
         if config.sft.data:
@@ -156,6 +162,7 @@ class Reporter:
             step - 1,
             config.rollout.response_limit,
             config.evaluation.success_reward,
+            oldest,
         )
         return {**numbers, **report.numbers, **self.waste.numbers()}
 

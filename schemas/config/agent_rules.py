@@ -72,12 +72,6 @@ def _of_programs(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], A
 AGENT_RULES = (
     *(replace(rule, when=_of_programs(rule.when)) for rule in _ROWS),
     Rule(
-        "algorithm.advantage=remax",
-        _of_programs(lambda job: job.algorithm.advantage == "remax"),
-        "plays a greedy episode of each task, which is not built for agent programs: choose "
-        "another advantage",
-    ),
-    Rule(
         "policies",
         _of_programs(lambda job: job.policies),
         "are those of a game's roles, and an agent program has none: remove them",

@@ -119,12 +119,14 @@ class TrainingConfig(Section):
     batch_size: int = Field(default=16, ge=1, le=65_536)
     """Tasks per step."""
     max_staleness: Annotated[int, Field(ge=0)] | Literal["auto"] = 2
-    """No group with a larger lag is trained (see `staleness_policy`); 0 is on-policy; auto: as far
+    """Nothing with a larger lag is trained (see `staleness_policy`); 0 is on-policy; auto: as far
     ahead as measured times ask for, from 1 to `staleness_limit`."""
     staleness_limit: int = Field(default=8, ge=1, json_schema_extra=when("max_staleness", "auto"))
     """Largest bound that auto may choose: no group with a larger lag is trained."""
-    staleness_policy: Literal["drop", "wait", "train"] = "drop"
-    """A group over the bound: dropped and issued again, waited for beforehand, or trained."""
+    staleness_policy: Literal["drop", "wait", "train", "mask"] = "drop"
+    """A group over the bound: dropped and issued again, waited for beforehand, or trained; with
+    mask without its tokens over the bound, which stay as context, while its episodes count in
+    baselines as they are: for episodes that take longer than many steps."""
     curriculum: Literal["none", "success_rate"] = "none"
     """Which task comes next: each once an epoch in a shuffled order, or by success rate, those
     that are solved about half of the time most often."""

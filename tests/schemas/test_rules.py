@@ -63,7 +63,6 @@ EXAMPLES = [
     [*AGENT, "algorithm.sample=turn"],
     [*AGENT, "algorithm.overlong_buffer=64"],
     [*AGENT, "algorithm.length_coef=0.1"],
-    [*AGENT, "algorithm.advantage=remax"],
     [*AGENT, "policies.low=m"],
     [*AGENT, "self_play.past_share=0.5"],
     [*AGENT, "rollout.oversample=2"],

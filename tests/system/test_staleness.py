@@ -14,12 +14,12 @@ import pytest_asyncio
 import torch
 from tinkermq.actors.models.model_folder import load_causal_lm
 from tinkermq.schemas.batch import BatchRecord
-from tinkermq.schemas.rollout import Group
+from tinkermq.schemas.rollout import Group, num_too_old
 
 from tests.support.configs import small_job
 from tests.support.jobs import Job
 from tests.support.models import plain_logprobs
-from tests.support.proofs import assert_every_task_once
+from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -30,6 +30,7 @@ STRAGGLERS = {
     "num_val": 0,
     "workers": 64,
 }
+UNEVEN = {"game": "tests.support.games:UnevenEcho", "num_val": 0, "workers": 64}
 COIN = {"game": "tests.support.games:FirstLetter", "num_val": 0}
 
 
@@ -53,6 +54,12 @@ async def runs(shared_stack: Stack, model: Path) -> AsyncIterator[dict[str, Job]
         "drop_4": straggling(4, "drop"),
         "wait_1": straggling(1, "wait"),
         "train_1": straggling(1, "train"),
+        "mask_1": small_job(
+            model,
+            env=UNEVEN,
+            rollout={"max_turns": 4, "max_response_tokens": 48},
+            training={"num_steps": 16, "max_staleness": 1, "staleness_policy": "mask"},
+        ),
     }
     yield {name: await stack.submit(config) for name, config in configs.items()}
     await stack.stop_all()
@@ -139,3 +146,21 @@ async def test_train_keeps_a_group_whatever_its_age(runs: dict[str, Job]) -> Non
     steps = await trained(runs["train_1"])
     assert max(lags(steps)) > 1
     assert not [item for record, _ in steps for item in record.dropped]
+
+
+async def test_mask_leaves_out_old_tokens_and_keeps_their_episodes(runs: dict[str, Job]) -> None:
+    job = runs["mask_1"]
+    steps = await trained(job)
+    assert max(lags(steps)) > 1
+    assert [record.oldest for record, _ in steps] == [0, 0, *range(1, 15)]
+    masked = [
+        sum(num_too_old(group.sampled, record.oldest) for group in groups)
+        for record, groups in steps
+    ]
+    assert sum(masked) > 0
+    for record, groups in steps:
+        assert all(group.max_version >= record.oldest for group in groups)
+    metrics = {int(one.values["training/global_step"]): one.values for one in await job.metrics()}
+    assert [int(metrics[step]["staleness/masked_tokens"]) for step in range(3, 17)] == masked[2:]
+    assert all(values["staleness/lag_max"] <= 1 for values in metrics.values())
+    await assert_replay_is_identical(job)

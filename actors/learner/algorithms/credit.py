@@ -12,7 +12,7 @@ from ....schemas.config.job import JobConfig
 from .advantages import AdvantageInputs, compute_advantages
 from .kl import rewards_with_kl
 from .samples import Samples, answered_states, episodes, returns_by_turn, turns
-from .sequences import is_last_of_sequence, sum_by_sequence
+from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
 from .shaping import length_reward, overlong_penalty
 from .training_batch import TrainingBatch
 from .values import ValueTargets, generalized_advantage
@@ -29,7 +29,9 @@ class Credit:
     targets: ValueTargets | None
     """What the critic is trained towards; None without one."""
     kept_S: Tensor
-    """bool: episodes that are trained; the others are in no loss and in no denominator."""
+    """bool: sequences that are trained; the others are in no loss and in no denominator."""
+    kept_N: Tensor
+    """bool: tokens that are trained, so too."""
 
 
 def assign_credit(
@@ -43,12 +45,15 @@ def assign_credit(
 
     `old_N` and `reference_N` are read where a KL enters the rewards; `values_N` are the critic's.
     An episode that is masked (`overlong_filter`) still counts in its group's mean and std, as in
-    TRL, but not where a whole batch is whitened.
+    TRL, but not where a whole batch is whitened; and so do tokens that are too old.
     """
     algorithm = config.algorithm
     cut_S = batch.truncated_S
     kept_S = ~cut_S if algorithm.overlong_filter else torch.ones_like(cut_S)
     kept_N = kept_S[batch.seq_N]
+    if batch.fresh_N is not None:
+        kept_N = kept_N & batch.fresh_N
+        kept_S = lengths_by_sequence(batch.seq_N[kept_N], batch.num_seqs) > 0
     by_turn = algorithm.sample == "turn"
     samples = turns(batch) if by_turn else episodes(batch)
     earned_N = _rewards(config, batch, old_N, reference_N)
@@ -76,6 +81,7 @@ def assign_credit(
         advantages_N.masked_fill(~kept_N, 0.0),
         None if values_N is None else _targets(config, samples, rewards_N, values_N, kept_N),
         kept_S,
+        kept_N,
     )
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....schemas.images import images_of
-from ....schemas.rollout import Group, Trajectory
+from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
 from ..packing.micro_batch import TokenSequence
 
 
@@ -46,6 +46,9 @@ class TrainingBatch:
     """int64: tokens after the first prompt, observations included."""
     truncated_S: Tensor
     """bool: a token limit ended a row of the episode or cut its last turn."""
+    fresh_N: Tensor | None
+    """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
+    all are trained."""
     baseline_E: Tensor | None
     """float32, by episode: return of the greedy one of the task, where there is one."""
 
@@ -69,8 +72,11 @@ class TrainingBatch:
         return len(self.sequences)
 
 
-def assemble(groups: Sequence[Group]) -> TrainingBatch:
-    """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained."""
+def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
+    """Lay the trajectories of the groups out flat, in order; greedy baselines are not trained.
+
+    Nor are tokens of versions before `oldest`.
+    """
     members = [group.sampled for group in groups]
     trajectories = [trajectory for group in members for trajectory in group]
     rows_E = np.array([len(rows) for group in groups for rows in group.episodes])
@@ -90,6 +96,8 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
     first_turn_E = first_turn_S[first_E]
     cut_S = np.array([item.ended_by == "length" for item in trajectories])
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
+    versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
+    fresh_N = versions_N >= oldest
     return TrainingBatch(
         sequences=[
             TokenSequence(
@@ -105,12 +113,13 @@ def assemble(groups: Sequence[Group]) -> TrainingBatch:
         turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_E[episode_S[seq_N]]),
         token_rewards_N=_tensor(rewards_N),
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
-        versions_N=_tensor(np.concatenate([item.versions for item in trajectories])[at_N]).long(),
+        versions_N=_tensor(versions_N).long(),
         episode_S=_tensor(episode_S),
         rewards_S=_tensor(np.add.reduceat(rewards_K, first_turn_E)[episode_S]),
         group_S=_tensor(_peers(members)),
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
+        fresh_N=None if fresh_N.all() else _tensor(fresh_N),
         baseline_E=_baselines(groups),
     )
 
@@ -134,8 +143,9 @@ def select(batch: TrainingBatch, keep_S: Tensor) -> tuple[list[TokenSequence], T
 
 
 def _baselines(groups: Sequence[Group]) -> Tensor | None:
-    greedy = [[item.reward for item in group.trajectories if item.greedy] for group in groups]
+    greedy = [[item for item in group.trajectories if item.greedy] for group in groups]
     if not all(greedy):
         return None
     counts = torch.tensor([len(group.episodes) for group in groups])
-    return torch.tensor([rewards[0] for rewards in greedy]).repeat_interleave(counts)
+    returns = [return_of(episodes_of(rows)[0]) for rows in greedy]
+    return torch.tensor(returns).repeat_interleave(counts)

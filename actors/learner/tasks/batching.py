@@ -3,6 +3,8 @@
 The lag of a group is the learner's version minus the oldest version of its tokens. Policies:
 - `drop`: groups over the bound are dropped (each credit returns); the rest in log order.
 - `train`: nothing is dropped for its age; log order.
+- `mask`: what has no token within the bound is dropped; log order. Of the others the tokens over
+  the bound are not trained (`oldest_trained`), which is told in the record of the batch.
 - `wait`: the oldest first, and no batch is formed that would push another group over the bound.
 
 Why `wait` neither breaks the bound nor deadlocks. A group of oldest version m has the deadline
@@ -23,8 +25,9 @@ from itertools import accumulate
 from typing import Literal
 
 from ....schemas.batch import DropReason
+from ....schemas.config.job import TrainingConfig
 
-StalenessPolicy = Literal["drop", "wait", "train"]
+StalenessPolicy = Literal["drop", "wait", "train", "mask"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,20 @@ class Candidate:
     """Return of each episode; none where all are equal, compared within each role."""
     unusable: Literal["failed", "malformed"] | None = None
     """The task was given up, or the entry cannot be read."""
+    max_token_version: int | None = None
+    """Newest version that produced one of its tokens, where it is not the oldest."""
+
+    def version_that_counts(self, policy: StalenessPolicy) -> int:
+        """Return the version by which it is too old: of its oldest token, or of its newest."""
+        if policy != "mask" or self.max_token_version is None:
+            return self.min_token_version
+        return self.max_token_version
+
+
+def oldest_trained(version: int, training: TrainingConfig) -> int:
+    """Return the oldest version whose tokens the step after `version` trains; 0: of all."""
+    masks = training.staleness_policy == "mask"
+    return max(0, version - training.largest_staleness) if masks else 0
 
 
 def returns_credit(reason: DropReason) -> bool:
@@ -62,13 +79,13 @@ class BatchDecision:
 
 
 def _drop_reason(
-    candidate: Candidate, is_known: bool, oldest: int | None, filter_equal_rewards: bool
+    candidate: Candidate, is_known: bool, is_stale: bool, filter_equal_rewards: bool
 ) -> DropReason | None:
     if is_known:
         return "duplicate"
     if candidate.unusable is not None:
         return candidate.unusable
-    if oldest is not None and candidate.min_token_version < oldest:
+    if is_stale:
         return "stale"
     if filter_equal_rewards and len(set(candidate.rewards)) <= 1:
         return "equal_rewards"
@@ -89,14 +106,15 @@ def triage(
     `decided` holds the task numbers that were trained or dropped before; of two entries with the
     same number the first in the log counts.
     """
-    oldest = None if policy == "train" else version - max_staleness
+    oldest = 0 if policy == "train" else version - max_staleness
     usable: list[Candidate] = []
     dropped: list[tuple[int, DropReason]] = []
     seen: set[int] = set()
     for candidate in sorted(candidates, key=lambda candidate: candidate.seq):
         number = candidate.number
         is_known = number is not None and (number in seen or number in decided)
-        reason = _drop_reason(candidate, is_known, oldest, filter_equal_rewards)
+        is_stale = candidate.version_that_counts(policy) < oldest
+        reason = _drop_reason(candidate, is_known, is_stale, filter_equal_rewards)
         if reason is None:
             usable.append(candidate)
         else:
@@ -142,9 +160,9 @@ def form_batch(
     """Decide what to train at `version` and what to drop.
 
     `outstanding` holds, for every task that was issued and is not in the log yet, the oldest
-    version that its tokens may have (its `min_version`); only `wait` reads it. Under `drop` and
-    `train` the batch depends on the log and the version alone, not on how much of the log was
-    read when it was formed.
+    version that its tokens may have (its `min_version`); only `wait` reads it. Under the other
+    policies the batch depends on the log and the version alone, not on how much of the log was read
+    when it was formed.
     """
     usable, dropped = triage(
         candidates,

@@ -246,6 +246,7 @@ def _candidate(raw: LogEntry, group: Group | None, *, usable: bool, malformed: b
         number=raw.number,
         min_token_version=group.min_version,
         rewards=() if group.has_equal_rewards else rewards,
+        max_token_version=group.max_version,
     )
 
 

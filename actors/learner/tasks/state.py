@@ -3,7 +3,7 @@
 from pydantic import BaseModel, Field
 
 from ....schemas.batch import Dropped
-from ....schemas.rollout import Group
+from ....schemas.rollout import Group, episodes_of, num_too_old
 from ....schemas.task import Task
 
 
@@ -18,15 +18,15 @@ class Waste(BaseModel):
     episodes_finished: int = 0
     episodes_trained: int = 0
 
-    def add(self, group: Group, *, trained: bool) -> None:
-        """Count one group whose fate is decided."""
+    def add(self, group: Group, *, trained: bool, oldest: int = 0) -> None:
+        """Count one group whose fate is decided; tokens of versions before `oldest` are waste."""
         tokens = sum(item.num_generated for item in group.trajectories)
         self.add_failed(tokens + group.tokens_wasted + sum(group.tokens_cut))
         self.tokens_finished += tokens
-        episodes = len(group.episodes) + len(group.trajectories) - len(group.sampled)
+        episodes = len(episodes_of(group.trajectories))
         self.episodes_finished += episodes
         if trained:
-            self.tokens_trained += tokens
+            self.tokens_trained += tokens - num_too_old(group.sampled, oldest)
             self.episodes_trained += episodes
 
     def add_failed(self, tokens: int) -> None:

@@ -110,11 +110,14 @@ class Critic:
             self.optimizer.step()
 
     def _accumulate(self, micro: MicroBatch, denominators: Denominators) -> None:
-        index_N, targets = micro.index_N, self._targets
+        targets = self._targets
+        kept_N = targets.kept_N[micro.index_N]
+        index_N = micro.index_N[kept_N]
         values_N = self.model.values(micro)
         if micro.is_empty:
             values_N.sum().backward()  # only to gather and reduce with the others
             return
+        values_N = values_N[kept_N]
         loss_N, clipped_N = value_loss(
             values_N,
             targets.values_N[index_N],

@@ -50,8 +50,10 @@ class MicroLoss:
     """This micro-batch's share of the batch's loss, with gradient."""
     sums: dict[str, Tensor]
     """Detached values that add up over micro-batches."""
+    index_N: Tensor
+    """int64: places of its tokens in the batch, but those that are too old."""
     old_N: Tensor
-    """log π_o of its tokens."""
+    """log π_o of them."""
 
 
 class Objective:
@@ -98,6 +100,11 @@ class Objective:
             return torch.ones_like(batch.group_S, dtype=torch.bool)
         return sum_by_sequence(advantages_N.abs(), batch.seq_N, batch.num_seqs) > 0
 
+    def is_too_old(self, inputs: StepInputs, micro: MicroBatch) -> bool:
+        """Whether no token of a micro-batch may be trained."""
+        fresh_N = inputs.batch.fresh_N
+        return fresh_N is not None and not bool(fresh_N[micro.index_N].any())
+
     def loss(
         self,
         inputs: StepInputs,
@@ -106,12 +113,13 @@ class Objective:
         denominators: Denominators,
     ) -> MicroLoss:
         """Compute the loss of a micro-batch from the scores of its tokens."""
-        algorithm, index_N = self._algorithm, micro.index_N
+        algorithm = self._algorithm
+        index_N, scores = _fresh(inputs, micro.index_N, scores)
         sample_N, numbers_M = renumber(inputs.sample_N[index_N])
         part = denominators.of_part(sample_N, numbers_M)
         current_N = scores.logprobs_N
         old_N = current_N.detach() if inputs.old_N is None else inputs.old_N[index_N]
-        correction = self._correction(inputs, micro, current_N, old_N)
+        correction = self._correction(inputs, index_N, current_N, old_N)
         policy_N, sums = compute_loss(
             algorithm.loss,
             LossInputs(
@@ -140,24 +148,33 @@ class Objective:
             loss = loss + algorithm.kl_coef * kl
         if algorithm.entropy_coef:
             loss = loss - algorithm.entropy_coef * total(scores.entropy_N)
-        return MicroLoss(loss, sums, old_N)
+        return MicroLoss(loss, sums, index_N, old_N)
 
     def _correction(
-        self, inputs: StepInputs, micro: MicroBatch, current_N: Tensor, old_N: Tensor
+        self, inputs: StepInputs, index_N: Tensor, current_N: Tensor, old_N: Tensor
     ) -> Correction:
         if inputs.weights_N is not None:
-            return Correction(inputs.weights_N[micro.index_N], old_N)
+            return Correction(inputs.weights_N[index_N], old_N)
         batch = inputs.batch
-        sample_N, numbers_M = renumber(inputs.sample_N[micro.index_N])
+        sample_N, numbers_M = renumber(inputs.sample_N[index_N])
         read = CorrectionInputs(
             old_logprobs_N=old_N,
-            behaviour_logprobs_N=batch.behaviour_N[micro.index_N],
+            behaviour_logprobs_N=batch.behaviour_N[index_N],
             seq_N=sample_N,
             num_seqs=len(numbers_M),
             logprobs_N=current_N.detach(),
-            lag_N=inputs.version - batch.versions_N[micro.index_N],
+            lag_N=inputs.version - batch.versions_N[index_N],
         )
         return correct(self._algorithm.correction, read, **self._correction_options)
+
+
+def _fresh(inputs: StepInputs, index_N: Tensor, scores: TokenScores) -> tuple[Tensor, TokenScores]:
+    """Leave out the tokens of a micro-batch that are too old to be trained."""
+    if inputs.batch.fresh_N is None:
+        return index_N, scores
+    fresh_N = inputs.batch.fresh_N[index_N]
+    kept = TokenScores(scores.logprobs_N[fresh_N], scores.entropy_N[fresh_N])
+    return index_N[fresh_N], kept
 
 
 def _loss_options(config: JobConfig) -> dict[str, float]:

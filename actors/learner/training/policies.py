@@ -152,22 +152,23 @@ class Policies:
             if (own := self._of(name, group)) is not None:
                 trainer.check_images(own)
 
-    def step(self, groups: Sequence[Group], step: int) -> StepReport:
+    def step(self, groups: Sequence[Group], step: int, oldest: int = 0) -> StepReport:
         """Train one batch; the version of all policies is `step` afterwards.
 
-        A policy none of whose roles had a turn stays as it is.
+        Tokens of versions before `oldest` are context. A policy none of whose roles had a turn
+        stays as it is.
         """
-        with self._ranks.doing(Order("step", {"step": step}, groups)):
-            return self._step(groups, step)
+        with self._ranks.doing(Order("step", {"step": step, "oldest": oldest}, groups)):
+            return self._step(groups, step, oldest)
 
-    def _step(self, groups: Sequence[Group], step: int) -> StepReport:
+    def _step(self, groups: Sequence[Group], step: int, oldest: int) -> StepReport:
         numbers: dict[str, float] = {}
         model_s = 0.0
         for name, trainer in self.trainers.items():
             own = [group for group in (self._of(name, group) for group in groups) if group]
             if not own:
                 continue
-            report = trainer.step(assemble(own), step)
+            report = trainer.step(assemble(own, oldest), step)
             label = f"policy/{name}/" if name else ""
             numbers |= {f"{label}{key}": value for key, value in report.numbers.items()}
             model_s += report.model_s

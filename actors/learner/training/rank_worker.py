@@ -49,7 +49,7 @@ def serve(rank: int, orders: Connection) -> None:
 def _do(order: Order, policies: Policies) -> None:
     match order.do:
         case "step":
-            policies.step(order.groups, order.fields["step"])
+            policies.step(order.groups, order.fields["step"], order.fields["oldest"])
         case "gather":
             dtype = order.fields["dtype"]
             if dtype is None:

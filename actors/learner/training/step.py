@@ -195,7 +195,7 @@ class Trainer:
         values_N = self._values(batch)
         credit = assign_credit(self.config, batch, old_N, reference_N, values_N)
         sample_N, advantages_N = credit.samples.sample_N, credit.advantages_N
-        kept_N = credit.kept_S[batch.seq_N]
+        kept_N = credit.kept_N
         weights_N = self._objective.whole_batch_weights(batch, old_N, kept_N)
         inputs = StepInputs(batch, sample_N, step - 1, advantages_N, old_N, reference_N, weights_N)
         if self.critic is not None and credit.targets is not None:
@@ -203,7 +203,7 @@ class Trainer:
         sums = StepSums()
         for part_S in self._minibatches(batch):
             kept_S = part_S & credit.kept_S
-            kept_n = sample_N[kept_S[batch.seq_N]]
+            kept_n = sample_N[part_S[batch.seq_N] & kept_N]
             denominators = self._denominators(kept_n, credit.samples.num)
             if step > self.config.critic.warmup_steps:
                 self._update(inputs, part_S, kept_S, denominators, sums)
@@ -316,7 +316,7 @@ class Trainer:
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
             result.loss.backward()
-            sums.add(result.sums, micro.index_N, result.old_N)
+            sums.add(result.sums, result.index_N, result.old_N)
         set_dropout(self.model, on=False)
         norm = whole(nn.utils.clip_grad_norm_(self._trained, self.config.learner.grad_clip))
         sums.norms.append(float(norm))
@@ -331,11 +331,11 @@ class Trainer:
         """Measure sequences that take no part in an update: a forward pass, and no other."""
         for micro in self._packer.pack(inputs.batch, rest_S):
             scores = self._scorer.score(micro)
-            if micro.is_empty:
+            if micro.is_empty or self._objective.is_too_old(inputs, micro):
                 continue
             result = self._objective.loss(inputs, micro, scores, denominators)
             measured = {name: n for name, n in result.sums.items() if name not in OF_THE_UPDATES}
-            sums.add(measured, micro.index_N, result.old_N)
+            sums.add(measured, result.index_N, result.old_N)
 
     def _require_gradients(self) -> None:
         """A batch without any gradient still counts as a step: momentum and decay go on."""

@@ -112,6 +112,18 @@ def test_a_step_is_the_same_with_each_call_in_a_row_of_its_own(
     assert numbers["critic/rewards/mean"] == pytest.approx(again["critic/rewards/mean"])
 
 
+def test_a_greedy_episode_of_several_rows_is_one_baseline() -> None:
+    [group] = groups_of(split=True)[:1]
+    extra = groups_of(split=True)[1].trajectories[2:5]
+    greedy = [item.model_copy(update={"greedy": True, "episode": 3}) for item in extra]
+    greedy[1] = greedy[1].model_copy(update={"rewards": np.array([0.25], np.float32)})
+    task = group.task.model_copy(update={"greedy_baseline": True})
+    rows = [*group.trajectories, *greedy]
+    batch = assemble([group.model_copy(update={"task": task, "trajectories": rows})])
+    assert batch.baseline_E is not None
+    assert batch.baseline_E.tolist() == pytest.approx([greedy[0].reward + 0.25] * 3)
+
+
 def test_the_numbers_of_a_step_count_episodes() -> None:
     whole, split = (group_numbers(groups_of(split=split), 1, 99, 0.0) for split in (False, True))
     for name in ("rollout/episodes", "critic/score/mean", "num_turns/max", "game/success_rate"):
