@@ -21,6 +21,7 @@ from ...schemas.metric import EvalRecord, Metric
 from ...schemas.rollout import Trajectory
 from ...schemas.wire.errors import ConfigError, ConflictError, NotFoundError, TinkermqError
 from ...schemas.wire.subjects import BUCKET_EVALS
+from ..generator.agents.program_loop import ProgramLoop
 from ..generator.engine.following import load_policies
 from ..generator.episodes.agent_loop import EpisodeFailed, EpisodePlan, EpisodeSampling
 from ..generator.episodes.chat import make_chat
@@ -29,12 +30,21 @@ from ..generator.episodes.tables import play_table
 from ..generator.episodes.tries import until_played
 from ..job_weights import open_weights
 from ..models.job_models import check_weights, config_of_checkpoint
+from ..models.policies import MAIN
 from ..runtime import JobContext
-from .validation_metrics import Played, episode_columns, validation_numbers
+from .validation_metrics import (
+    Played,
+    episode_columns,
+    validation_numbers,
+    whole_episode,
+    worth_nothing,
+)
 
 _POLL_S = 0.5
 _MAX_BLAME_CHARS = 8192
 _TOLD_AT_ONCE = 2000
+_INFRASTRUCTURE = ("engine", "broker", "sandbox")
+"""Who fails without telling anything of the model: such an episode is not counted."""
 _log = structlog.get_logger()
 
 
@@ -49,7 +59,19 @@ async def run_evaluator(context: JobContext) -> None:
     environments = Environments(context.broker, context.scope, config.env, context.missing)
     sampling = EpisodeSampling(config.evaluation.temperature, config.evaluation.top_p)
     players = await Players.start(config, chat, environments, sampling)
-    evaluator = Evaluator(context, players, environments)
+    programs: ProgramLoop | None = None
+    if config.agent.runs_programs:
+        programs = ProgramLoop(
+            context.broker,
+            context.scope,
+            players.engines[MAIN],
+            chat,
+            environments,
+            config,
+            sampling,
+        )
+        await programs.start()
+    evaluator = Evaluator(context, players, environments, programs)
     await context.serve_control()
     try:
         if is_job_of_its_own:
@@ -57,15 +79,25 @@ async def run_evaluator(context: JobContext) -> None:
         else:
             await evaluator.run()
     finally:
+        if programs is not None:
+            await programs.close()
         await players.close()
 
 
 class Evaluator:
     """Evaluates versions of one job."""
 
-    def __init__(self, context: JobContext, players: Players, environments: Environments) -> None:
+    def __init__(
+        self,
+        context: JobContext,
+        players: Players,
+        environments: Environments,
+        programs: ProgramLoop | None = None,
+    ) -> None:
+        """`programs` plays the episodes of a job that has programs in place of a game."""
         self._context = context
         self._players = players
+        self._programs = programs
         self._environments = environments
         self._store = open_weights(context)
         self._bucket = Bucket(context.broker, BUCKET_EVALS, EvalRecord)
@@ -227,12 +259,16 @@ class Evaluator:
             max_tries = self._context.config.rollout.max_tries
             try:
                 return await until_played(self._try, plan, max_tries, self._players.check_engines)
-            except EpisodeFailed:
-                return [None]
+            except EpisodeFailed as failed:
+                if self._programs is None or failed.blame.boundary in _INFRASTRUCTURE:
+                    return [None]
+                return [worth_nothing(failed.blame)]
 
     async def _try(self, plan: EpisodePlan) -> list[Trajectory]:
         """Play one episode; the version that is evaluated plays every role."""
         assert self._there is not None
+        if self._programs is not None:
+            return [whole_episode(await self._programs.run(plan))]
         if not self._there.roles:
             return [await self._players.main.run(plan)]
         loops = self._players.of(self._there.roles)

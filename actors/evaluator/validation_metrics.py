@@ -7,7 +7,8 @@ import numpy as np
 
 from ...envs.evaluation import is_success, kind_of, mean_info, pass_at_k
 from ...schemas.config.job import EvaluationConfig
-from ...schemas.rollout import Trajectory
+from ...schemas.rollout import Trajectory, return_of
+from ...schemas.task import Blame
 
 
 class Played(NamedTuple):
@@ -23,8 +24,8 @@ def validation_numbers(
 ) -> dict[str, float]:
     """Summarise validation episodes, `samples` in a row for each task.
 
-    Failed episodes are counted apart and never as a reward of 0; pass@k is over the tasks whose
-    episodes all ran.
+    Episodes that are missing failed: they are counted apart and never as a reward of 0; pass@k is
+    over the tasks whose episodes all ran.
     """
     done = [item for item in results if item is not None]
     values = {"val/failed_episodes": float(len(results) - len(done))}
@@ -51,6 +52,28 @@ def validation_numbers(
         if all(item is not None for item in task)
     ]
     return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
+
+
+def whole_episode(rows: Sequence[Trajectory]) -> Trajectory:
+    """Return an episode of several rows as one: its main row, with what all of them earned."""
+    main = rows[0]
+    rewards = main.rewards.copy()
+    rewards[-1] += return_of(rows[1:])
+    return main.model_copy(update={"rewards": rewards})
+
+
+def worth_nothing(blame: Blame) -> Trajectory:
+    """Return what counts of a program's episode that failed: no token, and a reward of 0."""
+    zero = np.zeros(1, np.int32)
+    return Trajectory(
+        token_ids=zero,
+        mask=zero.astype(np.uint8),
+        logprobs=zero.astype(np.float32),
+        versions=zero - 1,
+        turn_ends=zero,
+        rewards=zero.astype(np.float32),
+        info={"outcome": blame.code, "success": False},
+    )
 
 
 def _by_type(done: Sequence[Trajectory], config: EvaluationConfig) -> dict[str, float]:

@@ -65,7 +65,15 @@ async def run_generator(context: JobContext) -> None:
     programs: ProgramLoop | None = None
     if config.agent.runs_programs:
         programs = ProgramLoop(
-            context.broker, context.scope, engine, chat, environments, config, sampling, time_use
+            context.broker,
+            context.scope,
+            engine,
+            chat,
+            environments,
+            config,
+            sampling,
+            time_use,
+            context.event,
         )
         await programs.start()
     play_alone = None if programs is None else programs.run

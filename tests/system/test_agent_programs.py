@@ -100,7 +100,7 @@ async def test_a_command_is_trained_in_the_pools_own_walls(
     config = small_job(
         model,
         rollout={**LIMITS, "group_size": 2},
-        training={"num_steps": 2, "batch_size": 2, "keep_rollouts": True},
+        training={"num_steps": 2, "batch_size": 2, "keep_rollouts": True, "test_freq": 2},
         agent={
             "command": ["{python}", "agent.py", "{prompt}"],
             "files": str(tmp_path / "files"),
@@ -109,12 +109,14 @@ async def test_a_command_is_trained_in_the_pools_own_walls(
             "timeout_s": 60,
         },
     )
-    config["env"] = {"train_data": [str(data)], "num_val": 0}
+    config["env"] = {"train_data": [str(data)], "val_data": [str(data)], "num_val": 2}
     job = await stack.submit(config)
     await job.until("COMPLETED")
     groups = [entry.group for entry in await job.entries() if entry.group]
     rows_of = [row for group in groups for row in group.trajectories]
     assert rows_of
     assert {row.info["outcome"] for row in rows_of} == {"done"}
+    validated = await job.validations()
+    assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 2, 2: 2}
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)

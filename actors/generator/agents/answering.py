@@ -80,6 +80,7 @@ class CallAnswers:
             last = self._last.get(answered.request, [])
             is_choice = bool(last) and self.tree.calls[last[0]].num_seen == call.num_seen
             self._last[answered.request] = [*last, call.number] if is_choice else [call.number]
+            self._count_sample(answered.prepared)
 
     def _begin_tree(self) -> None:
         self._exact = ExactCalls(self._chat, keeps_reasoning=self._keeps_reasoning)
@@ -233,9 +234,7 @@ class CallAnswers:
             asked = _named(asked, request.begun)
         choices = [GrowingChoice(one, self._chat, request.stop) for one in asked]
         answer = GrowingAnswer(self._opening(request, asked), choices)
-        prompt = request_digest(prepared.prompt_ids)
-        drawn = self._num_drawn.get(prompt, 0)
-        self._num_drawn[prompt] = drawn + len(choices)
+        prompt, drawn = self._count_sample(prepared, len(choices))
         for begun in request.begun.deltas if request.begun is not None else ():
             for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
                 choices[begun.choice].add(Drawn(*token))
@@ -244,6 +243,13 @@ class CallAnswers:
             for number in range(len(choices))
         ]
         return self._started(answer, self._generate_all(answer, samplings, digest), digest)
+
+    def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
+        """Return the digest of a prompt, and how many samples of it were begun before these."""
+        prompt = request_digest(prepared.prompt_ids)
+        drawn = self._num_drawn.get(prompt, 0)
+        self._num_drawn[prompt] = drawn + num
+        return prompt, drawn
 
     def _started(
         self, answer: GrowingAnswer, work: "Coroutine[Any, Any, list[int]]", digest: bytes
@@ -342,6 +348,7 @@ class CallAnswers:
         self, request: CallRequest, prepared: PreparedCall, past: AnsweredCall, digest: bytes
     ) -> GrowingAnswer:
         """Answer as the program was answered before it started again."""
+        self._count_sample(prepared)
         given = replace(prepared, name=past.prepared.name)
         choice = GrowingChoice(given, self._chat, ())
         choice.replay(replace(past, prepared=given))

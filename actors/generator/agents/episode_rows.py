@@ -35,6 +35,7 @@ def rows_of_episode(
     info = {
         **result.info,
         "agent": _figures(calls, found),
+        **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
         "calls": [_told(call, found, left_out) for call in tree.calls[:_MAX_TOLD]],
     }
     return [

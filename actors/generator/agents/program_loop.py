@@ -6,8 +6,9 @@ dies, the program starts again elsewhere, and what it asks once more is answered
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ....broker.client.connection import Broker
 from ....broker.client.listening import Listening
@@ -31,6 +32,10 @@ from .answering import CallAnswers
 from .call_log import CallLog
 from .episode_rows import rows_of_episode
 
+Tell: TypeAlias = Callable[..., Awaitable[None]]
+"""`await tell(kind, message, **data)`: an event of the job."""
+_MAX_TOLD = 100
+"""Names of fields that are told."""
 _MAX_STARTS = 100
 """Hosts that one episode may outlive."""
 
@@ -48,8 +53,10 @@ class ProgramLoop:
         config: JobConfig,
         sampling: EpisodeSampling,
         time_use: TimeUse | None = None,
+        tell: Tell | None = None,
     ) -> None:
-        """`time_use` is told when episodes wait for the engine and for their programs."""
+        """`time_use` is told when episodes wait for the engine and for their programs, `tell` of
+        events."""
         self._broker = broker
         self._scope = scope
         self._engine = engine
@@ -58,6 +65,8 @@ class ProgramLoop:
         self._config = config
         self._sampling = sampling
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
+        self._tell = tell
+        self._told_without_effect: set[str] = set()
         self._parts: PartsService | None = None
         self._service: Service | None = None
 
@@ -96,11 +105,21 @@ class ProgramLoop:
             with blaming("environment"):
                 started, result = await playing.play()
             await calls.close("its program has ended")
+            await self._tell_without_effect(calls.without_effect)
             with blaming("environment"):
                 return self._rows(plan, calls, started, result)
         finally:
             await calls.close("it was given up")
             await playing.end()
+
+    async def _tell_without_effect(self, fields: set[str]) -> None:
+        """Tell once what programs send that changes nothing; each episode says it in its info."""
+        fresh = sorted(fields - self._told_without_effect)[:_MAX_TOLD]
+        if not fresh or self._tell is None or len(self._told_without_effect) > _MAX_TOLD:
+            return
+        self._told_without_effect.update(fresh)
+        message = f"programs send what has no effect: {', '.join(fresh)}"
+        await self._tell("agent_params", message, fields=fresh)
 
     def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
         return EpisodeSampling(0.0) if plan.greedy else self._sampling

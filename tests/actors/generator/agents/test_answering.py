@@ -1,7 +1,7 @@
 """Calls of one episode: limits, samples, retries, hang-ups, stop texts, and what is in the log."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -328,3 +328,47 @@ async def test_a_program_that_starts_again_is_answered_from_the_log(
     assert other.calls == [2]
     later = await opened(held(broker, recorded, 2))
     assert (later.episode, len(later.found)) == ("e-2", 3)
+
+
+async def a_program(ask: Callable[..., Awaitable[str]]) -> None:
+    """Work with two conversations, a branch, and two samples of one request."""
+    first = await ask("hi")
+    await ask("another task")
+    second = await ask("hi", first, "on")
+    await ask("hi", first, "on")
+    await ask("hi", first, "something else")
+    await ask("hi", first, "on", second, "more")
+
+
+@pytest.mark.parametrize("crash", range(7))
+async def test_whenever_a_generator_dies_the_rows_are_those_of_an_undisturbed_episode(
+    asking: Asking, broker: Broker, recorded: JobScope, crash: int
+) -> None:
+    kept_nowhere = CallLog("5 3 0")  # as a task of seed 5 has it
+    kept_nowhere.begin_try()
+    undisturbed = asking.calls(kept_nowhere)
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = [asking.calls(log)]
+
+    def asked_of(answering: list[CallAnswers], crash: int) -> Callable[..., Awaitable[str]]:
+        num_asked = 0
+
+        async def ask(*texts: str) -> str:
+            nonlocal num_asked
+            if num_asked == crash:
+                answering.append(asking.calls(await opened(held(broker, recorded, 2))))
+            num_asked += 1
+            last = await answering[-1].answer(request(*texts), asking.tell)
+            answering[-1].note_delivered(CallDelivered(calls=last.calls, whole=True))
+            return text_of(last)
+
+        return ask
+
+    await a_program(asked_of([undisturbed], crash=-1))
+    await a_program(asked_of(calls, crash))
+    wanted, found = rows_of(undisturbed.tree, 160).rows, rows_of(calls[-1].tree, 160).rows
+    assert len(found) == len(wanted) > 1
+    for row, other in zip(found, wanted, strict=True):
+        for column in ("token_ids", "mask", "logprobs", "versions", "turn_ends"):
+            np.testing.assert_array_equal(getattr(row, column), getattr(other, column))
