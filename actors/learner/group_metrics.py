@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...envs.evaluation import is_success, mean_info
 from ...schemas.rollout import Group, Trajectory
+from .packing.trees import count_distinct
 
 _ENDS = ("done", "turns", "length")
 _LAG_BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, None))
@@ -68,11 +69,43 @@ def group_numbers(
             np.mean([is_success(item.reward, item.info, success_reward) for item in episodes])
         ),
         **_role_numbers(episodes),
+        **_agent_numbers(played),
     }
 
 
 def _total(rows: Sequence[Trajectory]) -> NDArray[np.float32]:
     return np.concatenate([item.rewards for item in rows])
+
+
+def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    """Describe the trees of calls of agents' episodes; nothing where there are none.
+
+    What a generator tells of an episode stands in `info` of its main row, below `agent`.
+    """
+    rows = [item for episode in played for item in episode if item.kind]
+    if not rows:
+        return {}
+    told = [_told(episode[0].info.get("agent")) for episode in played]
+    names = sorted({name for numbers in told for name in numbers})
+    kinds = Counter(item.kind for item in rows)
+    ids = [item.token_ids for item in rows]
+    return {
+        **{
+            f"agent/{name}": float(np.mean([numbers.get(name, 0.0) for numbers in told]))
+            for name in names
+        },
+        "agent/rows_per_episode": len(rows) / len(played),
+        **{f"agent/row_share/{kind}": count / len(rows) for kind, count in sorted(kinds.items())},
+        "agent/shared_token_share": 1 - count_distinct(ids) / sum(map(len, ids)),
+    }
+
+
+def _told(numbers: Any) -> dict[str, float]:
+    """Return what is a number among what somebody told."""
+    if not isinstance(numbers, dict):
+        return {}
+    found = cast("dict[str, Any]", numbers)
+    return {name: float(n) for name, n in found.items() if isinstance(n, bool | int | float)}
 
 
 def _oversample_numbers(kept: NDArray[np.integer[Any]], cut: Sequence[int]) -> dict[str, float]:

@@ -49,6 +49,8 @@ class TrainingBatch:
     fresh_N: Tensor | None
     """bool: tokens that are trained; the others are too old, and count in rewards alone. None:
     all are trained."""
+    kinds: list[str]
+    """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
     baseline_E: Tensor | None
     """float32, by episode: return of the greedy one of the task, where there is one."""
 
@@ -120,6 +122,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
         lengths_S=_tensor(lengths_S - prompts_S),
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
+        kinds=[item.kind for item in trajectories],
         baseline_E=_baselines(groups),
     )
 

@@ -12,6 +12,7 @@ A tree that is larger than a row is cut into several, each with the path that it
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,6 +130,13 @@ def make_tree_units(
     if hidden_size is not None:
         row_tokens = choose_row_tokens(trees.totals, row_tokens, hidden_size, trees.lengths)
     return trees.cut(row_tokens), row_tokens
+
+
+def count_distinct(paths: Sequence[NDArray[np.integer[Any]]]) -> int:
+    """Count the tokens of paths, those that several begin with in common once."""
+    order = sorted(range(len(paths)), key=lambda index: _sort_key(paths[index]))
+    shared = sum(_num_shared(paths[one], paths[other]) for one, other in pairwise(order))
+    return sum(map(len, paths)) - shared
 
 
 class _Beginnings:

@@ -14,6 +14,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 
+from tests.support.groups import make_group, make_trajectory
 from tests.support.models import make_tiny_model
 
 torch.set_num_threads(1)
@@ -129,6 +130,46 @@ def test_the_numbers_of_a_step_count_episodes() -> None:
     for name in ("rollout/episodes", "critic/score/mean", "num_turns/max", "game/success_rate"):
         assert whole[name] == pytest.approx(split[name])
     assert whole["rollout/generated_tokens"] == split["rollout/generated_tokens"]
+
+
+def test_the_numbers_of_agents_episodes_tell_their_trees() -> None:
+    ids = [[1, 2, 3, 9], [1, 2, 3, 4, 9], [1, 5, 9, 9, 9]]
+    figures = [{"calls": 3, "branch_edited": 1.0, "note": "x"}, None, {"calls": 1}]
+    rows = [
+        make_trajectory(
+            one[:-1],
+            [(one[-1:], [])],
+            [1.0],
+            kind="edited" if place == 1 else "main",
+            episode=place // 2,
+            info={} if figures[place] is None else {"agent": figures[place]},
+        )
+        for place, one in enumerate(ids)
+    ]
+    numbers = group_numbers([make_group(rows)], 1, 99, 0.0)
+    assert {name: n for name, n in numbers.items() if name.startswith("agent/")} == {
+        "agent/calls": 2.0,
+        "agent/branch_edited": 0.5,
+        "agent/rows_per_episode": 1.5,
+        "agent/row_share/edited": pytest.approx(1 / 3),
+        "agent/row_share/main": pytest.approx(2 / 3),
+        "agent/shared_token_share": pytest.approx(4 / 14),
+    }
+    assert not [
+        name for name in group_numbers(groups_of(split=False), 1, 99, 0.0) if "agent/" in name
+    ]
+    odd = rows[2].model_copy(update={"info": {"agent": [1]}})
+    assert "agent/calls" in group_numbers([make_group([*rows[:2], odd])], 1, 99, 0.0)
+
+
+def test_a_step_tells_how_far_log_probs_differ_by_kind_of_row(folder: Path) -> None:
+    config = JobConfig.model_validate({"model": {"path": str(folder)}, "env": {"game": "none"}})
+    trainer = Trainer(load_model(config.model, config.learner), config, total_steps=10)
+    report = trainer.step(assemble(groups_of(split=True)), 1)
+    assert report.numbers["agent/abs_log_ratio/main"] > 0
+    assert [name for name in report.numbers if "agent/" in name] == ["agent/abs_log_ratio/main"]
+    report = trainer.step(assemble(groups_of(split=False)), 2)
+    assert not [name for name in report.numbers if "agent/" in name]
 
 
 def test_a_group_with_an_episode_less_or_in_pieces_is_refused() -> None:
