@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras lint format check docs screenshots bench bench-quick
+  test-vllm-stack extras agents test-agents lint format check docs screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -78,6 +78,32 @@ $(VENV)-extras/extras.stamp: pyproject.toml
 	@$(PYTHON) -m venv $(VENV)-extras
 	@PIP_DISABLE_PIP_VERSION_CHECK=1 $(VENV)-extras/bin/python -m pip -qq install -e \
 	  '.[alfworld,gymnasium,reasoning-gym,textarena,verifiers]' pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# Agent programs as they are published, each in an environment of its own from a lock file of its
+# own: `make agents AGENTS="codex pi"` installs some. What cannot be installed does not keep the
+# others from it; its tests say that it is lacking.
+AGENTS_PYTHON := langgraph mini-swe-agent openai-agents pydantic-ai smolagents
+AGENTS_NODE := codex opencode pi
+AGENTS ?= $(AGENTS_PYTHON) $(AGENTS_NODE)
+agents:  ## Install the agent programs that test-agents runs
+	@$(MAKE) --no-print-directory --keep-going $(AGENTS:%=.agents/%.stamp)
+
+test-agents: $(VENV)/dev.stamp programs agents  ## Run agent programs as they are published
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m agents tests/agents
+
+$(AGENTS_PYTHON:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/requirements.txt
+	@echo "installing $* into .agents/$*"
+	@$(PYTHON) -m venv --clear .agents/$*
+	@PIP_DISABLE_PIP_VERSION_CHECK=1 .agents/$*/bin/python -m pip -qq install --require-hashes -r $<
+	@touch $@
+
+$(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-lock.json
+	@command -v npm >/dev/null || { echo "$* needs npm (Node.js 20.6 or newer)" >&2; exit 1; }
+	@echo "installing $* into .agents/$*"
+	@mkdir -p .agents/$*
+	@cp tests/agents/locks/$*/package.json $< .agents/$*/
+	@npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null
 	@touch $@
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the

@@ -215,10 +215,11 @@ def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
     """Whether messages hold an answer: its text, or the id of one of its calls."""
     ids = {call.id for call in reply.calls if call.id}
     text = reply.text.strip()
+    words = [*ids, *([text] if len(text) >= MIN_QUOTE else [])]  # smolagents writes ids as text
     return any(
-        (len(text) >= MIN_QUOTE and text in message.text)
-        or message.call_id in ids
+        message.call_id in ids
         or any(call.id in ids for call in message.calls)
+        or any(word in message.text for word in words)
         for message in given
     )
 

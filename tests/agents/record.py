@@ -1,0 +1,80 @@
+"""Records anew what the installed programs send.
+
+`.venv/bin/python -m tests.agents.record [ID …]`
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from .published import PUBLISHED, PublishedAgent
+from .recording import recording
+from .scripts import PROMPT, SCRIPTS
+
+GOLDEN = Path(__file__).parent / "golden"
+MOST_CHARS = 400
+"""Longer texts are shortened: the prompts of programs are their makers', and say nothing here."""
+
+
+def record(agent: PublishedAgent) -> list[dict[str, Any]]:
+    """Run a program against a scripted model; return what it sent."""
+    with tempfile.TemporaryDirectory() as folder, recording(SCRIPTS[agent.script]) as (url, kept):
+        work = Path(folder, "work")
+        work.mkdir()
+        words = [PROMPT if word == "{prompt}" else word for word in agent.command]
+        done = subprocess.run(
+            words, cwd=work, env=_environment(url, folder), capture_output=True, timeout=180
+        )
+        if done.returncode:
+            raise SystemExit(f"{agent.id} failed: {done.stdout!r:.2000} {done.stderr!r:.4000}")
+        return [_told(line, folder) for line in kept.lines]
+
+
+def _environment(url: str, home: str) -> dict[str, str]:
+    return {
+        "PATH": os.environ["PATH"],
+        "HOME": home,
+        "LANG": "C.UTF-8",
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_BASE": f"{url}/v1",
+        "OPENAI_API_KEY": "sk-none",
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": "sk-none",
+        "OPENAI_AGENTS_DISABLE_TRACING": "1",
+        "LANGSMITH_TRACING": "false",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def _told(value: Any, folder: str) -> Any:
+    """Shorten long texts to their beginning, their length and what tells them apart."""
+    if isinstance(value, dict):
+        return {key: one if key == "answer" else _told(one, folder) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_told(one, folder) for one in value]
+    if not isinstance(value, str):
+        return value
+    text = value.replace(folder, "/tmp/agent")
+    if len(text) <= MOST_CHARS:
+        return text
+    digest = blake2b(text.encode(), digest_size=6).hexdigest()
+    return f"{text[:60]} … [{len(text)} characters, {digest}]"
+
+
+def main(wanted: list[str]) -> None:
+    """Record the programs that are named, or all that are installed."""
+    for agent in PUBLISHED:
+        if agent.lacking or (wanted and agent.id not in wanted):
+            continue
+        lines = [json.dumps(line, ensure_ascii=False) for line in record(agent)]
+        (GOLDEN / f"{agent.id}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
+        print(f"{agent.id}: {len(lines)} calls")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

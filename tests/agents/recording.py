@@ -1,0 +1,117 @@
+"""A scripted model behind the three APIs that writes down what programs send."""
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tinkermq.envs.agents.dialects.answer import AnswerHead, Usage
+from tinkermq.envs.agents.dialects.chat import ChatCompletionAnswer, read_chat
+from tinkermq.envs.agents.dialects.messages_api import MessagesAnswer, read_messages
+from tinkermq.envs.agents.dialects.request import ModelRequest
+from tinkermq.envs.agents.dialects.responses import ResponseAnswer, read_response
+from tinkermq.envs.agents.replies import Piece, ReplyReader
+
+from .scripts import Script
+
+READERS = {
+    "/v1/chat/completions": read_chat,
+    "/v1/responses": read_response,
+    "/v1/messages": read_messages,
+}
+HEADERS = ("idempotency-key", "x-stainless-retry-count", "anthropic-beta", "anthropic-version")
+_USAGE = Usage(prompt=100, generated=20)
+_STEP = 7
+"""Characters of a piece of a stream."""
+
+
+class Recording:
+    """Answers, and keeps each request with its answer."""
+
+    def __init__(self, script: Script) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._script = script
+        self._lock = threading.Lock()
+
+    def answer(self, method: str, path: str, headers: Any, body: Any) -> tuple[ModelRequest, str]:
+        """Return the answer to a call in its dialect."""
+        path = path.partition("?")[0]
+        request = READERS[path](body)
+        line = {
+            "method": method,
+            "path": path,
+            "headers": {name: headers[name] for name in HEADERS if name in headers},
+            "body": body,
+        }
+        with self._lock:
+            number = len(self.lines)
+            said = _cut(self._script.say(request.messages, request.tools, number), request.stop)
+            self.lines.append({**line, "answer": said})
+        return request, worded(path, request, f"c{number:05}", said)
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+
+
+def worded(path: str, request: ModelRequest, name: str, said: str) -> str:
+    """Return an answer as its API words it, streamed or whole."""
+    reader = ReplyReader(name, calls=bool(request.tools))
+    pieces: list[Piece] = []
+    for at in range(0, len(said), _STEP):
+        pieces += reader.push(said[at : at + _STEP])
+    pieces += reader.finish()
+    head = AnswerHead(name, 1_700_000_000, request.model)
+    if path == "/v1/chat/completions":
+        chat = ChatCompletionAnswer(head, 1, include_usage=request.include_usage)
+        events = [*chat.start()]
+        for piece in pieces:
+            events += chat.push(piece)
+        events += [*chat.finish("stop"), *chat.end(_USAGE)]
+        return "".join(events) if request.stream else json.dumps(chat.whole(_USAGE))
+    answer = (
+        ResponseAnswer(head, custom_tools=request.custom_tools)
+        if path == "/v1/responses"
+        else MessagesAnswer(head)
+    )
+    events = [*answer.start(_USAGE)]
+    for piece in pieces:
+        events += answer.push(piece)
+    events += answer.finish("stop", _USAGE)
+    return "".join(events) if request.stream else json.dumps(answer.whole("stop", _USAGE))
+
+
+@contextmanager
+def recording(script: Script) -> Iterator[tuple[str, Recording]]:
+    """Serve a scripted model on this machine; yield its URL and what it records."""
+    kept = Recording(script)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            request, told = kept.answer("POST", self.path, self.headers, json.loads(sent))
+            self._send(told, "text/event-stream" if request.stream else "application/json")
+
+        def do_GET(self) -> None:
+            models = [{"id": "policy", "object": "model", "created": 1, "owned_by": "tinkermq"}]
+            self._send(json.dumps({"object": "list", "data": models}), "application/json")
+
+        def _send(self, text: str, kind: str) -> None:
+            data = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *words: object) -> None:
+            """Say nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", kept
+        server.shutdown()
+        thread.join()

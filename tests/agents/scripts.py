@@ -1,0 +1,108 @@
+"""What a scripted model says to agent programs: a tool call, another, and an end."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tinkermq.envs.agents.messages import CanonicalMessage
+
+THOUGHT = "<think>\nLet me think about it.\n</think>\n\n"
+PROMPT = "How much is x?"
+
+
+def call(name: str, **arguments: Any) -> str:
+    """Return a tool call as a model writes it, with more spaces than a JSON library does."""
+    told = json.dumps(arguments).replace('": ', '":  ')
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {told}}}\n</tool_call>'
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer, which is given once in a history: where `words` stand there, it was."""
+
+    words: str
+    rest: str
+    needs: str = ""
+    """A tool without which it is not said."""
+
+    @property
+    def text(self) -> str:
+        """What the model says."""
+        return f"{THOUGHT}  {self.words}\n\n{self.rest}"
+
+
+def calling(words: str, name: str, *calls: dict[str, Any]) -> Turn:
+    """Return a turn that calls a tool, perhaps several times."""
+    return Turn(words, "\n".join(call(name, **arguments) for arguments in calls), name)
+
+
+SEARCH = calling("I will look.", "search", {"query": "x"})
+
+
+@dataclass(frozen=True)
+class Script:
+    """The turns of one program, in order, and its last words."""
+
+    turns: Sequence[Turn]
+    end: str = "It is 7."
+    in_order: bool = False
+    """For a program that forgets: one turn after the other, whatever stands in the history."""
+
+    def say(
+        self, messages: Sequence[CanonicalMessage], tools: Sequence[Any], number: int = 0
+    ) -> str:
+        """Return the answer to a history, `number` answers after the first."""
+        if self.in_order:
+            return self.turns[number].text if number < len(self.turns) else self.end
+        names = {tool["function"]["name"] for tool in tools}
+        said = "\n".join(
+            text
+            for message in messages
+            if message.role == "assistant"
+            for text in (message.text, *(call.arguments for call in message.calls))
+        )
+        for turn in self.turns:
+            if turn.words not in said and (not turn.needs or turn.needs in names):
+                return turn.text
+        return self.end
+
+
+def shell(name: str, key: str, **more: Any) -> Script:
+    """Return the script of a program whose tool is a shell."""
+    return Script(
+        [
+            calling("I will look.", name, {key: "ls", **more}),
+            calling("Now I write it.", name, {key: "echo 7 > answer.txt", **more}),
+        ]
+    )
+
+
+_DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+SCRIPTS = {
+    "search": Script([SEARCH]),
+    "three": Script([calling("I will look thrice.", "search", *({"query": q} for q in "xyz"))]),
+    "long": Script(
+        [calling(f"I will look for {q}.", "search", {"query": q}) for q in "xyzw"],
+        in_order=True,
+    ),
+    "handoff": Script([calling("Over to you.", "transfer_to_helper", {}), SEARCH]),
+    "as_tool": Script([calling("I will ask.", "ask_helper", {"input": "what is x?"}), SEARCH]),
+    "code": Script(
+        [
+            Turn("I will look.", '<code>\nfound = search(query="x")\nprint(found)\n</code>'),
+            Turn("Now I know.", '<code>\nfinal_answer("7")\n</code>'),
+        ]
+    ),
+    "final": Script([SEARCH, calling("Now I know.", "final_answer", {"answer": "7"})]),
+    "codex": shell("exec_command", "cmd"),
+    "opencode": shell("bash", "command", description="look around"),
+    "pi": shell("bash", "command"),
+    "mini": Script(
+        [
+            calling("I will look.", "bash", {"command": "ls"}),
+            calling("Now I write it.", "bash", {"command": "echo 7 > answer.txt"}),
+            calling("I am done.", "bash", {"command": _DONE}),
+        ]
+    ),
+}
