@@ -5,6 +5,8 @@ evidence: means and intervals are over tasks.
 """
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 _Z95 = 1.959964
 _RESAMPLES = 2000
 _DRAWS_AT_ONCE = 1 << 18
+_OUTCOME = re.compile("[a-z_]{1,32}")
 _TYPE_KEYS = ("type", "task_type")
 
 
@@ -76,6 +79,13 @@ def kind_of(info: Mapping[str, Any], data_source: str) -> str:
         if isinstance(info.get(key), str):
             return info[key]
     return data_source
+
+
+def outcome_shares(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the share of programs' episodes by how they ended (`info["outcome"]`)."""
+    told = [info.get("outcome") for info in infos]
+    counts = Counter(one for one in told if isinstance(one, str) and _OUTCOME.fullmatch(one))
+    return {f"outcome_{name}": count / len(infos) for name, count in sorted(counts.items())}
 
 
 def mean_info(infos: Iterable[Mapping[str, Any]]) -> dict[str, float]:

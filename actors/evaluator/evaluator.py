@@ -35,6 +35,7 @@ from ..runtime import JobContext
 from .validation_metrics import (
     Played,
     episode_columns,
+    is_infrastructure,
     validation_numbers,
     whole_episode,
     worth_nothing,
@@ -43,8 +44,6 @@ from .validation_metrics import (
 _POLL_S = 0.5
 _MAX_BLAME_CHARS = 8192
 _TOLD_AT_ONCE = 2000
-_INFRASTRUCTURE = ("engine", "broker", "sandbox")
-"""Who fails without telling anything of the model: such an episode is not counted."""
 _log = structlog.get_logger()
 
 
@@ -260,7 +259,7 @@ class Evaluator:
             try:
                 return await until_played(self._try, plan, max_tries, self._players.check_engines)
             except EpisodeFailed as failed:
-                if self._programs is None or failed.blame.boundary in _INFRASTRUCTURE:
+                if self._programs is None or is_infrastructure(failed):
                     return [None]
                 return [worth_nothing(failed.blame)]
 

@@ -5,10 +5,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...envs.evaluation import is_success, kind_of, mean_info, pass_at_k
+from ...envs.evaluation import is_success, kind_of, mean_info, outcome_shares, pass_at_k
 from ...schemas.config.job import EvaluationConfig
-from ...schemas.rollout import Trajectory, return_of
+from ...schemas.rollout import Trajectory
 from ...schemas.task import Blame
+from ..generator.episodes.agent_loop import EpisodeFailed
+
+_INFRASTRUCTURE = ("engine", "broker", "sandbox")
+"""Who fails without telling anything of the model."""
 
 
 class Played(NamedTuple):
@@ -25,7 +29,8 @@ def validation_numbers(
     """Summarise validation episodes, `samples` in a row for each task.
 
     Episodes that are missing failed: they are counted apart and never as a reward of 0; pass@k is
-    over the tasks whose episodes all ran.
+    over the tasks whose episodes all ran. Those of programs are missing for a failure of the
+    infrastructure alone; `val_agent/outcome_*` tells how the others ended.
     """
     done = [item for item in results if item is not None]
     values = {"val/failed_episodes": float(len(results) - len(done))}
@@ -39,10 +44,16 @@ def validation_numbers(
         "val/min_score": float(rewards.min()),
         "val/success_rate": float(np.mean([_success(item, config) for item in done])),
         "val/num_episodes": float(len(done)),
-        "val/response_length": float(np.mean([item.num_generated for item in done])),
-        "val/num_turns": float(np.mean([len(item.turn_ends) for item in done])),
     }
-    values |= {f"val_game/{key}": mean for key, mean in mean_info(i.info for i in done).items()}
+    played = [item for item in done if item.num_generated]  # a failed one says nothing but that
+    if played:
+        values |= {
+            "val/response_length": float(np.mean([item.num_generated for item in played])),
+            "val/num_turns": float(np.mean([len(item.turn_ends) for item in played])),
+        }
+    values |= {f"val_game/{key}": mean for key, mean in mean_info(i.info for i in played).items()}
+    of_programs = [item.info for item in done if item.kind or not item.num_generated]
+    values |= {f"val_agent/{name}": n for name, n in outcome_shares(of_programs).items()}
     values |= _by_type(done, config)
     n = config.samples
     tasks = [results[start : start + n] for start in range(0, len(results), n)]
@@ -54,12 +65,23 @@ def validation_numbers(
     return values | {f"val/pass@{k}": value for k, value in pass_at_k(counts, n).items()}
 
 
+def is_infrastructure(failed: EpisodeFailed) -> bool:
+    """Whether an episode failed by what tells nothing of the model: it is not counted."""
+    return failed.blame.boundary in _INFRASTRUCTURE or failed.cause.boundary in _INFRASTRUCTURE
+
+
 def whole_episode(rows: Sequence[Trajectory]) -> Trajectory:
-    """Return an episode of several rows as one: its main row, with what all of them earned."""
-    main = rows[0]
-    rewards = main.rewards.copy()
-    rewards[-1] += return_of(rows[1:])
-    return main.model_copy(update={"rewards": rewards})
+    """Return an episode of several rows as one: the rows one behind the other, told as the main."""
+    lengths = np.array([len(item.mask) for item in rows])
+    starts = np.repeat(np.cumsum(lengths) - lengths, [len(item.turn_ends) for item in rows])
+    joined = {
+        name: np.concatenate([getattr(item, name) for item in rows])
+        for name in ("token_ids", "mask", "logprobs", "versions", "turn_ends", "rewards")
+    }
+    joined["turn_ends"] = (joined["turn_ends"] + starts).astype(np.int32)
+    return rows[0].model_copy(
+        update={**joined, "finish_reasons": [why for item in rows for why in item.finish_reasons]}
+    )
 
 
 def worth_nothing(blame: Blame) -> Trajectory:

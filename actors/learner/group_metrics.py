@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ...envs.evaluation import is_success, mean_info
+from ...envs.evaluation import is_success, mean_info, outcome_shares
 from ...schemas.rollout import Group, Trajectory
 from .packing.trees import count_distinct
 
@@ -93,6 +93,10 @@ def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
         **{
             f"agent/{name}": float(np.mean([numbers.get(name, 0.0) for numbers in told]))
             for name in names
+        },
+        **{
+            f"agent/{name}": share
+            for name, share in outcome_shares([episode[0].info for episode in played]).items()
         },
         "agent/rows_per_episode": len(rows) / len(played),
         **{f"agent/row_share/{kind}": count / len(rows) for kind, count in sorted(kinds.items())},

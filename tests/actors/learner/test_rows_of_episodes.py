@@ -142,7 +142,7 @@ def test_the_numbers_of_agents_episodes_tell_their_trees() -> None:
             [1.0],
             kind="edited" if place == 1 else "main",
             episode=place // 2,
-            info={} if figures[place] is None else {"agent": figures[place]},
+            info={} if figures[place] is None else {"agent": figures[place], "outcome": "done"},
         )
         for place, one in enumerate(ids)
     ]
@@ -150,6 +150,7 @@ def test_the_numbers_of_agents_episodes_tell_their_trees() -> None:
     assert {name: n for name, n in numbers.items() if name.startswith("agent/")} == {
         "agent/calls": 2.0,
         "agent/branch_edited": 0.5,
+        "agent/outcome_done": 1.0,
         "agent/rows_per_episode": 1.5,
         "agent/row_share/edited": pytest.approx(1 / 3),
         "agent/row_share/main": pytest.approx(2 / 3),
