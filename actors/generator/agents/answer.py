@@ -14,6 +14,8 @@ from ..episodes.chat import ChatTokenizer
 from ..episodes.text_stream import TextStream
 from .call_log import AnsweredCall
 from .exact_calls import PreparedCall
+from .rendering import Tools
+from .template_facts import read_text
 
 _GATHER_S = 0.02
 """Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
@@ -22,8 +24,17 @@ _GATHER_S = 0.02
 class GrowingChoice:
     """One of the answers to a request, token by token."""
 
-    def __init__(self, prepared: PreparedCall, chat: ChatTokenizer, stops: Sequence[str]) -> None:
-        """`stops` are texts before which it ends."""
+    def __init__(
+        self,
+        prepared: PreparedCall,
+        chat: ChatTokenizer,
+        stops: Sequence[str],
+        tools: Tools = (),
+    ) -> None:
+        """`stops` are texts before which it ends.
+
+        With `tools` and a tokenizer that says how answers are parsed, it is told when it is whole.
+        """
         self.prepared = prepared
         self.drawn: list[Drawn] = []
         self.text = ""
@@ -31,6 +42,8 @@ class GrowingChoice:
         self.answered: AnsweredCall | None = None
         """The whole, once it has ended."""
         self._chat = chat
+        self._tools = tools if chat.parses_responses else ()
+        self._plain = ""
         self._stream = TextStream(chat.decode, stops)
 
     @property
@@ -42,16 +55,23 @@ class GrowingChoice:
         """Take the next token; nothing counts behind a stop text."""
         if not self.stopped:
             self.drawn.append(drawn)
-            self.text += self._stream.push(drawn.token_id)
+            self._plain += self._stream.push(drawn.token_id)
+            if not self._tools:
+                self.text = self._plain
 
     def end(self, generation: Generation, request: bytes) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
         told = None
         if self.stopped:
-            told = self.text
+            told = self.text = self._plain
             generation = _generation(self.drawn[: self._whole_tokens(told)], "stop")
         else:
-            self.text += self._stream.finish()
+            if self._tools:
+                ids = [drawn.token_id for drawn in self.drawn]
+                prompt = self.prepared.prompt_ids.tolist()
+                told = self.text = read_text(self._chat, prompt, ids, self._tools)
+            else:
+                self.text = self._plain + self._stream.finish()
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
             generation = _generation(self.drawn, "stop" if is_stop else "length")

@@ -30,6 +30,7 @@ from .call_limits import CallDrawing, CallLimits, LimitHit
 from .call_log import AnsweredCall, CallLog, PastAnswers, request_digest, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
+from .template_facts import TemplateFacts, facts_of
 
 MAX_OPEN = 64
 """Answers of one episode that are under way at the same time."""
@@ -50,6 +51,7 @@ class CallAnswers:
         sampling: EpisodeSampling,
         log: CallLog,
         time_use: TimeUse,
+        facts: TemplateFacts | None = None,
     ) -> None:
         """`log` has what was answered before, if another generator began the episode."""
         self.without_effect: set[str] = set()
@@ -68,6 +70,7 @@ class CallAnswers:
             sampling, chat.stop_token_ids, log.drawing_seed, obeys_program=obeys
         )
         self._keeps_reasoning = config.agent.reasoning == "keep"
+        self._facts = facts or facts_of(chat)
         self._log = log
         self._time_use = time_use
         self._over = ""
@@ -83,7 +86,9 @@ class CallAnswers:
             self._count_sample(answered.prepared)
 
     def _begin_tree(self) -> None:
-        self._exact = ExactCalls(self._chat, keeps_reasoning=self._keeps_reasoning)
+        self._exact = ExactCalls(
+            self._chat, keeps_reasoning=self._keeps_reasoning, facts=self._facts
+        )
         self._past = PastAnswers()
         self._open: dict[bytes, GrowingAnswer] = {}
         self._last: dict[bytes, list[int]] = {}
@@ -232,7 +237,7 @@ class CallAnswers:
         asked += [self._exact.another(prepared) for _ in range(request.num_choices - 1)]
         if request.begun is not None:
             asked = _named(asked, request.begun)
-        choices = [GrowingChoice(one, self._chat, request.stop) for one in asked]
+        choices = [GrowingChoice(one, self._chat, request.stop, request.tools) for one in asked]
         answer = GrowingAnswer(self._opening(request, asked), choices)
         prompt, drawn = self._count_sample(prepared, len(choices))
         for begun in request.begun.deltas if request.begun is not None else ():

@@ -13,6 +13,7 @@ from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
 from .call_tree import Attachment, CallTree, ModelCall
 from .rendering import HistoryRenderer, Tools
+from .template_facts import TemplateFacts, facts_of
 
 _TAIL = 8
 """Tokens at the end of a prompt that may open the reasoning."""
@@ -43,14 +44,21 @@ class PreparedCall:
 class ExactCalls:
     """Turns requests into prompts and answers into calls of a tree."""
 
-    def __init__(self, chat: ChatTokenizer, *, keeps_reasoning: bool = True) -> None:
-        """Render with the template of `chat`.
+    def __init__(
+        self,
+        chat: ChatTokenizer,
+        *,
+        keeps_reasoning: bool = True,
+        facts: TemplateFacts | None = None,
+    ) -> None:
+        """Render with the template of `chat`, of which `facts` are known.
 
         Without `keeps_reasoning`, a history that the template writes anew when a user speaks is a
         root of its own.
         """
         self.tree = CallTree()
         self._keeps_reasoning = keeps_reasoning
+        self._facts = facts or facts_of(chat)
         self._chat = chat
         self._renderer = HistoryRenderer(chat)
         self._num_asked = 0
@@ -70,7 +78,7 @@ class ExactCalls:
         not take.
         """
         before = previous.path_messages if previous is not None else []
-        history = [*before, *canonical_history(messages)]
+        history = [*before, *self._facts.shaped(canonical_history(messages))]
         prefill = history.pop().text if is_prefill else ""
         context = _digest(tools)
         attachment = self.tree.attach(history, context)

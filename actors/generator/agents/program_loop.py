@@ -31,6 +31,7 @@ from ..episodes.transcript import Transcript
 from .answering import CallAnswers
 from .call_log import CallLog
 from .episode_rows import rows_of_episode
+from .template_facts import facts_of
 
 Tell: TypeAlias = Callable[..., Awaitable[None]]
 """`await tell(kind, message, **data)`: an event of the job."""
@@ -66,12 +67,15 @@ class ProgramLoop:
         self._sampling = sampling
         self._time_use = time_use or TimeUse("generate", "environment", rest="other")
         self._tell = tell
+        self._facts = facts_of(chat)
         self._told_without_effect: set[str] = set()
         self._parts: PartsService | None = None
         self._service: Service | None = None
 
     async def start(self) -> None:
-        """Get ready to answer."""
+        """Get ready to answer, and tell what the model's template cannot do."""
+        if (lacks := "; ".join(self._facts.told())) and self._tell is not None:
+            await self._tell("agent_template", f"of the model's chat template: {lacks}")
         name, description = "tinkermq-calls", f"calls of programs, job {self._scope.job}"
         self._service = await Service.start(self._broker, name=name, description=description)
         self._parts = PartsService(self._broker, self._service)
@@ -98,7 +102,14 @@ class ProgramLoop:
         log.begin_try()
         engine, config = self._engine, self._config
         calls = CallAnswers(
-            plan.episode, engine, self._chat, config, self._sampling_of(plan), log, self._time_use
+            plan.episode,
+            engine,
+            self._chat,
+            config,
+            self._sampling_of(plan),
+            log,
+            self._time_use,
+            self._facts,
         )
         playing = _Playing(self, plan, calls, log)
         try:

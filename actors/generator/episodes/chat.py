@@ -201,6 +201,30 @@ class ChatTokenizer:
         text = self._tokenizer.decode(ids, skip_special_tokens=True)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
         return cast("str", text)
 
+    @property
+    def parses_responses(self) -> bool:
+        """Whether the tokenizer says how answers are parsed into text, reasoning and calls."""
+        return getattr(self._tokenizer, "response_template", None) is not None
+
+    def parse_response(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        generated_ids: Sequence[int] | IntVector,
+        tools: Sequence[Mapping[str, Any]],
+    ) -> dict[str, Any] | None:
+        """Return an answer as a chat message, parsed as the tokenizer's `response_template` says.
+
+        None where it has none, or the answer does not follow it.
+        """
+        if not self.parses_responses:
+            return None
+        parse = cast("Callable[..., Any]", self._tokenizer.parse_response)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
+        prompt, ids = [int(i) for i in prompt_ids], [int(i) for i in generated_ids]
+        try:
+            return cast("dict[str, Any]", parse(ids, prefix=prompt, tools=[dict(t) for t in tools]))
+        except (ValueError, TypeError, KeyError):
+            return None  # what a model writes need not be well formed: then it is text
+
     def token_text(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         return cast("str", self._tokenizer.decode([int(token_id)]))  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers

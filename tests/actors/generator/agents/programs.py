@@ -4,6 +4,7 @@ The tokenizer of these tests is not bijective: an answer is drawn token by token
 another spelling in tokens than the one that was drawn.
 """
 
+import importlib
 import json
 import re
 import sys
@@ -39,12 +40,33 @@ TEMPLATES = {
 }
 """Chat templates of models that people use, and what ends a turn there."""
 
+_RESPONSES = {
+    "qwen3_5_think": "qwen3_5",
+    "gemma4": "gemma4",
+    "lfm2_2_5": "lfm2_2_5",
+    "nemotron_3_nano": "nemotron_3",
+    "gptoss": "gptoss",
+    "glm4moe": "glm4moe",
+}
 _SPECIAL = re.compile(r"<\|\w+\|?>|<\w+\|>|<\w+_of_turn>|\[/?[A-Z_]+\]|</s>")
 _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
-def chat_of(name: str) -> ChatTokenizer:
-    """Return a tokenizer with a real template, and stop tokens as the model's files name them."""
+def response_template(name: str) -> dict[str, Any]:
+    """Return how answers of a model are parsed, as its tokenizer's files may say it."""
+    sys.path.append(str(FOLDER.parents[1]))
+    try:
+        known = importlib.import_module("trl.chat_template_utils")
+    finally:
+        sys.path.pop()
+    return getattr(known, f"{_RESPONSES[name]}_template")
+
+
+def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
+    """Return a tokenizer with a real template, and stop tokens as the model's files name them.
+
+    `answers` is what its files say of parsing answers.
+    """
     template = (FOLDER / f"{name}.jinja").read_text()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -60,6 +82,8 @@ def chat_of(name: str) -> ChatTokenizer:
     bpe.add_tokens([AddedToken(token, special=False) for token in _PLAIN])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=stops[0])
     tokenizer.chat_template = template
+    if answers is not None:
+        tokenizer.response_template = answers
     ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
     return ChatTokenizer(tokenizer, {}, ids)
 

@@ -1,0 +1,172 @@
+"""What a model's chat template can do for programs, found out by rendering, once at start-up.
+
+What it cannot do costs rows or tools, never exactness; it is told as an event.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ....envs.agents.messages import CanonicalCall, CanonicalMessage, joined
+from ....envs.agents.replies import parse_reply
+from ....schemas.wire.errors import ModelError
+from ..episodes.chat import ChatTokenizer
+from .rendering import HistoryRenderer, Tools
+
+_USER = CanonicalMessage("user", ("What is the weather in Paris and in Rome?",))
+_MORE = CanonicalMessage("user", ("And tomorrow?",))
+_SYSTEM = CanonicalMessage("system", ("Answer briefly.",))
+_CALLS = (
+    CanonicalCall("weather", '{"city": "Paris"}', "c00000000"),
+    CanonicalCall("weather", '{"city": "Rome"}', "c00000001"),
+)
+_SAID = CanonicalMessage("assistant", ("It is sunny.",))
+_CALLED = CanonicalMessage("assistant", ("Let me look.",), _CALLS)
+_RESULTS = tuple(CanonicalMessage("tool", ("sunny",), call_id=call.id) for call in _CALLS)
+_TOOLS: Tools = (
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Return the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
+        },
+    },
+)
+_REMINDER = "<system-reminder>\n{}\n</system-reminder>"
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateFacts:
+    """What was proved of a template."""
+
+    takes_system: bool
+    """Whether it renders a system message at all."""
+    takes_systems: bool
+    """Whether it renders several, and some in the middle of a history."""
+    takes_tools: bool
+    """Whether it shows tools, calls and their results."""
+    takes_parallel_calls: bool
+    """Whether it shows several calls in one turn."""
+    continues_users: bool
+    """Whether what it writes behind a turn is the same whatever came before, for a user's words."""
+    continues_tools: bool
+    """The same for the results of tools."""
+    reads_calls: bool
+    """Whether the calls that it writes are read back as they were."""
+
+    def told(self) -> Iterator[str]:
+        """Yield what programs have to do without."""
+        if not self.takes_system:
+            yield "system messages are shown as words of the user"
+        elif not self.takes_systems:
+            yield "system messages behind the first are shown as words of the user"
+        if not self.takes_tools:
+            yield "requests with tools are refused: the template has no place for them"
+        elif not self.takes_parallel_calls:
+            yield "a history with several tool calls in one turn is refused"
+        if self.takes_tools and not self.reads_calls:
+            yield "tool calls are not read: the model writes them in a format that is not known"
+        if not self.continues_users:
+            yield "a call that follows a user's words is a row of its own"
+        if self.takes_tools and not self.continues_tools:
+            yield "a call that follows a tool's result is a row of its own"
+
+    def shaped(self, history: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+        """Return a history as the template takes it: system messages where it takes them.
+
+        What is made of a message does not depend on those behind it, so that a history that grows
+        stays the beginning of what follows.
+        """
+        if self.takes_systems:
+            return list(history)
+        shaped: list[CanonicalMessage] = []
+        for message in history:
+            if message.role != "system" or (self.takes_system and not shaped):
+                shaped.append(message)
+            elif self.takes_system and len(shaped) == 1 and shaped[0].role == "system":
+                content = joined([*shaped[0].content, "\n\n", *message.content])
+                shaped[0] = replace(shaped[0], content=content)
+            else:
+                reminder = _REMINDER.format(message.text)
+                shaped.append(CanonicalMessage("user", (reminder,)))
+        return shaped
+
+
+def facts_of(chat: ChatTokenizer) -> TemplateFacts:
+    """Find out what a template can do, by rendering short conversations with it."""
+    renderer = HistoryRenderer(chat)
+
+    def takes(*messages: CanonicalMessage, tools: Tools = ()) -> bool:
+        try:
+            renderer.whole(messages, tools)
+        except ModelError:
+            return False
+        return True
+
+    takes_system = takes(_SYSTEM, _USER)
+    called = replace(_CALLED, calls=_CALLS[:1])
+    takes_tools = takes(_USER, called, _RESULTS[0], tools=_TOOLS)
+    parallel = takes_tools and takes(_USER, _CALLED, *_RESULTS, tools=_TOOLS)
+    turn, results = (_CALLED, _RESULTS) if parallel else (called, _RESULTS[:1])
+    before = (_SYSTEM, _MORE, _SAID, _USER) if takes_system else (_MORE, _SAID, _USER)
+    return TemplateFacts(
+        takes_system=takes_system,
+        takes_systems=takes(_SYSTEM, _SYSTEM, _USER, _SAID, _SYSTEM, _MORE),
+        takes_tools=takes_tools,
+        takes_parallel_calls=parallel,
+        continues_users=renderer.continues(before, _SAID, [_MORE], ()),
+        continues_tools=takes_tools
+        and all(
+            renderer.continues(before, turn, new, _TOOLS) for new in (results, (*results, _MORE))
+        ),
+        reads_calls=takes_tools and _reads_calls(chat, called),
+    )
+
+
+def _reads_calls(chat: ChatTokenizer, turn: CanonicalMessage) -> bool:
+    """Whether a turn with calls, as the template writes it, is read back as it was."""
+    told = [_USER.for_template(), turn.for_template()]
+    try:
+        prompt = chat.render(told[:1], prompt=True, tools=_TOOLS)
+        whole = chat.render(told, prompt=False, tools=_TOOLS)
+    except ModelError:
+        return False
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    common = next((place for place, (one, other) in pairs if one != other), len(prompt))
+    ids = chat.encode(whole[common:])
+    reply = parse_reply(read_text(chat, chat.encode(prompt), ids, _TOOLS), "c00000", calls=True)
+    wanted = [(call.name, call.key) for call in turn.calls]
+    return [(call.name, call.key) for call in reply.calls] == wanted
+
+
+def read_text(
+    chat: ChatTokenizer, prompt_ids: Sequence[int], generated_ids: Sequence[int], tools: Tools
+) -> str:
+    """Return what an answer says, in the one format that replies are read in (`ReplyReader`).
+
+    Where the model's tokenizer says how its answers are to be parsed, it is translated.
+    """
+    parsed = chat.parse_response(prompt_ids, generated_ids, tools) if tools else None
+    return (as_read(parsed) if parsed else "") or chat.decode(generated_ids)
+
+
+def as_read(parsed: dict[str, Any]) -> str:
+    """Return a parsed answer in the one format that replies are read in (`ReplyReader`).
+
+    `parsed` is what `parse_response` of transformers makes of an answer.
+    """
+    text = ""
+    if reasoning := parsed.get("reasoning_content") or parsed.get("thinking"):
+        text += f"<think>{reasoning}</think>"
+    text += str(parsed.get("content") or "")
+    for call in parsed.get("tool_calls") or ():
+        function = call.get("function", call)
+        told = {"name": function.get("name"), "arguments": function.get("arguments") or {}}
+        text += f"<tool_call>{json.dumps(told, ensure_ascii=False)}</tool_call>"
+    return text
