@@ -28,6 +28,7 @@ NAMES = (
     "against_trl",
     "asynchrony",
     "environment",
+    "agent_proxy",
     "sandbox",
     "adapters",
     "engine",

@@ -1,0 +1,357 @@
+"""Calls per second of 64 programs through the proxy and the broker, against FastAPI alone.
+
+The same engine, which answers at once, stands behind both: behind NATS and the proxy that programs
+of an episode call, and in the process of a FastAPI server built as the field's OpenAI-style
+servers are, with typed requests and answers. Each program asks, waits for the whole answer and asks
+again. All servers are processes of their own, on uvloop, and both HTTP servers are uvicorn with the
+same parser; they take turns in the same run. The delay of a stream's first words is that of one
+program alone.
+
+    python -m benchmarks.agent_proxy [--programs 64] [--seconds 4] [--rounds 3]
+"""
+
+# FastAPI and aiohttp are of the `bench` extra, which development does without.
+# pyright: reportMissingImports=false
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.parts import PartsService, Tell
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.programs.server import NatsServer
+from tinkermq.envs.agents.episode import ProgramEpisode
+from tinkermq.envs.agents.proxy.proxy import ModelProxy
+from tinkermq.schemas.agent import CallDelta, CallPart, CallRequest
+from tinkermq.schemas.wire.subjects import JobScope
+
+from benchmarks.report import Report, parser
+
+SCOPE = JobScope("local", "bench")
+WORDS = [f"word{number} " for number in range(24)]
+"""An answer, token by token."""
+TURN = "The tests fail in module seven; see the output below and mend it. " * 6
+BODY: dict[str, Any] = {
+    "model": "policy",
+    "messages": [
+        {"role": "system", "content": "You mend programs. " * 20},
+        *(
+            {"role": role, "content": TURN}
+            for role in ("user", "assistant", "user", "assistant", "user")
+        ),
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "function": {
+                "name": "bash",
+                "description": "Runs a command.",
+                "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
+            },
+        }
+    ],
+}
+
+
+def _episode(number: int) -> ProgramEpisode:
+    return ProgramEpisode(episode=f"e{number}", task_input={}, key=f"tmqe_key-of-{number:06}")
+
+
+async def serve_generator(url: str, num_programs: int) -> None:
+    """Answer the calls of all episodes until killed."""
+    ids = list(range(len(WORDS)))
+    whole = CallDelta(
+        choice=0,
+        text="".join(WORDS),
+        token_ids=ids,
+        logprobs=[-0.5] * len(ids),
+        versions=[1] * len(ids),
+        finish="stop",
+    )
+    calls = 0
+
+    async def answer(request: CallRequest, tell: Tell[CallPart]) -> CallPart:
+        nonlocal calls
+        calls += 1
+        head = CallPart(delivery=1, names=[f"c{calls:05}"], has_tools=True, num_prompt=900)
+        if not request.stream:
+            return head.model_copy(update={"deltas": [whole], "calls": [calls]})
+        first, *others = [
+            CallDelta(choice=0, text=text, token_ids=[number], logprobs=[-0.5], versions=[1])
+            for number, text in enumerate(WORDS)
+        ]
+        await tell(head.model_copy(update={"deltas": [first]}))
+        for delta in others:
+            await tell(CallPart(delivery=1, deltas=[delta]))
+        end = CallDelta(choice=0, finish="stop")
+        return CallPart(delivery=1, deltas=[end], calls=[calls])
+
+    async with (
+        await connect(url, name="generator") as broker,
+        await Service.start(broker, name="generator", description="answers at once") as service,
+    ):
+        parts = PartsService(broker, service)
+        for number in range(num_programs):
+            subject = SCOPE.episode(f"e{number}", "call")
+            await parts.listen(subject, CallRequest, CallPart, answer, blank=CallPart(delivery=1))
+        await asyncio.Event().wait()
+
+
+async def serve_proxy(url: str, port: int, num_programs: int) -> None:
+    """Serve the programs' HTTP until killed."""
+    async with (
+        await connect(url, name="proxy") as broker,
+        ModelProxy(broker, SCOPE, port=port) as proxy,
+    ):
+        for number in range(num_programs):
+            proxy.open(_episode(number))
+        await asyncio.Event().wait()
+
+
+def serve_http(port: int) -> None:
+    """Serve the engine by FastAPI until killed."""
+    import uvicorn
+    from fastapi import FastAPI
+    from fastapi.responses import StreamingResponse
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from pydantic import BaseModel
+
+    class Message(BaseModel):
+        role: str
+        content: str | list[dict[str, Any]] | None = None
+        tool_calls: list[dict[str, Any]] | None = None
+        tool_call_id: str | None = None
+
+    class ChatBody(BaseModel):
+        model: str
+        messages: list[Message]
+        tools: list[dict[str, Any]] | None = None
+        temperature: float | None = None
+        max_tokens: int | None = None
+        stream: bool = False
+
+    app = FastAPI()
+
+    def top(kind: str) -> dict[str, Any]:
+        return {
+            "id": "chatcmpl-1",
+            "object": kind,
+            "created": int(time.time()),
+            "model": "policy",
+        }
+
+    async def chunks() -> AsyncIterator[str]:
+        for text in [*WORDS, None]:
+            choice = {
+                "index": 0,
+                "delta": {} if text is None else {"content": text},
+                "finish_reason": "stop" if text is None else None,
+            }
+            chunk = ChatCompletionChunk.model_validate(
+                {**top("chat.completion.chunk"), "choices": [choice]}
+            )
+            yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
+            await asyncio.sleep(0)  # as a token that an engine has drawn
+        yield "data: [DONE]\n\n"
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat(body: ChatBody) -> Any:
+        if body.stream:
+            return StreamingResponse(chunks(), media_type="text/event-stream")
+        message = {"role": "assistant", "content": "".join(WORDS)}
+        choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
+        counts = {"prompt_tokens": 900, "completion_tokens": 24, "total_tokens": 924}
+        return ChatCompletion.model_validate(
+            {**top("chat.completion"), "choices": [choice], "usage": counts}
+        )
+
+    uvicorn.run(app, port=port, log_level="warning", access_log=False)
+
+
+async def calls_per_second(port: int, num_programs: int, seconds: float, *, stream: bool) -> float:
+    """Let programs ask one after the other; return how many answers came in a second."""
+    import aiohttp
+
+    end = time.perf_counter() + seconds
+    raw = json.dumps({**BODY, "stream": stream}).encode()
+    connector = aiohttp.TCPConnector(limit=num_programs)
+    async with aiohttp.ClientSession(connector=connector) as session:
+
+        async def program(number: int) -> int:
+            headers = _headers(number)
+            calls = 0
+            while time.perf_counter() < end:
+                async with session.post(_url(port), data=raw, headers=headers) as answer:
+                    told = await answer.read()
+                    assert answer.status == 200, told
+                    assert b"word23" in told
+                calls += 1
+            return calls
+
+        started = time.perf_counter()
+        calls = sum(await asyncio.gather(*(program(n) for n in range(num_programs))))
+    return calls / (time.perf_counter() - started)
+
+
+async def first_words_ms(port: int, seconds: float) -> float:
+    """Return the median time to a stream's first words, of one program alone."""
+    import aiohttp
+
+    end = time.perf_counter() + seconds
+    raw = json.dumps({**BODY, "stream": True}).encode()
+    times: list[float] = []
+    async with aiohttp.ClientSession() as session:
+        while time.perf_counter() < end:
+            began = time.perf_counter()
+            async with session.post(_url(port), data=raw, headers=_headers(0)) as answer:
+                told = b""
+                while b"word0" not in told:
+                    told += await answer.content.readany()
+                times.append(time.perf_counter() - began)
+                await answer.read()
+    return 1000 * statistics.median(times)
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}/v1/chat/completions"
+
+
+def _headers(number: int) -> dict[str, str]:
+    return {
+        "authorization": f"Bearer {_episode(number).key}",
+        "content-type": "application/json",
+    }
+
+
+def compare(num_programs: int, seconds: float, rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Measure both in turns; return the figures by way and kind."""
+    found: dict[str, dict[str, list[float]]] = {
+        way: {"whole": [], "stream": [], "first": []} for way in ("http", "proxy")
+    }
+    with tempfile.TemporaryDirectory() as folder, NatsServer(Path(folder)) as server:
+        programs = ("--programs", str(num_programs))
+        for _ in range(rounds):
+            port = _free_port()
+            with _Serving("--serve-http", str(port)):
+                _measure(found["http"], port, num_programs, seconds)
+            port = _free_port()
+            with (
+                _Serving("--serve-generator", server.url, *programs),
+                _Serving("--serve-proxy", server.url, "--port", str(port), *programs),
+            ):
+                _measure(found["proxy"], port, num_programs, seconds)
+    return found
+
+
+def _measure(found: dict[str, list[float]], port: int, num_programs: int, seconds: float) -> None:
+    _wait_for(port)
+    for stream in (False, True):
+        uvloop.run(calls_per_second(port, num_programs, seconds / 8, stream=stream))  # to warm up
+        rate = uvloop.run(calls_per_second(port, num_programs, seconds, stream=stream))
+        found["stream" if stream else "whole"].append(rate)
+    found["first"].append(uvloop.run(first_words_ms(port, seconds / 2)))
+
+
+def tell(found: dict[str, dict[str, list[float]]], num_programs: int, report: Report) -> None:
+    """Print the tables and the ratios."""
+    names = {"http": "FastAPI + uvicorn, engine inside", "proxy": "proxy, NATS, generator"}
+    medians = {
+        way: {kind: statistics.median(values) for kind, values in kinds.items()}
+        for way, kinds in found.items()
+    }
+    rows = [
+        [
+            names[way],
+            f"{medians[way]['whole']:,.0f}",
+            f"{medians[way]['stream']:,.0f}",
+            f"{medians[way]['first']:.2f}",
+            " ".join(f"{value:,.0f}" for value in found[way]["whole"]),
+        ]
+        for way in found
+    ]
+    columns = ["way", "calls/s", "streams/s", "first words ms", "runs"]
+    report.table(f"Calls of the model, {num_programs} programs at once", columns, rows)
+    http, proxy = medians["http"], medians["proxy"]
+    report.at_least("calls of the proxy, against FastAPI", proxy["whole"] / http["whole"], 0.8)
+    report.at_least("streams of the proxy, against FastAPI", proxy["stream"] / http["stream"], 0.8)
+    report.at_most("added before a stream's first words", proxy["first"] - http["first"], 5, "ms")
+
+
+class _Serving:
+    """A server process of this script, ended with the block."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.agent_proxy", *arguments]
+        )
+
+    def __enter__(self) -> "_Serving":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(port: int) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def main() -> None:
+    """Parse the arguments; serve, or compare and print."""
+    options = parser(__doc__)
+    options.add_argument("--programs", type=int, default=64)
+    options.add_argument("--seconds", type=float, default=4.0)
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--serve-generator", help=argparse.SUPPRESS)
+    options.add_argument("--serve-proxy", help=argparse.SUPPRESS)
+    options.add_argument("--serve-http", type=int, help=argparse.SUPPRESS)
+    options.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+    arguments = options.parse_args()
+    if arguments.serve_generator:
+        uvloop.run(serve_generator(arguments.serve_generator, arguments.programs))
+    elif arguments.serve_proxy:
+        uvloop.run(serve_proxy(arguments.serve_proxy, arguments.port, arguments.programs))
+    elif arguments.serve_http:
+        serve_http(arguments.serve_http)
+    else:
+        measure(arguments)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Compare, print and write."""
+    if arguments.quick:
+        arguments.seconds, arguments.rounds = 0.5, 1
+    report = Report("agent_proxy", "Programs' calls against FastAPI", quick=arguments.quick)
+    found = compare(arguments.programs, arguments.seconds, arguments.rounds)
+    tell(found, arguments.programs, report)
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
