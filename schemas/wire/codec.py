@@ -10,6 +10,7 @@ and never here.
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import msgpack  # pyright: ignore[reportMissingTypeStubs]
@@ -26,13 +27,13 @@ _packb = cast("Callable[..., bytes]", msgpack.packb)  # pyright: ignore[reportUn
 _unpackb = cast("Callable[..., Any]", msgpack.unpackb)  # pyright: ignore[reportUnknownMemberType]
 
 
-def pack(value: Any) -> bytes:
-    """Pack plain values and NumPy arrays to msgpack.
+def pack(value: Any, *, plain: Callable[[Any], Any] | None = None) -> bytes:
+    """Pack plain values and NumPy arrays to msgpack; `plain` may return a plain value for others.
 
     Raises MessageError when a value has no msgpack form.
     """
     try:
-        return _packb(value, default=_pack_other, use_bin_type=True)
+        return _packb(value, default=partial(_pack_other, plain), use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise MessageError(
             f"cannot pack a {type(value).__name__}: {error}",
@@ -115,7 +116,9 @@ def too_large(num_bytes: int, max_bytes: int) -> MessageError:
     )
 
 
-def _pack_other(value: Any) -> msgpack.ExtType:
+def _pack_other(plain: Callable[[Any], Any] | None, value: Any) -> Any:
+    if plain is not None and (found := plain(value)) is not value:
+        return found
     if "numpy" not in sys.modules:  # then it cannot be an array
         raise TypeError(f"{type(value).__name__} has no msgpack form")
     from .array_codec import pack_array

@@ -34,7 +34,7 @@ class Message(BaseModel):
 
     def to_bytes(self) -> bytes:
         """Pack to a msgpack map with the key `v`."""
-        return pack(self.to_map())
+        return pack({"v": SCHEMA_VERSION, **vars(self)}, plain=_fields_of)
 
     def to_map(self) -> dict[str, Any]:
         """Return the plain map that is packed; arrays stay NumPy arrays."""
@@ -127,6 +127,11 @@ def with_last(at: str, name: str | int) -> str:
     """Return a key or subject with another last token."""
     head, dot, _ = at.rpartition(".")
     return f"{head}{dot}{name}"
+
+
+def _fields_of(value: Any) -> Any:
+    """Return a model's fields, which the packer itself goes through; anything else as it is."""
+    return vars(value) if isinstance(value, BaseModel) else value
 
 
 def _plain_fields(model: BaseModel) -> dict[str, Any]:
