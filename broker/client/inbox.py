@@ -4,6 +4,8 @@ A loss of the connection and a denied request end the wait at once, not at its t
 """
 
 import asyncio
+import itertools
+from collections.abc import Callable
 
 from nats.aio.msg import Msg
 
@@ -13,16 +15,61 @@ from .connection import Broker
 from .listening import Listening
 
 
+class SharedInbox:
+    """One subscription for the answers to many requests: each `Inbox` made with it is cheap."""
+
+    def __init__(self, broker: Broker) -> None:
+        """Prepare; the first request subscribes."""
+        self._broker = broker
+        self._prefix = broker.nc.new_inbox()
+        self._numbers = itertools.count(1)
+        self._takers: dict[str, Callable[[Msg], None]] = {}
+        self._listening: Listening | None = None
+        self._subscribing = asyncio.Lock()
+
+    async def new_subject(self, take: Callable[[Msg], None]) -> str:
+        """Return a subject whose messages `take` gets until it is forgotten."""
+        if self._listening is None:
+            async with self._subscribing:
+                if self._listening is None:
+                    self._listening = await self._broker.listen(f"{self._prefix}.*", self._take)
+        subject = f"{self._prefix}.{next(self._numbers)}"
+        self._takers[subject] = take
+        return subject
+
+    def forget(self, subject: str) -> None:
+        """Drop what else comes there."""
+        self._takers.pop(subject, None)
+
+    async def close(self) -> None:
+        """Unsubscribe."""
+        listening, self._listening = self._listening, None
+        if listening is not None:
+            await listening.stop()
+
+    def _take(self, message: Msg) -> None:
+        if taker := self._takers.get(message.subject):
+            taker(message)
+
+
 class Inbox:
     """Receives the answers to one request after the other."""
 
-    def __init__(self, broker: Broker, *, ends_with_connection: bool = True) -> None:
-        """Prepare; the first request subscribes.
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        ends_with_connection: bool = True,
+        shared: SharedInbox | None = None,
+    ) -> None:
+        """Prepare; the first request subscribes, or takes a subject of the `shared` subscription.
 
         Without `ends_with_connection` answers may go on coming after a reconnect.
         """
         self._broker = broker
-        self._prefix = broker.nc.new_inbox()
+        self._shared = shared
+        self._subjects: list[str] = []
+        self._prefix = "" if shared is not None else broker.nc.new_inbox()
         self._number = 0
         self._asked = ""
         self._arrived: asyncio.Queue[Msg | BrokerError] = asyncio.Queue()
@@ -33,6 +80,10 @@ class Inbox:
 
     async def new_subject(self) -> str:
         """Return a subject whose messages come here, of one request."""
+        if self._shared is not None:
+            subject = await self._shared.new_subject(self._arrived.put_nowait)
+            self._subjects.append(subject)
+            return subject
         if self._listening is None:
             self._listening = await self._broker.listen(
                 f"{self._prefix}.*", self._arrived.put_nowait
@@ -52,8 +103,11 @@ class Inbox:
 
         Raises ConnectionLost, DeniedError, TimeoutError.
         """
-        async with asyncio.timeout(timeout_s):
-            arrived = await self._arrived.get()
+        if self._arrived.empty():
+            async with asyncio.timeout(timeout_s):
+                arrived = await self._arrived.get()
+        else:
+            arrived = self._arrived.get_nowait()
         if isinstance(arrived, BrokerError):
             raise arrived
         return arrived
@@ -71,6 +125,9 @@ class Inbox:
         """Unsubscribe."""
         for remove in self._removals:
             remove()
+        if self._shared is not None:
+            for subject in self._subjects:
+                self._shared.forget(subject)
         listening, self._listening = self._listening, None
         if listening is not None:
             await listening.stop()

@@ -30,7 +30,7 @@ from ...schemas.wire.reply import ErrorReply, Part
 from ..outages.flushing import flush
 from .connection import Broker, ConnectionLost, Listening
 from .headers import NO_RESPONDERS, status_of
-from .inbox import Inbox
+from .inbox import Inbox, SharedInbox
 from .nats_internals import reply_of
 from .rpc import Service, allowed_reply
 
@@ -191,9 +191,9 @@ class _Sender(Generic[P]):
 
     async def send(self, part: P) -> None:
         async with self._order:
-            numbered = part.model_copy(update={"index": self._index})
+            payload = part.to_bytes(index=self._index)
             self._index += 1
-            await self._broker.publish(self._inbox, numbered.to_bytes())
+            await self._broker.publish(self._inbox, payload)
 
     async def fail(self, error: TinkermqError) -> None:
         told = ErrorReply.of(error.code, error.message, error.hint)
@@ -221,18 +221,20 @@ async def ask_parts(
     silence_s: float = SILENCE_S,
     rank: Callable[[P], int] | None = None,
     least_rank: int = 0,
+    shared: SharedInbox | None = None,
 ) -> AsyncGenerator[P, None]:
     """Send a request and yield the parts of its answer that say something, the last one included.
 
     Close the generator (`aclosing`) to go away early: then the `cancel` message is sent. Where
     several may answer the same request, each numbers its own parts: `rank` tells them apart, and
     only those of the highest that was heard are taken, and none below `least_rank`; of the others,
-    errors and ends are passed over as well.
+    errors and ends are passed over as well. Who asks often hands in an inbox that is `shared`.
 
     Raises the error that the service raised, NobodyAnswersError when nobody is there,
     DeadlineError after `silence_s` without a part, ConnectionLost when a part was lost.
     """
-    inbox = Inbox(broker, ends_with_connection=False)  # the parts' numbers tell if one was lost
+    # no end with the connection: the parts' numbers tell if one was lost
+    inbox = Inbox(broker, ends_with_connection=False, shared=shared)
     ended = False
     try:
         await broker.wait_connected(broker.clock() + silence_s, waiting_for=waiting_for)
@@ -240,6 +242,7 @@ async def ask_parts(
         broker.check_size(len(payload), what=f"a request on {subject}")
         await inbox.ask(subject, payload)
         order = _Order(rank, least_rank, waiting_for)
+        empty = vars(part_model())
         while not ended:
             left_s = order.heard + silence_s - time.monotonic()
             received = await _next(inbox, subject, waiting_for, left_s, silence_s)
@@ -249,7 +252,7 @@ async def ask_parts(
             ended = part.last
             if part.error is not None:
                 raise part.error.to_error()
-            if part.last or part != part_model(index=part.index):
+            if part.last or vars(part) != {**empty, "index": part.index}:
                 yield part
     finally:
         await inbox.close()

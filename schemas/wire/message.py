@@ -32,9 +32,9 @@ class Message(BaseModel):
 
     max_bytes: ClassVar[int] = MAX_MESSAGE_BYTES
 
-    def to_bytes(self) -> bytes:
-        """Pack to a msgpack map with the key `v`."""
-        return pack({"v": SCHEMA_VERSION, **vars(self)}, plain=_fields_of)
+    def to_bytes(self, **instead: Any) -> bytes:
+        """Pack to a msgpack map with the key `v`; `instead` are fields that are told otherwise."""
+        return pack({"v": SCHEMA_VERSION, **vars(self), **instead}, plain=_fields_of)
 
     def to_map(self) -> dict[str, Any]:
         """Return the plain map that is packed; arrays stay NumPy arrays."""

@@ -27,7 +27,10 @@ class Usage:
     """Of the prompt: tokens of earlier calls that it continues."""
 
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
+
+
 def event(value: dict[str, Any], name: str = "") -> str:
     """Return one server-sent event."""
     head = f"event: {name}\n" if name else ""
-    return f"{head}data: {json.dumps(value, ensure_ascii=False)}\n\n"
+    return f"{head}data: {_encode(value)}\n\n"

@@ -117,23 +117,21 @@ class ChatCompletionAnswer:
 
     def push(self, piece: Piece, choice: int = 0) -> Iterator[str]:
         """Take more of a choice; yield it as chunks."""
-        of = self._choices[choice]
-        if isinstance(piece, TextPiece):
-            of.text += piece.text
-            yield self._chunk(of, {"content": piece.text})
-        elif isinstance(piece, ReasoningPiece):
-            of.reasoning = (of.reasoning or "") + piece.text
-            yield self._chunk(of, {"reasoning_content": piece.text})
-        else:
-            told = {"index": len(of.calls), **_told(piece)}
-            of.calls.append(piece)
-            yield self._chunk(of, {"tool_calls": [told]})
+        yield self._chunk(self._choices[choice], self._choices[choice].add(piece))
 
     def finish(self, answered: Answered, choice: int = 0) -> Iterator[str]:
         """End a choice."""
         of = self._choices[choice]
-        of.finish = "tool_calls" if of.calls else "length" if answered == "length" else "stop"
+        of.close(answered)
         yield self._chunk(of, {}, of.finish)
+
+    def take(self, piece: Piece, choice: int = 0) -> None:
+        """Take more of a choice, of an answer that is told as one object."""
+        self._choices[choice].add(piece)
+
+    def close(self, answered: Answered, choice: int = 0) -> None:
+        """End a choice of such an answer."""
+        self._choices[choice].close(answered)
 
     def end(self, usage: Usage, extra: Mapping[str, Any] | None = None) -> Iterator[str]:
         """Yield the token counts, if they were asked for, what is told besides, and the end."""
@@ -168,6 +166,21 @@ class _Choice:
         self.reasoning: str | None = None
         self.calls: list[CanonicalCall] = []
         self.finish = "stop"
+
+    def add(self, piece: Piece) -> dict[str, Any]:
+        """Take more of it; return what is new, as a chunk has it."""
+        if isinstance(piece, TextPiece):
+            self.text += piece.text
+            return {"content": piece.text}
+        if isinstance(piece, ReasoningPiece):
+            self.reasoning = (self.reasoning or "") + piece.text
+            return {"reasoning_content": piece.text}
+        told = {"index": len(self.calls), **_told(piece)}
+        self.calls.append(piece)
+        return {"tool_calls": [told]}
+
+    def close(self, answered: Answered) -> None:
+        self.finish = "tool_calls" if self.calls else "length" if answered == "length" else "stop"
 
     def told(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": self.text, "refusal": None}

@@ -16,6 +16,7 @@ Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 _JSON = "application/json"
 _LARGE = 32 << 10
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _STREAM: Mapping[str, str] = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -166,7 +167,7 @@ class HttpExchange:
 
 def dumped(value: Any) -> bytes:
     """Return a value as JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return _encode(value).encode(errors="replace")
 
 
 def _too_large(most: int) -> TooLarge:

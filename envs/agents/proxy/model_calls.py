@@ -1,7 +1,7 @@
 """A program's calls of the model: read, asked for, and answered in its API's own words."""
 
 import asyncio
-import uuid
+import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -163,7 +163,7 @@ def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool, tokens: b
     bounded = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
     previous = _previous(opened, asked.previous) if asked.previous else None
     try:
-        request = call_request(bounded, uuid.uuid4().hex, previous=previous, is_retry=is_retry)
+        request = call_request(bounded, secrets.token_hex(16), previous=previous, is_retry=is_retry)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])

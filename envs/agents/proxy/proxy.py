@@ -5,6 +5,7 @@ import contextlib
 import socket
 
 from ....broker.client.connection import Broker
+from ....broker.client.inbox import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import EpisodeOver, ProgramEpisode
@@ -38,7 +39,8 @@ class ModelProxy:
         self._times = times or ProxyTimes()
         self._kept_bytes = kept_bytes
         self._episodes = OpenEpisodes()
-        calls = ModelCalls(CallAsker(broker, scope, self._times))
+        self._inbox = SharedInbox(broker)
+        calls = ModelCalls(CallAsker(broker, scope, self._times, self._inbox))
         self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls), connection_times)
         self._port = port
         self._is_listening = False
@@ -92,4 +94,5 @@ class ModelProxy:
         await self._listeners.stop()
         if ended:
             await asyncio.gather(*(call.settle() for call in ended))
+        await self._inbox.close()
         self._is_listening = False

@@ -60,8 +60,7 @@ class AnswerReading:
         for number, choice in enumerate(answer.choices):
             reader = self._readers[number]
             for piece in (*reader.push("".join(choice.texts)), *reader.finish()):
-                for _ in wording.push(piece, number):
-                    pass
+                wording.take(piece, number)
         value = wording.whole(_ends(answer), _usage(answer))
         if self._token_ids:
             value |= self._extra(answer)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from ....broker.client.connection import Broker
+from ....broker.client.inbox import SharedInbox
 from ....broker.client.parts import ask_parts
 from ....schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
 from ....schemas.wire.errors import (
@@ -66,6 +67,7 @@ class CallAsker:
     broker: Broker
     scope: JobScope
     times: ProxyTimes
+    inbox: SharedInbox
 
     async def packed(self, request: CallRequest) -> bytes:
         """Return a request as a message; TooLarge for what none holds."""
@@ -94,6 +96,7 @@ class CallAsker:
             silence_s=self.times.silence_s,
             rank=lambda part: part.delivery,
             least_rank=delivery,
+            shared=self.inbox,
         )
 
     async def tell_delivered(self, episode: str, calls: list[int], *, whole: bool) -> None:

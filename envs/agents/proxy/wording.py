@@ -26,6 +26,10 @@ class Wording(Protocol):
         """Take more of a choice; yield it as events."""
         ...
 
+    def take(self, piece: Piece, choice: int) -> None:
+        """Take more of a choice, of an answer that is told as one object."""
+        ...
+
     def end(
         self, ends: Sequence[Answered], usage: Usage, extra: Mapping[str, Any]
     ) -> Iterator[str]:
@@ -59,6 +63,10 @@ class ChatWording:
         """Take more of a choice; yield it as events."""
         return self._answer.push(piece, choice)
 
+    def take(self, piece: Piece, choice: int) -> None:
+        """Take more of a choice, of an answer that is told as one object."""
+        self._answer.take(piece, choice)
+
     def end(
         self, ends: Sequence[Answered], usage: Usage, extra: Mapping[str, Any]
     ) -> Iterator[str]:
@@ -74,8 +82,7 @@ class ChatWording:
     def whole(self, ends: Sequence[Answered], usage: Usage) -> dict[str, Any]:
         """Return the answer as one object."""
         for choice, answered in enumerate(ends):
-            for _ in self._answer.finish(answered, choice):
-                pass
+            self._answer.close(answered, choice)
         return self._answer.whole(usage)
 
 
@@ -94,6 +101,11 @@ class SingleWording:
         """Take more of it; yield it as events."""
         del choice
         return self._answer.push(piece)
+
+    def take(self, piece: Piece, choice: int) -> None:
+        """Take more of it, of an answer that is told as one object."""
+        for _ in self.push(piece, choice):
+            pass
 
     def end(
         self, ends: Sequence[Answered], usage: Usage, extra: Mapping[str, Any]
