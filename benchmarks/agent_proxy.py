@@ -5,8 +5,8 @@ of an episode call, and in the process of a FastAPI server built as the field's 
 servers are, with typed requests and answers. Each program asks, waits for the whole answer and asks
 again. All servers are processes of their own, on uvloop, and both HTTP servers are uvicorn with the
 same parser; they take turns in the same run. As a generator's words that are drawn within 20 ms
-travel together, those of a stream come in two parts, of which FastAPI makes one chunk each. The
-delay of a stream's first words is that of one program alone.
+travel together, those of a stream come in two parts here, and one by one from FastAPI. The delay
+of a stream's first words is that of one program alone.
 
     python -m benchmarks.agent_proxy [--programs 64] [--seconds 4] [--rounds 3]
 """

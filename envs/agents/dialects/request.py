@@ -139,7 +139,7 @@ def content_of(fields: Fields, key: str = "content") -> tuple[str | Picture, ...
     """Read texts and images: a text, null, or a list of parts."""
     value = fields.any(key)
     if isinstance(value, str | None):
-        return joined([value or ""])
+        return (value,) if value else ()
     return joined(part_of(part) for part in fields.objects(key))
 
 

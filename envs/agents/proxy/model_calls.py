@@ -32,7 +32,7 @@ _LARGE = 64 << 10
 _MOST_NAMES, _NAME_CHARS = 256, 100
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Waiting:
     """A request that waits for a call."""
 
@@ -159,11 +159,12 @@ def _read(raw: bytes, api: ModelApi) -> tuple[ModelRequest, bool, bytes]:
 
 def _request(opened: OpenEpisode, asked: ModelRequest, is_retry: bool, tokens: bool) -> CallRequest:
     """Return what travels; RequestError for what is out of bounds."""
-    names = dict.fromkeys(name[:_NAME_CHARS] for name in asked.without_effect)
-    bounded = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
+    if asked.without_effect:
+        names = dict.fromkeys(name[:_NAME_CHARS] for name in asked.without_effect)
+        asked = replace(asked, without_effect=tuple(names)[:_MOST_NAMES])
     previous = _previous(opened, asked.previous) if asked.previous else None
     try:
-        request = call_request(bounded, secrets.token_hex(16), previous=previous, is_retry=is_retry)
+        request = call_request(asked, secrets.token_hex(16), previous=previous, is_retry=is_retry)
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])

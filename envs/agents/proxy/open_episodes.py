@@ -5,9 +5,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....schemas.wire.errors import NotFoundError, StateError
+from ....schemas.wire.subjects import JobScope
 from ..episode import ProgramEpisode
 from .errors import KeyRefused
 from .program_calls import ProgramCalls
@@ -29,11 +30,25 @@ class KeptAnswer:
     """What it holds, about."""
 
 
+class EpisodeSubjects(NamedTuple):
+    """Where the generator that plays an episode hears of its calls."""
+
+    call: str
+    cancel: str
+    delivered: str
+
+    @classmethod
+    def of(cls, scope: JobScope, episode: str) -> "EpisodeSubjects":
+        """Return those of an episode; MessageError for an id that no subject may hold."""
+        return cls(*(scope.episode(episode, verb) for verb in cls._fields))
+
+
 @dataclass(eq=False)
 class OpenEpisode:
     """One episode whose program may call."""
 
     episode: ProgramEpisode
+    subjects: EpisodeSubjects
     calls: ProgramCalls
     """Its calls that are being answered, or have not arrived."""
     kept_bytes: int = KEPT_BYTES

@@ -12,7 +12,7 @@ from ..episode import EpisodeOver, ProgramEpisode
 from .environment import model_environment
 from .listeners import ConnectionTimes, ProxyListeners
 from .model_calls import ModelCalls
-from .open_episodes import KEPT_BYTES, OpenEpisode, OpenEpisodes
+from .open_episodes import KEPT_BYTES, EpisodeSubjects, OpenEpisode, OpenEpisodes
 from .program_calls import ProgramCalls
 from .routes import ProxyRoutes
 from .running_call import CallAsker, ProxyTimes
@@ -36,11 +36,12 @@ class ModelProxy:
         port: int = 0,
     ) -> None:
         """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers."""
+        self._scope = scope
         self._times = times or ProxyTimes()
         self._kept_bytes = kept_bytes
         self._episodes = OpenEpisodes()
         self._inbox = SharedInbox(broker)
-        calls = ModelCalls(CallAsker(broker, scope, self._times, self._inbox))
+        calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls), connection_times)
         self._port = port
         self._is_listening = False
@@ -71,7 +72,8 @@ class ModelProxy:
     def open(self, episode: ProgramEpisode) -> None:
         """Let the program of an episode call; StateError if it may already."""
         calls = ProgramCalls(self._times.adopt_s)
-        self._episodes.add(OpenEpisode(episode, calls, kept_bytes=self._kept_bytes))
+        subjects = EpisodeSubjects.of(self._scope, episode.episode)
+        self._episodes.add(OpenEpisode(episode, subjects, calls, kept_bytes=self._kept_bytes))
 
     def close(self, episode: str) -> None:
         """Let it call no more, and end its calls; harmless for an episode that is not open."""

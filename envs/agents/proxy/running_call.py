@@ -28,13 +28,12 @@ from ....schemas.wire.errors import (
     NobodyAnswersError,
     TinkermqError,
 )
-from ....schemas.wire.subjects import JobScope
 from ..episode import ContextTooLong, EpisodeLimit, EpisodeOver
 from .errors import NobodyPlays, TooLarge
 from .gathered import GatheredAnswer
 
 if TYPE_CHECKING:
-    from .open_episodes import OpenEpisode
+    from .open_episodes import EpisodeSubjects, OpenEpisode
 
 _LARGE = 64 << 10
 """Characters of a request that is packed in a thread: the loop serves others meanwhile."""
@@ -65,7 +64,6 @@ class CallAsker:
     """How the calls of one job's programs are asked for."""
 
     broker: Broker
-    scope: JobScope
     times: ProxyTimes
     inbox: SharedInbox
 
@@ -83,28 +81,29 @@ class CallAsker:
         return payload
 
     def parts(
-        self, episode: str, request: str, payload: bytes, delivery: int
+        self, subjects: "EpisodeSubjects", request: str, payload: bytes, delivery: int
     ) -> AsyncGenerator[CallPart, None]:
         """Ask who plays the episode by this or a later delivery of its task."""
         return ask_parts(
             self.broker,
-            self.scope.episode(episode, "call"),
+            subjects.call,
             payload,
             CallPart,
-            waiting_for=f"the generator that plays episode {episode}",
-            cancel=(self.scope.episode(episode, "cancel"), CancelCall(request=request)),
+            waiting_for="the generator that plays the episode",
+            cancel=(subjects.cancel, CancelCall(request=request)),
             silence_s=self.times.silence_s,
             rank=lambda part: part.delivery,
             least_rank=delivery,
             shared=self.inbox,
         )
 
-    async def tell_delivered(self, episode: str, calls: list[int], *, whole: bool) -> None:
+    async def tell_delivered(
+        self, subjects: "EpisodeSubjects", calls: list[int], *, whole: bool
+    ) -> None:
         """Say whether a program has the end of an answer."""
         told = CallDelivered(calls=calls, whole=whole)
-        subject = self.scope.episode(episode, "delivered")
         with contextlib.suppress(TinkermqError):  # unknown, then, until a later call shows it
-            await self.broker.publish(subject, told.to_bytes())
+            await self.broker.publish(subjects.delivered, told.to_bytes())
 
 
 class RunningCall:
@@ -158,8 +157,7 @@ class RunningCall:
         if self.is_delivered:
             return
         self.is_delivered = whole
-        episode = self._opened.episode.episode
-        await self._asker.tell_delivered(episode, self.answer.calls, whole=whole)
+        await self._asker.tell_delivered(self._opened.subjects, self.answer.calls, whole=whole)
 
     def _wake(self) -> None:
         for woken in self._listeners:
@@ -217,8 +215,8 @@ class RunningCall:
         request = self.request if not attempt else self._again(attempt)
         source = -1
         payload = await self._asker.packed(request)
-        episode, delivery = self._opened.episode.episode, self.answer.delivery
-        asking = self._asker.parts(episode, request.request, payload, delivery)
+        subjects, delivery = self._opened.subjects, self.answer.delivery
+        asking = self._asker.parts(subjects, request.request, payload, delivery)
         async with aclosing(asking) as parts:
             async for part in parts:
                 if source >= 0 and part.delivery > source and self.answer.head is not None:
