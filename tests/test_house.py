@@ -113,9 +113,9 @@ def test_the_wheel_holds_the_rooms_and_nothing_else(tmp_path: Path) -> None:
 
 
 def shipped_files() -> list[Path]:
-    """Return what the gateway sends to browsers, or makes it of, and what `env new` writes."""
+    """Return what the gateway sends to browsers, or makes it of, and what `… new` writes."""
     places = [ROOT / "actors" / "gateway" / "pages" / name for name in ("static", "templates")]
-    places.append(ROOT / "clients" / "new_game")
+    places += [ROOT / "clients" / "new_game", ROOT / "clients" / "new_agent"]
     return [path for place in places for path in place.iterdir()] + [
         ROOT / room / "py.typed" for room in ROOMS
     ]

@@ -97,6 +97,12 @@ _GROUPS: dict[str, list[_Command]] = {
             "games.data:prepare",
             "Make data of a published set: gsm8k, math, geo3k.",
         ),
+        _Command("agent new", "agents.new_agent:new", "Make a folder with an agent of your own."),
+        _Command(
+            "agent check", "agents.check:check", "See what a program makes of a model's answers."
+        ),
+        _Command("agent play", "agents.play:play", "Be the model of an agent program yourself."),
+        _Command("agent host", "agents.host:host", "Host a run's programs in this process."),
         _Command("env list", "games.envs:list_games", "List the games."),
         _Command("env check", "games.envs:check", "Prove that a game is sound, without a model."),
         _Command("env new", "games.new_game:new", "Make a package with a game of your own."),
@@ -109,6 +115,7 @@ _GROUPS: dict[str, list[_Command]] = {
 }
 _ALSO = {"version": ("version", "--version")}
 _FAMILIES = {
+    "agent": ("Writing one", "Make, check, play and host agent programs."),
     "config": ("Writing one", "Look at the configuration of a job."),
     "data": ("Writing one", "Prepare data."),
     "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),

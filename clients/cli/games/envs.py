@@ -1,25 +1,13 @@
 """`tinkermq env list|check|serve`."""
 
-import asyncio
-import os
-import signal
-
-from ....broker.client.login import KEY_VARIABLE
-from ....broker.programs.systemd import told_to_systemd
 from ....envs.check import check_game
 from ....envs.registry import list_games as registered_games
-from ....schemas.config.job import EnvConfig
-from ....schemas.job import FINAL_STATES
-from ....schemas.wire.errors import BrokerError, DeadlineError, StateError
-from ...pool import Pool
 from ..models.check_model import check_with_model, model_to_check
 from ..output import literal, note, print_json, print_table, say
-from ..session import with_pool
+from ..run_host import host_run, make_host
 from .chosen_game import choosing_game
 
 FAILED = 1
-END_POLL_S = 2.0
-"""How often a host looks whether its run has ended."""
 
 
 def list_games(*, json: bool = False) -> int:
@@ -92,7 +80,7 @@ def check(
 
 
 def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
-    """Host a run's game in this process until Ctrl-C or the run's end.
+    """Host a run's game, or its agent programs, in this process until Ctrl-C or the run's end.
 
     The run's generators use it at once. Of a run that has ended nothing is hosted.
 
@@ -106,48 +94,4 @@ def serve(run: str, /, *, name: str = "", nats_url: str | None = None) -> int:
         The broker; default: $TINKERMQ_NATS_URL, or the local stack.
     """
 
-    async def work(pool: Pool) -> None:
-        from ....envs.serving.host import EnvironmentHost
-
-        os.environ.pop(KEY_VARIABLE, None)  # not for the processes of the game
-        record = await pool.find(run)
-        if record.state in FINAL_STATES:
-            raise StateError(
-                f"run {record.name} is {record.state}: nobody plays its game any more",
-                hint=f"let it go on first: `tinkermq resume {record.name}`",
-            )
-        config = EnvConfig.model_validate(record.config["env"])
-        host = EnvironmentHost(
-            pool.broker, record.scope, config, name=name, seed=record.config.get("seed", 0)
-        )
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
-        async with asyncio.TaskGroup() as tasks:
-            hosting = tasks.create_task(host.run(stopping), name="host the game")
-            await host.ready.wait()
-            watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
-            note(f"{host.name} serves {config.game} for {record.name}; Ctrl-C stops it")
-            async with told_to_systemd():
-                await hosting
-            watching.cancel()
-
-    with_pool(nats_url, work)
-    return 0
-
-
-async def _until_end(pool: Pool, job: str, stopping: asyncio.Event) -> None:
-    """Set `stopping` when a job has ended; a broker that is away for a while is waited for."""
-    while True:
-        await asyncio.sleep(END_POLL_S)
-        try:
-            record = await pool.find(job)
-        except (BrokerError, DeadlineError):
-            if pool.broker.closed.is_set():
-                raise
-            continue
-        if record.state in FINAL_STATES:
-            note(f"{record.name} is {record.state}")
-            stopping.set()
-            return
+    return host_run(run, nats_url, lambda pool, record: make_host(pool, record, name))

@@ -66,6 +66,8 @@ class HttpExchange:
         """In whose words errors are told."""
         self.is_started = False
         """Whether the head of the answer has been sent."""
+        self.status = 0
+        """What was answered; 0: nothing."""
         self.is_gone = False
         """Whether the program has closed the connection before the answer was whole."""
         self._query: bytes = scope["query_string"]
@@ -160,7 +162,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
-        self.is_started = True
+        self.is_started, self.status = True, status
         told = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": told})
 

@@ -14,7 +14,7 @@ from .listeners import ConnectionTimes, ProxyListeners
 from .model_calls import ModelCalls
 from .open_episodes import KEPT_BYTES, EpisodeSubjects, OpenEpisode, OpenEpisodes
 from .program_calls import ProgramCalls
-from .routes import ProxyRoutes
+from .routes import ProxyRoutes, Seen
 from .running_call import CallAsker, ProxyTimes
 
 
@@ -34,15 +34,20 @@ class ModelProxy:
         connection_times: ConnectionTimes | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
+        seen: Seen | None = None,
     ) -> None:
-        """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers."""
+        """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers.
+
+        `seen` is told of each request that was answered.
+        """
         self._scope = scope
         self._times = times or ProxyTimes()
         self._kept_bytes = kept_bytes
         self._episodes = OpenEpisodes()
         self._inbox = SharedInbox(broker)
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
-        self._listeners = ProxyListeners(ProxyRoutes(self._episodes, calls), connection_times)
+        routes = ProxyRoutes(self._episodes, calls, seen)
+        self._listeners = ProxyListeners(routes, connection_times)
         self._port = port
         self._is_listening = False
 

@@ -19,6 +19,8 @@ MAX_REQUESTS = 64
 """Of one episode at the same time."""
 
 Endpoint: TypeAlias = Callable[[HttpExchange, OpenEpisode], Awaitable[None]]
+Seen: TypeAlias = Callable[[HttpExchange, str], object]
+"""Is told of each request that was answered, and of its path without a key."""
 
 _APIS: Mapping[tuple[str, ...], ModelApi] = {
     ("chat", "completions"): CHAT,
@@ -42,10 +44,11 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class ProxyRoutes:
     """The ASGI application."""
 
-    def __init__(self, episodes: OpenEpisodes, calls: ModelCalls) -> None:
-        """Serve the programs of `episodes`."""
+    def __init__(self, episodes: OpenEpisodes, calls: ModelCalls, seen: Seen | None = None) -> None:
+        """Serve the programs of `episodes`; `seen` is told of all they ask for."""
         self._episodes = episodes
         self._calls = calls
+        self._seen = seen
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; no error comes out of here."""
@@ -61,6 +64,9 @@ class ProxyRoutes:
         except Exception as error:  # noqa: BLE001  the server's boundary: record, tell no insides
             _log.exception("request_failed", path="/".join(_split(exchange.path)[1]))
             await exchange.fail(InternalError(f"the proxy failed: {type(error).__name__}"))
+        finally:
+            if self._seen is not None:
+                self._seen(exchange, "/".join(_split(exchange.path)[1]))
 
     async def _answer(self, exchange: HttpExchange) -> None:
         key, path = _split(exchange.path)

@@ -1,0 +1,224 @@
+"""The calls of one program, and what each makes of those before it.
+
+Pure. A call continues another where its history begins with everything that the other was given
+and answered. Where it does not, what was changed is named: it is what costs rows.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ..messages import CanonicalMessage
+
+Change: TypeAlias = Literal[
+    "text",
+    "space",
+    "reasoning",
+    "reasoning_text",
+    "arguments",
+    "values",
+    "ids",
+    "calls",
+    "dropped",
+    "history",
+    "system",
+    "tools",
+    "compacted",
+    "sample",
+    "apart",
+]
+"""What a program has made of an answer, or of the history before a call."""
+
+MIN_QUOTE = 16
+"""Characters of an answer that, found in another message, tell that it was read."""
+
+
+@dataclass(eq=False)
+class TrialCall:
+    """One call of the model."""
+
+    number: int
+    """Its place among the calls, in the order in which they were asked."""
+    history: Sequence[CanonicalMessage]
+    """All that it was given."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    """As chat templates take them."""
+    is_streamed: bool = False
+    num_choices: int = 1
+    is_retry: bool = False
+    """Its client says that it has asked before."""
+    without_effect: Sequence[str] = ()
+    """Fields that change nothing."""
+    sampled: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Sampling that it asked for."""
+    num_beside: int = 0
+    """Calls that were being answered when it came."""
+    asked_s: float = 0.0
+    """Monotonic time at which it came."""
+    answered_s: float = 0.0
+    """Monotonic time at which all of its answer, or an error, was told; 0: never."""
+    replies: Sequence[CanonicalMessage] = ()
+    """Its answers; none where it was refused."""
+    refusal: str = ""
+    """The code of the error that it was told."""
+
+    @property
+    def num_characters(self) -> int:
+        """How long its history is."""
+        return sum(
+            len(message.text)
+            + len(message.reasoning or "")
+            + sum(len(call.arguments) for call in message.calls)
+            for message in self.history
+        )
+
+    def paths(self) -> Iterator[list[CanonicalMessage]]:
+        """Yield what a program that has an answer sends as the history, for each answer."""
+        for reply in self.replies:
+            yield [*self.history, reply]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a call stands among those before it."""
+
+    parent: int | None
+    """Number of the call that it continues; None: a root."""
+    num_new: int
+    """Messages that are new to the model."""
+    changes: frozenset[Change] = frozenset()
+    """What was changed of the answers on the way, and why it continues none."""
+
+
+def place(call: TrialCall, earlier: Sequence[TrialCall]) -> Placement:
+    """Find the call that another continues, and what was changed on the way."""
+    parent, path = None, list[CanonicalMessage]()
+    for one in earlier:
+        for its in one.paths() if one.tools == call.tools else ():
+            if len(its) >= len(path) and _begins(call.history, its):
+                parent, path = one, its
+    echoed = _echoes(call, earlier)
+    if parent is not None:
+        return Placement(parent.number, len(call.history) - len(path), frozenset(echoed))
+    why = _why_not(call, earlier) if earlier else ()
+    return Placement(None, len(call.history), frozenset({*echoed, *why}))
+
+
+def _why_not(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
+    """Name what keeps a call from continuing any of those before it."""
+    paths = [(one, its) for one in earlier for its in one.paths()]
+    if not paths:
+        return
+    near, path = max(paths, key=lambda pair: (_common(call.history, pair[1]), pair[0].number))
+    common = _common(call.history, path)
+    if common == len(call.history) == len(near.history) and call.tools == near.tools:
+        yield "sample"
+        return
+    if call.tools != near.tools and _is_about(call, near):
+        yield "tools"
+    if common == len(path):
+        return
+    is_about = _is_about(call, near)
+    if is_about and _systems(call.history) != _systems(path):
+        yield "system"
+    elif path[common].role == "assistant" and is_about:
+        if not _echo_of(path[common], call.history[common:], 0):
+            yield "compacted" if len(call.history) < len(path) else "dropped"
+    elif any(quotes(call.history, reply) for one in earlier for reply in one.replies):
+        yield "compacted" if len(call.history) < len(path) else "history"
+    else:
+        yield "history" if is_about and common else "apart"
+
+
+def _echoes(call: TrialCall, earlier: Sequence[TrialCall]) -> set[Change]:
+    """Name what a program has changed of the answers that it sends back."""
+    changes: set[Change] = set()
+    for one in earlier:
+        for reply in one.replies:
+            echo = _echo_of(reply, call.history, len(one.history))
+            if echo is not None and one.num_choices == 1:
+                changes |= set(_changed(reply, echo))
+    return changes
+
+
+def _echo_of(
+    reply: CanonicalMessage, history: Sequence[CanonicalMessage], at: int
+) -> CanonicalMessage | None:
+    """Find an answer in a history: by the ids of its calls, by its text, by its place."""
+    ids = {call.id for call in reply.calls}
+    said = [message for message in history if message.role == "assistant"]
+    for message in said:
+        if ids & {call.id for call in message.calls}:
+            return message
+    for message in said:
+        if reply.text.strip() and _bare(reply.text) in _bare(message.text):
+            return message
+    there = history[at] if at < len(history) else None
+    if there is None or there.role != "assistant":
+        return None
+    same = [one.name for one in there.calls] == [one.name for one in reply.calls]
+    return there if same and reply.calls else None
+
+
+def _changed(reply: CanonicalMessage, echo: CanonicalMessage) -> Iterator[Change]:
+    if reply.text != echo.text:
+        yield "space" if _bare(reply.text) == _bare(echo.text) else "text"
+    if reply.reasoning is not None and reply.reasoning != echo.reasoning:
+        yield "reasoning" if echo.reasoning is None else "reasoning_text"
+    if [call.name for call in reply.calls] != [call.name for call in echo.calls]:
+        yield "calls"
+        return
+    for mine, told in zip(reply.calls, echo.calls, strict=True):
+        if mine.key != told.key:
+            yield "values"
+        elif mine.arguments != told.arguments:
+            yield "arguments"
+        if mine.id != told.id:
+            yield "ids"
+
+
+def quotes(history: Sequence[CanonicalMessage], reply: CanonicalMessage) -> bool:
+    """Whether messages hold an answer: its text, or the id of one of its calls."""
+    ids = {call.id for call in reply.calls if call.id}
+    text = reply.text.strip()
+    return any(
+        (len(text) >= MIN_QUOTE and text in message.text)
+        or message.call_id in ids
+        or any(call.id in ids for call in message.calls)
+        for message in history
+    )
+
+
+def _begins(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> bool:
+    return len(path) <= len(history) and _common(history, path) == len(path)
+
+
+def _common(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> int:
+    """Return how many messages at the beginning agree."""
+    pairs = zip(history, path, strict=False)
+    agreeing = (number for number, (one, other) in enumerate(pairs) if not one.agrees(other))
+    return next(agreeing, min(len(history), len(path)))
+
+
+def _is_about(call: TrialCall, other: TrialCall) -> bool:
+    """Whether two calls have the same task: what the user says first."""
+    mine, others = _asked(call.history), _asked(other.history)
+    return mine is not None and others is not None and mine.key == others.key
+
+
+def _asked(history: Sequence[CanonicalMessage]) -> CanonicalMessage | None:
+    return next((message for message in history if message.role == "user"), None)
+
+
+def _systems(history: Sequence[CanonicalMessage]) -> list[bytes]:
+    """Return the system messages before anything else."""
+    keys: list[bytes] = []
+    for message in history:
+        if message.role != "system":
+            break
+        keys.append(message.key)
+    return keys
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split())
