@@ -2,9 +2,11 @@
 
 import asyncio
 import signal
-import tempfile
+import sys
 import time
-from asyncio.subprocess import Process
+from asyncio.subprocess import PIPE, Process
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ from tests.support.processes import alive
 from tests.support.scripted_generator import Script, ScriptedGenerator
 from tests.support.waiting import until
 
-from .test_environment import ask, log_of, start_process
+from .test_environment import ask, log_of
 
 PROGRAM = """
 import http.client, json, os, sys, time
@@ -44,30 +46,58 @@ open(os.environ["TINKERMQ_REWARD"], "w").write("0.5")
 """
 
 
+@dataclass
+class Hosts:
+    """Environment hosts of one agent job; none outlives its test."""
+
+    broker: Broker
+    scope: JobScope
+    folder: Path
+    processes: list[Process] = field(default_factory=list)
+
+    async def store(self) -> None:
+        """Store the job."""
+        (self.folder / "files").mkdir()
+        (self.folder / "files" / "agent.py").write_text(PROGRAM)
+        words = ["{python}", "agent.py", "{prompt}"]
+        agent = {"command": words, "files": str(self.folder / "files"), "grace_s": 1}
+        record = JobRecord(
+            job=self.scope.job,
+            name=self.scope.job,
+            user=self.scope.user,
+            state="QUEUED",
+            config={"model": {"path": "unused"}, "agent": agent},
+            created=time.time(),
+            run_dir=str(self.folder / "run"),
+        )
+        await Bucket(self.broker, BUCKET_JOBS, JobRecord).create(self.scope.key, record)
+
+    async def start(self) -> Process:
+        """Start a host."""
+        arguments = ("--nats", self.broker.url, "--user", self.scope.user, "--job", self.scope.job)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tinkermq.actors.environment", *arguments),
+            stderr=PIPE,
+            env={"TINKERMQ_LOG_FORMAT": "json", "TMPDIR": str(self.folder)},
+        )
+        self.processes.append(process)
+        return process
+
+    def left(self) -> set[Path]:
+        """Return the folders of programs."""
+        return set(self.folder.glob("tinkermq-programs-*"))
+
+
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """A folder with a program."""
-    folder = tmp_path / "agent"
-    folder.mkdir()
-    (folder / "agent.py").write_text(PROGRAM)
-    return folder
-
-
-async def started(broker: Broker, scope: JobScope, folder: Path) -> Process:
-    """Store an agent job and start its environment host."""
-    agent = {"command": ["{python}", "agent.py", "{prompt}"], "files": str(folder), "grace_s": 1}
-    config = {"model": {"path": "unused"}, "agent": agent}
-    record = JobRecord(
-        job=scope.job,
-        name=scope.job,
-        user=scope.user,
-        state="QUEUED",
-        config=config,
-        created=time.time(),
-        run_dir=str(folder.parent / "run"),
-    )
-    await Bucket(broker, BUCKET_JOBS, JobRecord).create(scope.key, record)
-    return await start_process(broker, scope)
+async def hosts(broker: Broker, scope: JobScope, tmp_path: Path) -> AsyncIterator[Hosts]:
+    """An agent job without a host yet."""
+    made = Hosts(broker, scope, tmp_path)
+    await made.store()
+    yield made
+    for process in made.processes:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
 
 
 async def opened(broker: Broker, scope: JobScope, episode: str) -> str:
@@ -78,21 +108,18 @@ async def opened(broker: Broker, scope: JobScope, episode: str) -> str:
     return reply.host
 
 
-def left() -> set[Path]:
-    return set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*"))
-
-
 async def test_a_host_told_to_stop_lets_its_programs_finish(
-    broker: Broker, scope: JobScope, files: Path
+    broker: Broker, scope: JobScope, hosts: Hosts
 ) -> None:
     go_on = asyncio.Event()
     script = Script()
-    process = await started(broker, scope, files)
+    process = await hosts.start()
     async with ScriptedGenerator(broker, scope, script).playing("t1-1"):
         script.stops_at, script.go_on = 1, go_on
         host = await opened(broker, scope, "t1-1")
         await until(lambda: len(script.asked) >= 1, "the first call")
         process.send_signal(signal.SIGTERM)
+        script.stops_at = None
         go_on.set()
         request = StepRequest(episodes=["t1-1"], turns=[0], actions=[""], wait_s=9)
         reply = await ask(broker, scope.env(host, "step"), request, StepReply)
@@ -104,10 +131,9 @@ async def test_a_host_told_to_stop_lets_its_programs_finish(
 
 @pytest.mark.faults
 async def test_programs_end_with_a_host_that_is_killed_and_the_next_host_clears_up(
-    broker: Broker, scope: JobScope, files: Path
+    broker: Broker, scope: JobScope, hosts: Hosts
 ) -> None:
-    before = left()
-    process = await started(broker, scope, files)
+    process = await hosts.start()
     async with ScriptedGenerator(broker, scope, Script()).playing("endless-1"):
         await opened(broker, scope, "endless-1")
         processes = set(descendants(process.pid)) - {process.pid}
@@ -115,12 +141,12 @@ async def test_programs_end_with_a_host_that_is_killed_and_the_next_host_clears_
         process.kill()
         await log_of(process)
         await until(lambda: not any(map(alive, processes)), "the end of the programs")
-        abandoned = left() - before
+        abandoned = hosts.left()
         assert len(abandoned) == 1
-        other = await start_process(broker, scope)
+        other = await hosts.start()
         host = await opened(broker, scope, "endless-2")
-        assert not abandoned & left()
+        assert not abandoned & hosts.left()
         await ask(broker, scope.env(host, "close"), CloseRequest(episode="endless-2"), Empty)
         other.send_signal(signal.SIGTERM)
         await log_of(other)
-    assert left() == before
+    assert not hosts.left()

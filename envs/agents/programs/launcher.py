@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, check_folder
 from .limits import Limit, LimitWatch, Watched
 from .output import OutputReader
-from .process import Launch, WalledProgram, start
+from .process import Launch, WalledProgram, start, surely
 from .walls import ProgramWalls, Reach, refuse_shown
 
 T = TypeVar("T")
@@ -120,7 +120,7 @@ class ProgramLauncher:
                 ) from error
             yield folder
         finally:
-            await _surely(self.blocking(folder.remove))
+            await surely(self.blocking(folder.remove))
 
     @contextlib.asynccontextmanager
     async def running(
@@ -162,7 +162,7 @@ class ProgramLauncher:
                 yield Running(program, over)
         finally:
             self._watch.remove(watched)
-            await _surely(self._end(program))
+            await surely(self._end(program))
 
     async def close(self) -> None:
         """Give everything back; no program runs any more."""
@@ -194,20 +194,6 @@ async def _answered(
     else:
         async with endpoint.listen(listening):
             yield
-
-
-async def _surely(work: Awaitable[object]) -> None:
-    """Finish what must be finished, also in a task that is cancelled meanwhile."""
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError:
-            cancelled = True
-    task.result()
-    if cancelled:
-        raise asyncio.CancelledError
 
 
 def _tell(loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit: Limit) -> None:

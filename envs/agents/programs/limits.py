@@ -2,8 +2,7 @@
 
 The kernel bounds what a single process and a user may do (`walls.py`). How much memory a program's
 processes hold together, and how much its folders take, is read here, often enough that what is
-over a limit is over it for moments: memory ten times a second, folders as often as reading them
-takes a tenth of the time.
+over a limit is over it for moments: ten times a second, or as often as takes a tenth of the time.
 """
 
 import os
@@ -20,7 +19,7 @@ from .folders import ProgramFolder
 Limit: TypeAlias = Literal["memory", "disk"]
 _LOOK_S = 0.1
 _LEAST_DISK_LOOK_S = 0.3
-_DISK_SHARE = 10
+_SHARE = 10
 _LEAST_FILES = 20_000
 _MIB = 1 << 20
 
@@ -47,7 +46,7 @@ class Watched:
         most_files = max(_LEAST_FILES, self.disk_mb << 8)  # each takes room of its own
         used = self.folder.usage(most_files)
         took_s = time.monotonic() - now
-        self.next_disk_look = now + max(_LEAST_DISK_LOOK_S, _DISK_SHARE * took_s)
+        self.next_disk_look = now + max(_LEAST_DISK_LOOK_S, _SHARE * took_s)
         too_much = used.num_bytes > self.disk_mb * _MIB or used.num_files > most_files
         return "disk" if too_much else None
 
@@ -82,11 +81,12 @@ class LimitWatch:
             if not self._watched:
                 self._changed.wait()
                 self._changed.clear()
+            began = time.monotonic()
             for one in self._watched:
                 if (limit := one.exceeded(time.monotonic())) is not None:
                     self.remove(one)
                     one.over(limit)
-            time.sleep(_LOOK_S)
+            time.sleep(max(_LOOK_S, _SHARE * (time.monotonic() - began)))
 
 
 def _holds_more(first: int, most: int) -> bool:

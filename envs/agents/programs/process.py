@@ -12,11 +12,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ....schemas.wire.errors import GameError, SandboxError
 from ...sandbox.program import first_process, remedy
@@ -24,10 +24,12 @@ from ...sandbox.watch import first_child
 from .output import OutputReader, Printed
 from .walls import inside_command
 
+T = TypeVar("T")
 _START_S = 60.0
 _INSIDE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH")
 _SPOKEN_BYTES = 4096
+_LAST_WORDS_S = 5.0
 _launcher = ThreadPoolExecutor(1, thread_name_prefix="program-launcher")
 """Walls fall with the thread that set them up: this one lives as long as the process."""
 
@@ -102,32 +104,69 @@ async def start(
     that cannot be run.
     """
     loop = asyncio.get_running_loop()
+    beginning = loop.run_in_executor(_launcher, _begin, launch)
     try:
-        begun = await loop.run_in_executor(_launcher, _begin, launch)
+        begun = await surely(beginning)
     except OSError as error:
         raise SandboxError(
             f"no program can be started: {error}", hint="see the limits of the host's user"
         ) from error
+    except asyncio.CancelledError:
+        if beginning.exception() is None:
+            await surely(_abandon(beginning.result(), None, reader, workers))
+        raise
     printed = reader.follow(begun.out, begun.errors)
     settling = loop.run_in_executor(workers, begun.settle, launch)
     try:
         async with asyncio.timeout(_START_S):
             first, listening = await asyncio.shield(settling)
     except BaseException as error:
-        begun.process.kill()  # at which whatever waits for it ends
-        await asyncio.wait({settling})
-        await loop.run_in_executor(workers, begun.process.wait)
-        if settling.exception() is None and (unused := settling.result()[1]) is not None:
-            unused.close()
+        await surely(_abandon(begun, settling, reader, workers, printed))
         if isinstance(error, TimeoutError):
             raise SandboxError(
                 f"a program did not start within {_START_S:g} s", hint="see the machine's load"
             ) from None
         if isinstance(error, _NotStarted):
-            await loop.run_in_executor(workers, printed.ended.wait, _START_S)
             raise error.explained(printed.tail().strip()) from None
         raise
     return WalledProgram(begun.process, first, printed), listening
+
+
+async def surely(work: Awaitable[T]) -> T:
+    """Finish what must be finished, also in a task that is cancelled meanwhile."""
+    task = asyncio.ensure_future(work)
+    cancelled = False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        task.exception()  # which is looked at, and of less weight
+        raise asyncio.CancelledError
+    return task.result()
+
+
+async def _abandon(
+    begun: "_Begun",
+    settling: "asyncio.Future[tuple[int, socket.socket | None]] | None",
+    reader: OutputReader,
+    workers: Executor,
+    printed: Printed | None = None,
+) -> None:
+    """End what has been begun, and hear what it said."""
+    loop = asyncio.get_running_loop()
+    begun.process.kill()  # at which whatever waits for it ends
+    if settling is None or printed is None:
+        printed = reader.follow(begun.out, begun.errors)
+        begun.channel.close()
+        os.close(begun.about)
+    else:
+        await asyncio.wait({settling})
+        if settling.exception() is None and (unused := settling.result()[1]) is not None:
+            unused.close()
+    await loop.run_in_executor(workers, begun.process.wait)
+    await loop.run_in_executor(workers, printed.ended.wait, _LAST_WORDS_S)
 
 
 class _NotStarted(Exception):

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import tempfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -69,10 +68,9 @@ class Host:
             self.runner.drop(episode)
 
 
-def held() -> tuple[set[int], set[Path], int]:
-    """Return the processes, folders and open files that this process has."""
-    folders = set(Path(tempfile.gettempdir()).glob("tinkermq-programs-*"))
-    return set(descendants(os.getpid())), folders, len(list(Path("/proc/self/fd").iterdir()))
+def held() -> tuple[set[int], int]:
+    """Return the processes below this one, and how many files it has open."""
+    return set(descendants(os.getpid())), len(list(Path("/proc/self/fd").iterdir()))
 
 
 @contextlib.asynccontextmanager
@@ -88,7 +86,9 @@ async def hosting(
         await runner.start()
         yield Host(runner, endpoint)
     finally:
+        folders = runner._launcher and runner._launcher.folders.path
         await runner.stop()
+        assert not (folders and folders.exists())
     await until(lambda: all(now <= then for now, then in zip(held(), before, strict=True)), "rest")
 
 

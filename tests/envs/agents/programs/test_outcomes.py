@@ -1,5 +1,6 @@
 """How programs end, and what that means for their episodes."""
 
+
 import pytest
 from tinkermq.envs.agents.episode import NoCalls
 from tinkermq.envs.agents.programs.outcomes import ProgramCrashed, try_number

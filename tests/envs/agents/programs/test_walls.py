@@ -166,7 +166,10 @@ LIMITED = {
 }
 
 
-@pytest.mark.parametrize("name", LIMITED)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=pytest.mark.long if "small" in one else []) for one in LIMITED],
+)
 async def test_a_program_over_a_limit_is_ended(play, name):
     result = await play(f"ask()\n{LIMITED[name]}")
     assert (result.info["outcome"], result.info.get("limit")) == ("crash", name.split()[0])
