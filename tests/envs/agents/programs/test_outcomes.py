@@ -1,5 +1,7 @@
 """How programs end, and what that means for their episodes."""
 
+import asyncio
+import contextlib
 
 import pytest
 from tinkermq.envs.agents.episode import NoCalls
@@ -162,6 +164,20 @@ async def test_an_episode_that_nobody_wants_any_more_is_ended():
         with pytest.raises(StateError):
             await host.runner.turn("e-2")
         assert host.endpoint.closed == ["e-1"]
+
+
+async def test_nothing_is_left_of_episodes_that_are_dropped_at_any_moment():
+    async with hosting(f"ask()\n{SLEEP}", per_host=8) as host:
+        begun = []
+        for number in range(8):
+            begun.append(asyncio.ensure_future(host.begin(f"e{number}-1")))
+            await asyncio.sleep(0.02)
+        for number in range(8):
+            host.runner.drop(f"e{number}-1")
+            host.runner.drop(f"e{number}-1")
+        for one in begun:
+            with contextlib.suppress(NotFoundError):
+                await one
 
 
 @pytest.mark.parametrize(
