@@ -1,4 +1,4 @@
-"""Model folders and data files that a configuration names, looked at without loading them."""
+"""What a configuration names: models, data, programs; looked at without loading them."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...schemas.config.lora import ADAPTER_CONFIG
-from ...schemas.wire.errors import DataError, ModelError
+from ...schemas.wire.errors import ConfigError, DataError, ModelError
 from .paths import is_local_pool
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -14,7 +14,7 @@ _DATA_KEYS = (("env", "train_data"), ("env", "val_data"), ("sft", "data"))
 
 
 def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool = False) -> None:
-    """Raise ModelError or DataError for what a job on this machine would not find.
+    """Raise ModelError, DataError or ConfigError for what a job on this machine would not find.
 
     The folders of a pool elsewhere are not seen: what it lacks, its processes say. With `has_model`
     the model is a run's.
@@ -32,6 +32,19 @@ def refuse_missing(tree: Mapping[str, Any], broker_url: str, *, has_model: bool 
                     hint="give the path of a parquet or JSONL file, relative to this folder or "
                     "absolute",
                 )
+    if _section(tree, "env").get("hosts") != 0:
+        _refuse_missing_folders(_section(tree, "agent"))
+
+
+def _refuse_missing_folders(agent: Mapping[str, Any]) -> None:
+    named = [(key, agent.get(key)) for key in ("files", "reward_files")]
+    named += [("read", one) for one in cast("list[Any]", agent.get("read") or [])]
+    for key, name in named:
+        if isinstance(name, str) and not Path(name).expanduser().is_dir():
+            raise ConfigError(
+                f"there is no folder {name!r} (agent.{key})",
+                hint="give the path of a folder, relative to this one or absolute",
+            )
 
 
 def look_at_model(path: str, *, here: bool, has_tokenizer: bool = False) -> str:

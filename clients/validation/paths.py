@@ -15,9 +15,10 @@ _LOCAL_HOSTS = {"localhost", "127.0.0.1", "::1"}
 def resolve_paths(
     config: dict[str, Any], broker_url: str, *, has_users: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration with model folder, data files and output folder made absolute.
+    """Return the configuration with its folders and files made absolute.
 
-    A pool with users has an output folder of its own, for whoever names none.
+    A pool with users has an output folder of its own, for whoever names none. The folders of agent
+    programs that no host of the pool runs (`env.hosts: 0`) are those of whoever runs them.
     """
     resolved = copy.deepcopy(config)
     model: dict[str, Any] = resolved.get("model") or {}
@@ -28,9 +29,19 @@ def resolve_paths(
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
             data[key] = [_existing(str(path)) for path in data[key]]
+    if (resolved.get("env") or {}).get("hosts") != 0:
+        _resolve_programs(resolved.get("agent") or {})
     if is_local_pool(broker_url) and ("output_dir" in resolved or not has_users):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())
     return resolved
+
+
+def _resolve_programs(agent: dict[str, Any]) -> None:
+    for key in {"files", "reward_files"} & agent.keys():
+        if agent[key] is not None:
+            agent[key] = _existing(str(agent[key]))
+    if "read" in agent:
+        agent["read"] = [_existing(str(path)) for path in agent["read"]]
 
 
 def is_local_pool(broker_url: str) -> bool:

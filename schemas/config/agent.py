@@ -89,6 +89,12 @@ class AgentConfig(Section):
         return self.timeout_s + self.grace_s + self.reward_timeout_s + _MARGIN_S
 
 
+def runs_programs(tree: Mapping[str, Any]) -> bool:
+    """Whether the episodes of a configuration, which may be incomplete, are those of programs."""
+    given = _section(tree, "agent")
+    return bool(given.get("command") or given.get("client"))
+
+
 def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tree of an agent job with what it implies; any other tree as it is.
 
@@ -96,7 +102,7 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     tree = dict(values)
     given = _section(tree, "agent")
-    if not (given.get("command") or given.get("client")):
+    if not runs_programs(tree):
         return tree
     if _section(tree, "sft").get("data"):
         raise ValueError(

@@ -4,6 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tinkermq.clients.validation.files import refuse_missing
+from tinkermq.clients.validation.paths import resolve_paths
+from tinkermq.schemas.wire.errors import ConfigError
 
 from tests.clients.command import Outcome, tinkermq
 from tests.clients.conftest import Cli
@@ -118,3 +121,41 @@ def test_the_model_is_played_by_a_script(made: Path) -> None:
 def test_who_leaves_before_the_end_is_told_so(made: Path) -> None:
     done = played("/quit\n")
     assert (done.code, done.out.splitlines()[-1]) == (1, "you left before the program ended")
+
+
+# -- other commands --------------------------------------------------------------------------------
+
+
+def test_a_dry_run_runs_the_program_once(cli: Cli, made: Path) -> None:
+    done = cli("train", "agent.yaml", "--dry-run", "--json")
+    told = {check["check"]: check for check in json.loads(done.out)["checks"]}
+    assert done.code == 0, done.err
+    assert "run once against a scripted model, 2 calls, 1 rows, done" in told["agent"]["detail"]
+    (made / "program" / "agent.py").write_text("raise SystemExit(1)")
+    failed = cli("train", "agent.yaml", "--dry-run")
+    assert failed.code == 2
+    assert "agent.command: the program exited with code 1 without one answered" in failed.err
+    hosted = cli("train", "agent.yaml", "env.hosts=0", "--dry-run")
+    assert hosted.code == 0
+    assert "its programs are run by clients: not checked" in hosted.out
+
+
+def test_commands_for_games_name_those_for_agents(cli: Cli, made: Path) -> None:
+    for command in ("check", "play", "eval"):
+        done = cli("env", command, "agent.yaml")
+        assert done.code == 2
+        assert "`tinkermq agent check agent.yaml`" in done.err
+
+
+def test_folders_of_programs_become_absolute_where_the_pool_runs_them(made: Path) -> None:
+    tree = {"agent": {"command": ["a"], "files": "program", "read": ["data", "elsewhere"]}}
+    told = resolve_paths(tree, "nats://127.0.0.1:4222")["agent"]
+    assert (told["files"], told["read"]) == (
+        str(made / "program"),
+        [str(made / "data"), "elsewhere"],
+    )
+    own = {**tree, "env": {"hosts": 0}}
+    assert resolve_paths(own, "nats://127.0.0.1:4222")["agent"] == tree["agent"]
+    with pytest.raises(ConfigError, match=r"there is no folder 'elsewhere' \(agent.read\)"):
+        refuse_missing(tree, "nats://127.0.0.1:4222", has_model=True)
+    refuse_missing(own, "nats://127.0.0.1:4222", has_model=True)

@@ -3,6 +3,8 @@
 import re
 from typing import Any, cast
 
+from ....schemas.config.agent import runs_programs
+
 _PART_CHARS = 20
 _NOT_NAME = re.compile(r"[^a-z0-9]+")
 
@@ -12,6 +14,7 @@ def run_name(config: dict[str, Any]) -> str:
     from coolname import generate_slug  # loads word lists that an idle scheduler does without
 
     game = _leaf(config, "env", "game").rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+    game = game or ("agent" if runs_programs(config) else "")
     model = _leaf(config, "model", "path").rstrip("/").rsplit("/", 1)[-1]
     parts = [part for part in (_plain(game), _plain(model)) if part]
     return "-".join([*(parts or ["job"]), generate_slug(2)])[:64]

@@ -13,6 +13,7 @@ from typing import Any, cast
 from ....broker.client.connection import Broker
 from ....broker.jobs import JobStore, is_final
 from ....envs.registry import check_registered
+from ....schemas.config.agent import runs_programs
 from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.config.merge import merged
 from ....schemas.config.reward import RewardConfig
@@ -329,7 +330,8 @@ def _served(request: SubmitRequest, fork_of: str | None) -> str:
 def check_game(config: Mapping[str, Any]) -> None:
     """Raise GameError if the pool is to host a game of a name that nobody has registered."""
     env = cast("Mapping[str, Any]", config.get("env") or {})
-    if (game := env.get("game")) and env.get("hosts") != 0:
+    is_hosted = env.get("hosts") != 0 and not runs_programs(config)
+    if (game := env.get("game")) and is_hosted:
         check_registered(str(game))
 
 

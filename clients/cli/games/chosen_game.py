@@ -53,6 +53,11 @@ def choosing_game(
 
 def _from_yaml(path: str, overrides: Sequence[str]) -> ChosenGame:
     job = load_config(Path(path), overrides)
+    if job.agent.runs_programs:
+        raise ConfigError(
+            f"{path} is the configuration of an agent job: there is no game",
+            hint=f"try its program: `tinkermq agent check {path}`, `tinkermq agent play {path}`",
+        )
     return ChosenGame(job.env, job.seed, job)
 
 

@@ -2,7 +2,9 @@
 
 import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from ....broker.client.connection import Broker
 from ....envs.check import check_game
 from ....envs.data.chat_data import ChatData
 from ....schemas.config.job import JobConfig
@@ -17,8 +19,12 @@ from ...home import find_url
 from ...pool import Pool
 from ...validation.files import look_at_model
 from ...validation.paths import is_local_pool
+from ..agents.private_broker import with_private_broker
 from ..output import note, print_json, say, say_plain
 from ..session import with_pool
+
+if TYPE_CHECKING:
+    from ....envs.agents.trial.report import TrialReport
 
 
 def dry_run(
@@ -29,7 +35,7 @@ def dry_run(
     checks: list[tuple[str, Callable[[], str]]] = [
         ("model", lambda: begins if from_run else check_model(config, nats_url)),
         *([("data", lambda: check_chats(config))] if config.sft.data else []),
-        *([("game", lambda: check_env(config))] if config.env.game else []),
+        *_check_of_episodes(config),
         ("slots", lambda: check_slots(config, nats_url)),
     ]
     effective = config.model_dump(mode="json")
@@ -56,6 +62,12 @@ def dry_run(
     if not as_json:
         note("nothing was submitted")
     return 0
+
+
+def _check_of_episodes(config: JobConfig) -> list[tuple[str, Callable[[], str]]]:
+    if config.agent.runs_programs:
+        return [("agent", lambda: check_agent(config))]
+    return [("game", lambda: check_env(config))] if config.env.game else []
 
 
 def check_model(config: JobConfig, nats_url: str | None) -> str:
@@ -85,6 +97,29 @@ def check_env(config: JobConfig) -> str:
             kind = DataError if result.name == "the data can be read" else GameError
             raise kind(f"{result.name}? no: {result.detail}", hint=result.hint)
     return f"{config.env.game}: {len(results)} checks passed"
+
+
+def check_agent(config: JobConfig) -> str:
+    """Run an agent job's program once against a scripted model, behind the walls of a pool's host.
+
+    Raises ConfigError or SandboxError where it cannot be run, GameError where it cannot be trained.
+    """
+    if config.agent.client or config.env.hosts == 0:
+        return "its programs are run by clients: not checked"
+    from ....envs.agents.trial.check import check_program  # needs an HTTP server
+
+    async def work(broker: Broker) -> "TrialReport":
+        return await check_program(broker, config, seed=config.seed, tries_context=False)
+
+    report = with_private_broker(work)
+    for finding in report.findings:
+        if finding.level == "fail":
+            raise GameError(f"agent.command: {finding.text}", hint=finding.remedy)
+    assert report.reward is not None
+    return (
+        f"{config.agent.command[0]}: run once against a scripted model, {len(report.calls)} calls, "
+        f"{report.rows} rows, {report.outcome}, reward {report.reward:g}"
+    )
 
 
 def check_chats(config: JobConfig) -> str:

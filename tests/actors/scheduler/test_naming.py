@@ -23,3 +23,8 @@ def test_what_is_not_known_yet_is_left_out() -> None:
 def test_any_name_may_stand_in_a_subject() -> None:
     name = run_name({"env": {"game": "x" * 90}, "model": {"path": "ÄÖ/" + "y" * 90}})
     assert re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", name)
+
+
+def test_a_run_of_programs_is_named_so() -> None:
+    name = run_name({"agent": {"command": ["codex"]}, "model": {"path": "tiny"}})
+    assert re.fullmatch(r"agent-tiny-[a-z]+-[a-z]+", name)
