@@ -23,6 +23,7 @@ _PREFIX = "tinkermq-programs-"
 _PARTS = ("work", "tmp", "home", "task")
 _NOBODY = 65534
 _LOCK = "lock"
+_READABLE = 0o005
 
 
 class FolderUsage(NamedTuple):
@@ -157,6 +158,17 @@ def check_folder(key: str, value: str) -> Path:
     if not os.access(path, os.R_OK | os.X_OK):
         raise SandboxError(f"{key}={value!r} cannot be read by this host", hint="see its rights")
     return path.resolve()
+
+
+def check_shown(key: str, value: str) -> Path:
+    """Return where a folder lies that programs read as it is; ConfigError if they could not."""
+    path = check_folder(key, value)
+    if unprivileged_user() is not None and path.stat().st_mode & _READABLE != _READABLE:
+        raise ConfigError(
+            f"programs may not read {key}={value!r}: a host that root runs lets them run as nobody",
+            hint=f"chmod -R o+rX {path}",
+        )
+    return path
 
 
 def _sweep(folder: Path) -> None:

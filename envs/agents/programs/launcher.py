@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import SandboxError, StorageError
 from ..episode import ProgramEpisode
-from .folders import ProgramFolder, ProgramFolders, check_folder
+from .folders import ProgramFolder, ProgramFolders, check_folder, check_shown
 from .limits import Limit, LimitWatch, Watched
 from .output import OutputReader
 from .process import Launch, WalledProgram, start, surely
@@ -73,8 +73,9 @@ class ProgramLauncher:
         Raises ConfigError for a folder that cannot be used, SandboxError for a machine that cannot
         enclose programs, and OSError for one without room for their folders.
         """
-        self.files = _folder("agent.files", config.files)
-        self.grader = _folder("agent.reward_files", config.reward_files)
+        files, grader = config.files, config.reward_files
+        self.files = None if files is None else check_folder("agent.files", files)
+        self.grader = None if grader is None else check_shown("agent.reward_files", grader)
         self.folders = ProgramFolders()
         try:
             hidden = [*private, self.folders.path, *([self.grader] if self.grader else [])]
@@ -204,7 +205,3 @@ def _tell(loop: asyncio.AbstractEventLoop, over: "asyncio.Future[Limit]", limit:
             over.set_result(limit)
 
     loop.call_soon_threadsafe(settle)
-
-
-def _folder(key: str, value: str | None) -> Path | None:
-    return None if value is None else check_folder(key, value)

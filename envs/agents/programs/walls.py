@@ -17,7 +17,7 @@ from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import ConfigError
 from ...sandbox.program import bubblewrap_program, unprivileged_user
 from ...sandbox.seccomp import agent_filter
-from .folders import ProgramFolder, check_folder
+from .folders import ProgramFolder, check_folder, check_shown
 
 WORK, HOME, TASK, GRADER = "/episode/work", "/episode/home", "/episode/task", "/episode/grader"
 TMP = "/tmp"  # noqa: S108 - its own
@@ -53,6 +53,8 @@ class ProgramWalls:
         read = {f"agent.read: {one}": check_folder("agent.read", one) for one in config.read}
         own = {"this interpreter": Path(sys.prefix), "its library": Path(sys.base_prefix)}
         refuse_shown({**read, **own}, private)
+        for one in config.read:
+            check_shown("agent.read", one)
         self._shown = sorted({*read.values(), *own.values()})
         above = {parent for path in self._shown for parent in path.parents}
         self.unseen = sorted(set(private) - above)

@@ -46,3 +46,45 @@ async def test_a_program_finds_its_generator_through_the_host(broker, scope, tmp
         assert result.info["output"] == "You said: three and three t1-1 train\n"
         await client.close("t1-1")
         stopping.set()
+
+
+SDK = """
+import openai, os
+client = openai.OpenAI()
+messages = [{"role": "user", "content": "first"}]
+for _ in range(2):
+    chunks = client.chat.completions.create(model="policy", messages=messages, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    print(text)
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "second"}]
+open(os.environ["TINKERMQ_REWARD"], "w").write('{"reward": 1, "success": true}')
+"""
+
+
+async def test_the_makers_own_library_runs_behind_walls_and_streams(broker, scope):
+    pytest.importorskip("openai")
+    settings = {**LIMITS, "memory_mb": 1024, "processes": 64}
+    agent = AgentConfig(command=["{python}", "-c", SDK], **settings)
+    host = EnvironmentHost(
+        broker, scope, EnvConfig(game="agent"), programs=program_runner(agent, broker, scope)
+    )
+    stopping = asyncio.Event()
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        tasks.create_task(host.run(stopping))
+        await host.ready.wait()
+        client = Client(broker, scope, host)
+        async with ScriptedGenerator(broker, scope, Script()).playing("t1-1"):
+            await client.reset("t1-1")
+            while (result := await stepped(client, "t1-1")) is None:
+                pass
+        assert (result.reward, result.info["success"]) == (1.0, True)
+        assert result.info["output"] == "You said: first\nYou said: second\n"
+        stopping.set()
+
+
+async def stepped(client, episode):
+    """Ask for the end of a program once; None while it lasts."""
+    try:
+        return await client.step(episode, 0, "")
+    except AssertionError:
+        return None

@@ -205,6 +205,12 @@ async def test_what_cannot_be_hosted_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"programs would see .*run in .*agent.read"):
         async with hosting(read=[str(tmp_path)], private=(tmp_path / "run",)):
             pass
+    (tmp_path / "shut").mkdir(mode=0o700)
+    if os.getuid() == 0:
+        with pytest.raises(ConfigError, match=r"may not read agent.read=.*shut") as error:
+            async with hosting(read=[str(tmp_path / "shut")]):
+                pass
+        assert "chmod -R o+rX" in error.value.hint
     (tmp_path / "big").write_bytes(os.urandom(17 << 20))
     with pytest.raises(SandboxError, match=r"holds more than 16 MiB: more than agent.disk_mb=16"):
         async with hosting(files=str(tmp_path)):
