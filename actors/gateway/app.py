@@ -31,6 +31,8 @@ from .guard import Guard
 from .openai import routes as openai
 from .pages import routes as pages
 from .pages.render import STATIC, VERSION, make_templates
+from .programs.episodes import ProgramEpisodes
+from .programs.routes import ProgramRequests
 from .rest import routes as rest
 from .rest.openapi import description
 from .scheduler import Scheduler
@@ -50,7 +52,8 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
     `local_only`: answer only under names of this machine. `secure`: cookies are for TLS only.
     """
     counters = Counters()
-    gateway = Gateway(sessions, make_templates(), counters, secure=secure)
+    programs = ProgramEpisodes(sessions.url, with_keys=sessions.with_keys)
+    gateway = Gateway(sessions, make_templates(), programs, counters, secure=secure)
     handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         TinkermqError: _our_error,
         HTTPException: _http_error,
@@ -70,6 +73,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
         ],
         middleware=[
             Middleware(Guard, counters=counters, local_only=local_only),
+            Middleware(ProgramRequests, episodes=programs),
             Middleware(GZipMiddleware, minimum_size=2000, compresslevel=5),
         ],
         exception_handlers=handlers,

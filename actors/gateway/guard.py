@@ -16,7 +16,8 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .data.counters import Counters
-from .limits import max_body_bytes
+from .limits import MAX_PROGRAM_BYTES, max_body_bytes
+from .programs.routes import is_of_program
 from .sessions import COOKIE
 
 HELD = "tinkermq.held"
@@ -70,7 +71,7 @@ class Guard:
         app = self._app if refusal is None else refusal
         try:
             with held:
-                await app(scope, _limited(receive, max_body_bytes(scope["path"])), send_guarded)
+                await app(scope, _limited(receive, _largest(scope)), send_guarded)
         finally:
             self._counters.count(scope, status, time.perf_counter() - started)
 
@@ -82,10 +83,15 @@ class Guard:
         if scope["method"] in _SAFE:
             return None
         length = headers.get("content-length", "0")
-        largest = max_body_bytes(scope["path"])
+        largest = _largest(scope)
         if not length.isdigit() or int(length) > largest:
             return _refuse(f"a request may have {largest:,} bytes", 413)
         return None if _same_origin(headers, host) else _refuse("the request comes from elsewhere")
+
+
+def _largest(scope: Scope) -> int:
+    """Return the size of the largest body that passes; what reads it for a program is stricter."""
+    return MAX_PROGRAM_BYTES if is_of_program(scope) else max_body_bytes(scope["path"])
 
 
 def _same_origin(headers: Headers, host: str) -> bool:

@@ -94,6 +94,7 @@ async def run(options: Options) -> None:
             )
         )
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
+        sweeping_programs = asyncio.create_task(gateway.programs.sweep(), name="idle programs")
         watching = asyncio.create_task(connections.watch(), name="close slow visitors")
         async with _announced(options, sessions, login):
             _stop_on_signal(server, gateway)
@@ -102,8 +103,10 @@ async def run(options: Options) -> None:
             _log.info("gateway_listens", url=address, with_keys=with_keys)
             await server.serve(sockets=[listener])
         sweeping.cancel()
+        sweeping_programs.cancel()
         watching.cancel()
         await gateway.histories.close()
+        await gateway.programs.close()
         await sessions.close()
 
 

@@ -19,6 +19,7 @@ from .data.history import Histories
 from .data.records import Figures
 from .guard import HELD
 from .limits import max_body_bytes
+from .programs.episodes import ProgramEpisodes
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 
@@ -29,6 +30,7 @@ class Gateway:
 
     sessions: Sessions
     templates: Environment
+    programs: ProgramEpisodes
     counters: Counters = field(default_factory=Counters)
     histories: Histories = field(default_factory=Histories)
     figures: Figures = field(default_factory=Figures)

@@ -24,6 +24,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import urlsplit
 
 from ...schemas.config.agent import AgentConfig
 from ...schemas.config.job import JobConfig
@@ -156,8 +157,11 @@ class AgentEpisode:
 class _GivesEpisodes(HostedEnvironment):
     """Hosts the episodes of a job whose programs are run from here."""
 
-    def __init__(self, config: Any, job_id: str | None, api_key: str | None) -> None:
+    def __init__(
+        self, config: Any, job_id: str | None, api_key: str | None, gateway: str = ""
+    ) -> None:
         super().__init__(job_id, api_key)
+        self._gateway = gateway
         tree = translate(as_tree(config)) if config is not None else {}
         self._tree = {key: value for key, value in tree.items() if key in ("env", "agent", "seed")}
 
@@ -178,7 +182,7 @@ class _GivesEpisodes(HostedEnvironment):
         def give(given: "GivenEpisode") -> None:
             self.given(AgentEpisode(given, loop), given)
 
-        proxy = ModelProxy(broker, address.scope)
+        proxy = ModelProxy(broker, address.scope, gateway=self._gateway)
         tries, job = config.rollout.max_tries, address.scope.job
         programs = GivenOutRunner(config.agent, proxy, give, max_tries=tries, job=job)
         return EnvironmentHost(
@@ -232,7 +236,9 @@ class AgentEpisodes(_GivesEpisodes):
     """The episodes of a job, one after the other, for programs that are started from here.
 
     Iterate over it (`for` or `async for`) for as long as the job trains: an episode waits to be
-    ended by `end`, at most `agent.timeout_s`. Several may be under way at the same time.
+    ended by `end`, at most `agent.timeout_s`. Several may be under way at the same time. Their
+    programs find the model in this process, or, with `gateway`, wherever the pool's is reached:
+    for sandboxes, containers and other machines.
     """
 
     def __init__(
@@ -240,9 +246,16 @@ class AgentEpisodes(_GivesEpisodes):
         job: "HasServerUrl | str",
         config: AgentConfig | dict[str, Any] | None = None,
         api_key: str | None = None,
+        *,
+        gateway: str = "",
     ) -> None:
-        """Host the episodes of a job: its client, or its server_url."""
-        super().__init__({"agent": dict(config)} if config is not None else None, None, api_key)
+        """Host the episodes of a job: its client, or its server_url.
+
+        `gateway` is the URL of the pool's gateway (https://pool), for programs elsewhere. Raises
+        ConfigError for what is no such URL.
+        """
+        tree = {"agent": dict(config)} if config is not None else None
+        super().__init__(tree, None, api_key, _checked_url(gateway))
         self._given: queue.SimpleQueue[AgentEpisode | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         self.setup(job)
@@ -282,3 +295,14 @@ def agent(program: Program) -> Program:
             hint="write `async def run(task, model)` and return a reward",
         )
     return program
+
+
+def _checked_url(gateway: str) -> str:
+    """Return the URL of a gateway; ConfigError for another."""
+    parts = urlsplit(gateway)
+    if gateway and (parts.scheme not in ("http", "https") or not parts.netloc or parts.query):
+        raise ConfigError(
+            f"gateway is {gateway!r}, not the URL of a gateway",
+            hint="give it as programs reach it, such as https://pool.example.org",
+        )
+    return gateway.rstrip("/")

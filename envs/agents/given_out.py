@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ...schemas.config.agent import AgentConfig
 from ...schemas.wire.errors import NotFoundError, RewardError, StateError
@@ -19,6 +20,19 @@ from .programs.worth import checked_number
 
 _NAME = "agent"
 _LONGEST_LOOK_S = 1.0
+
+
+class OuterEndpoint(ModelEndpoint, Protocol):
+    """One that programs elsewhere may find, too."""
+
+    @property
+    def outer_url(self) -> str:
+        """Its URL for them, without `/v1`."""
+        ...
+
+    def new_key(self, episode: str) -> str:
+        """Return a key for an episode that begins."""
+        ...
 
 
 @dataclass(eq=False)
@@ -50,7 +64,7 @@ class GivenOutRunner:
     def __init__(
         self,
         config: AgentConfig,
-        endpoint: ModelEndpoint,
+        endpoint: OuterEndpoint,
         give: Callable[[GivenEpisode], None],
         *,
         max_tries: int = 1,
@@ -91,8 +105,9 @@ class GivenOutRunner:
         prompt = prompt_of(opening)
         name = opening.episode
         episode = ProgramEpisode(name, task_input(opening), opening.seed, opening.split, self._job)
+        episode.key = self._endpoint.new_key(name)
         episode.deadline = time.monotonic() + config.timeout_s
-        url = self._endpoint.base_url
+        url = self._endpoint.outer_url
         given = GivenEpisode(episode, prompt, url, self._endpoint.env_of(episode, url))
         self._running[name] = asyncio.create_task(self._live(given), name=f"episode {name}")
         self._running[name].add_done_callback(_seen)

@@ -21,11 +21,14 @@ MAX_THREADS = 2
 class Share:
     """The running requests of one user."""
 
-    def __init__(self, max_running: int = MAX_RUNNING) -> None:
-        """Bound the number of requests by `max_running`."""
+    def __init__(
+        self, max_running: int = MAX_RUNNING, max_held_bytes: int = MAX_HELD_BYTES
+    ) -> None:
+        """Bound the number of requests by `max_running`, the bytes of their bodies, too."""
         self.num_running = 0
         self._held_bytes = 0
         self._max_running = max_running
+        self._max_held_bytes = max_held_bytes
         self._threads = asyncio.Semaphore(MAX_THREADS)
 
     @contextlib.contextmanager
@@ -36,10 +39,10 @@ class Share:
                 f"{self.num_running} requests of yours are running, as many as one user may have",
                 hint="send the next one when an answer has come",
             )
-        if body_bytes and self._held_bytes + body_bytes > MAX_HELD_BYTES:
+        if body_bytes and self._held_bytes + body_bytes > self._max_held_bytes:
             raise BusyError(
                 f"the bodies of your requests have {self._held_bytes:,} bytes already",
-                hint=f"have at most {MAX_HELD_BYTES:,} at a time",
+                hint=f"have at most {self._max_held_bytes:,} at a time",
             )
         self.num_running += 1
         self._held_bytes += body_bytes

@@ -47,10 +47,10 @@ class _Waiting:
 class ModelCalls:
     """Answers the model endpoints."""
 
-    def __init__(self, asker: CallAsker) -> None:
-        """Ask by `asker`."""
+    def __init__(self, asker: CallAsker, room: BodyRoom | None = None) -> None:
+        """Ask by `asker`; `room` is for bodies that are being read, if it is shared with others."""
         self._asker = asker
-        self._room = BodyRoom(MAX_BODIES_BYTES)
+        self._room = room or BodyRoom(MAX_BODIES_BYTES)
 
     async def answer(self, exchange: HttpExchange, opened: OpenEpisode, api: ModelApi) -> None:
         """Answer one call."""
@@ -64,6 +64,8 @@ class ModelCalls:
             is_marked = is_marked or opened.is_known(digest)
         call = opened.calls.join(digest, is_marked=is_marked)
         if call is None:
+            if asked.previous:
+                await self._asker.look_up(asked.previous)
             request = await aside(_request, opened, asked, is_marked, tokens)
             call = RunningCall(self._asker, opened, request)
             opened.calls.add(digest, call)

@@ -91,6 +91,10 @@ class OpenEpisode:
             )
         return number
 
+    def is_answered(self, number: int) -> bool:
+        """Whether a call with this number was answered."""
+        return number in self._known
+
     def is_known(self, name: bytes) -> bool:
         """Whether a request that names itself so has come before; from now on, one has."""
         known = name in self._names

@@ -9,6 +9,8 @@ from ....broker.client.inbox import SharedInbox
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.subjects import JobScope
 from ..episode import EpisodeOver, ProgramEpisode
+from ..remote.host_posts import HostPosts
+from ..remote.signing import EpisodeSigner
 from .environment import model_environment
 from .listeners import ConnectionTimes, ProxyListeners
 from .model_calls import ModelCalls
@@ -22,7 +24,8 @@ class ModelProxy:
     """Speaks OpenAI's and Anthropic's APIs with programs, and NATS with generators.
 
     Use it as an async context manager: within, it listens on 127.0.0.1. A program is let in by the
-    key of its episode, from `open` to `close`.
+    key of its episode, from `open` to `close`. With the URL of the pool's gateway, programs
+    elsewhere are let in there by the same keys.
     """
 
     def __init__(
@@ -34,13 +37,15 @@ class ModelProxy:
         connection_times: ConnectionTimes | None = None,
         kept_bytes: int = KEPT_BYTES,
         port: int = 0,
+        gateway: str = "",
         seen: Seen | None = None,
     ) -> None:
         """Prepare a proxy of one job; `kept_bytes` is each episode's room for its answers.
 
-        `seen` is told of each request that was answered.
+        `gateway` is the URL of the pool's, where it is to let programs in as well; `seen` is told
+        of each request that was answered here.
         """
-        self._scope = scope
+        self._broker, self._scope = broker, scope
         self._times = times or ProxyTimes()
         self._kept_bytes = kept_bytes
         self._episodes = OpenEpisodes()
@@ -48,6 +53,9 @@ class ModelProxy:
         calls = ModelCalls(CallAsker(broker, self._times, self._inbox))
         routes = ProxyRoutes(self._episodes, calls, seen)
         self._listeners = ProxyListeners(routes, connection_times)
+        self._gateway = gateway.rstrip("/")
+        self._posts = HostPosts(broker, scope, routes) if gateway else None
+        self._signer = EpisodeSigner(scope, None)
         self._port = port
         self._is_listening = False
 
@@ -57,6 +65,15 @@ class ModelProxy:
         if not self._is_listening:
             raise StateError("the proxy does not listen yet", hint="use it with `async with`")
         return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def outer_url(self) -> str:
+        """Where programs elsewhere find it: the gateway, if there is one; else `base_url`."""
+        return self._gateway or self.base_url
+
+    def new_key(self, episode: str) -> str:
+        """Return a key for an episode that begins."""
+        return self._signer.key(episode)
 
     @property
     def num_episodes(self) -> int:
@@ -78,18 +95,26 @@ class ModelProxy:
         """Let the program of an episode call; StateError if it may already."""
         calls = ProgramCalls(self._times.adopt_s)
         subjects = EpisodeSubjects.of(self._scope, episode.episode)
-        self._episodes.add(OpenEpisode(episode, subjects, calls, kept_bytes=self._kept_bytes))
+        opened = OpenEpisode(episode, subjects, calls, kept_bytes=self._kept_bytes)
+        self._episodes.add(opened)
+        if self._posts is not None:
+            self._posts.open(opened)
 
     def close(self, episode: str) -> None:
         """Let it call no more, and end its calls; harmless for an episode that is not open."""
         opened = self._episodes.of(episode)
         if opened is None:
             return
-        why = opened.episode.over or "it has ended"
+        why = opened.episode.over = opened.episode.over or "it has ended"
         opened.calls.end(EpisodeOver(f"the episode is over: {why}"))
         self._episodes.remove(opened)
+        if self._posts is not None:
+            self._posts.close(episode)
 
     async def __aenter__(self) -> "ModelProxy":
+        if self._posts is not None:
+            self._signer = await EpisodeSigner.of_job(self._broker, self._scope)
+            await self._posts.start()
         self._port = await self._listeners.listen(port=self._port)
         self._is_listening = True
         return self
@@ -99,6 +124,8 @@ class ModelProxy:
         for opened in list(self._episodes):
             self.close(opened.episode.episode)
         await self._listeners.stop()
+        if self._posts is not None:
+            await self._posts.stop()
         if ended:
             await asyncio.gather(*(call.settle() for call in ended))
         await self._inbox.close()

@@ -9,7 +9,7 @@ import structlog
 from ....schemas.wire.errors import BusyError, InternalError, TinkermqError
 from ..episode import EpisodeOver
 from . import posts
-from .errors import NoSuchEndpoint
+from .errors import Api, NoSuchEndpoint
 from .exchange import ClientGone, HttpExchange, Receive, Scope, Send
 from .model_calls import ModelCalls
 from .open_episodes import OpenEpisode, OpenEpisodes
@@ -44,11 +44,23 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class ProxyRoutes:
     """The ASGI application."""
 
-    def __init__(self, episodes: OpenEpisodes, calls: ModelCalls, seen: Seen | None = None) -> None:
-        """Serve the programs of `episodes`; `seen` is told of all they ask for."""
+    def __init__(
+        self,
+        episodes: OpenEpisodes,
+        calls: ModelCalls,
+        seen: Seen | None = None,
+        *,
+        relay: Endpoint | None = None,
+    ) -> None:
+        """Serve the programs of `episodes`; `seen` is told of all they ask for.
+
+        `relay` answers what is said of an episode, and not asked of the model, where its host is
+        elsewhere.
+        """
         self._episodes = episodes
         self._calls = calls
         self._seen = seen
+        self._relay = relay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; no error comes out of here."""
@@ -62,22 +74,19 @@ class ProxyRoutes:
         except TinkermqError as error:
             await exchange.fail(error)
         except Exception as error:  # noqa: BLE001  the server's boundary: record, tell no insides
-            _log.exception("request_failed", path="/".join(_split(exchange.path)[1]))
+            _log.exception("request_failed", path="/".join(split_path(exchange.path)[1]))
             await exchange.fail(InternalError(f"the proxy failed: {type(error).__name__}"))
         finally:
             if self._seen is not None:
-                self._seen(exchange, "/".join(_split(exchange.path)[1]))
+                self._seen(exchange, "/".join(split_path(exchange.path)[1]))
 
     async def _answer(self, exchange: HttpExchange) -> None:
-        key, path = _split(exchange.path)
-        if path in _APIS or path[:1] == ("messages",):
-            exchange.api = _APIS[path].api if path in _APIS else "messages"
-        elif path[:1] == ("responses",):
-            exchange.api = "responses"
+        key, path = split_path(exchange.path)
+        exchange.api = api_of(path)
         if not path and exchange.method in ("GET", "HEAD"):
             await exchange.reply({"object": "proxy", "episode": "/v1/episode"})
             return
-        opened = self._episodes.find([key] if key else _keys(exchange.headers))
+        opened = self._episodes.find([key] if key else presented_keys(exchange.headers))
         endpoint = self._endpoint(exchange.method, path)
         if opened.num_requests >= MAX_REQUESTS:
             raise BusyError(
@@ -90,6 +99,8 @@ class ProxyRoutes:
             opened.num_requests -= 1
 
     def _endpoint(self, method: str, path: tuple[str, ...]) -> Endpoint:
+        if self._relay is not None and _is_posted(method, path):
+            return self._relay
         endpoint = self._post(path) if method == "POST" else _get(method, path)
         if endpoint is None:
             raise NoSuchEndpoint(
@@ -105,11 +116,33 @@ class ProxyRoutes:
             return _open(self._calls.count)
         if len(path) == 3 and path[0] == "responses" and path[2] == "cancel":
             return lambda exchange, opened: _cancel(exchange, opened, path[1])
-        post = _POSTS.get(path) or (_ENDINGS.get(path[-1]) if len(path) > 1 else None)
+        post = _post_of(path)
         return None if post is None else _posting(post)
 
     def _call(self, api: ModelApi) -> Endpoint:
         return _open(lambda exchange, opened: self._calls.answer(exchange, opened, api))
+
+
+def api_of(path: tuple[str, ...]) -> Api:
+    """Return in whose words errors are told under a path."""
+    first = path[0] if path else ""
+    return first if first == "messages" or first == "responses" else "chat"
+
+
+def is_posted(method: str, path: str) -> bool:
+    """Whether a request is about an episode itself, and names it by no key in its path."""
+    key, parts = split_path(path)
+    return not key and _is_posted(method, parts)
+
+
+def _is_posted(method: str, path: tuple[str, ...]) -> bool:
+    if method == "POST":
+        return path not in _APIS and _post_of(path) is not None
+    return method == "GET" and path[:1] == ("episode",)
+
+
+def _post_of(path: tuple[str, ...]) -> posts.Post | None:
+    return _POSTS.get(path) or (_ENDINGS.get(path[-1]) if len(path) > 1 else None)
 
 
 def _open(call: Endpoint) -> Endpoint:
@@ -144,6 +177,8 @@ def _posting(post: posts.Post) -> Endpoint:
 def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
     if method == "GET" and path == ("episode",):
         return lambda exchange, opened: exchange.reply(posts.told_of(opened, time.monotonic()))
+    if method == "GET" and path[:2] == ("episode", "calls") and len(path) == 3:
+        return lambda exchange, opened: exchange.reply({"call": opened.call_number(path[2])})
     if method == "GET" and path[:1] == ("models",):
         return lambda exchange, _: exchange.reply(_models("/".join(path[1:])))
     if len(path) == 2 and path[0] == "responses" and method in ("GET", "DELETE"):
@@ -180,7 +215,7 @@ def _models(name: str) -> dict[str, Any]:
     return {"object": "list", "data": [shown], "has_more": False}
 
 
-def _split(path: str) -> tuple[str, tuple[str, ...]]:
+def split_path(path: str) -> tuple[str, tuple[str, ...]]:
     """Return the key in a path, if it has one, and what follows, without the version."""
     parts = [part for part in path.split("/") if part]
     key = ""
@@ -191,7 +226,13 @@ def _split(path: str) -> tuple[str, tuple[str, ...]]:
     return key, tuple(parts)
 
 
-def _keys(headers: Mapping[str, str]) -> Iterator[str]:
+def path_of(exchange: HttpExchange) -> str:
+    """Return the path of a request without the key that it may hold."""
+    return "/v1/" + "/".join(split_path(exchange.path)[1])
+
+
+def presented_keys(headers: Mapping[str, str]) -> Iterator[str]:
+    """Yield what may be a key in the headers of a request."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer":
         yield token.strip()

@@ -97,6 +97,12 @@ class CallAsker:
             shared=self.inbox,
         )
 
+    async def note_answered(self, names: list[str], calls: list[int]) -> None:
+        """Hear of an answered call before its program does: by the names it will know it by."""
+
+    async def look_up(self, name: str) -> None:
+        """See to it that the call which a program names is known, if it is one."""
+
     async def tell_delivered(
         self, subjects: "EpisodeSubjects", calls: list[int], *, whole: bool
     ) -> None:
@@ -222,6 +228,10 @@ class RunningCall:
                 if source >= 0 and part.delivery > source and self.answer.head is not None:
                     return
                 source = part.delivery
+                if part.last and not self.request.count_only:
+                    head = self.answer.head
+                    names = part.names or (head.names if head is not None else [])
+                    await self._asker.note_answered(names, part.calls)
                 self.answer.add(part)
                 self._wake()
 

@@ -1,0 +1,1 @@
+"""Agent programs that run elsewhere, let in by the key of their episode and for nothing else."""
