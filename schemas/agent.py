@@ -142,7 +142,7 @@ class EpisodeSecret(Message):
     """It follows from the pool's own, and is worth nothing for another job."""
 
 
-class AnsweredCall(Message):
+class ReportedCall(Message):
     """One call of a program that was answered through a gateway."""
 
     names: list[str] = Field(default_factory=list[str], max_length=MAX_CHOICES)
@@ -167,7 +167,7 @@ class EpisodePost(Message):
     """Which gateway it is."""
     num_open: int = Field(default=0, ge=0, le=MAX_OPEN_CALLS)
     """Calls of the program that wait for an answer at this gateway."""
-    answered: list[AnsweredCall] = Field(default_factory=list[AnsweredCall], max_length=1024)
+    answered: list[ReportedCall] = Field(default_factory=list[ReportedCall], max_length=1024)
     """Calls that were answered there; one that was told before counts once."""
     limit: Literal["", "episode_limit", "context_length_exceeded"] = ""
     """Code of the limit that the last call was refused for."""

@@ -5,7 +5,7 @@ import time
 from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import PRESENCE_BYTES, stream_subjects
 from ...broker.jobs import JobStore
-from ...broker.users.permissions import Guest
+from ...broker.users.guests import Guest
 from ...schemas.job import JobRecord
 from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError
 from ...schemas.wire.subjects import BUCKET_ACTORS, BUCKET_EVALS

@@ -31,7 +31,7 @@ from ...broker.client.rpc import INBOXES
 from ...broker.jetstream.streams import stream_info
 from ...broker.load.fair_queue import FairQueue
 from ...broker.users.audit import Audit
-from ...broker.users.permissions import Guest, is_stream_of, may_read, may_store
+from ...broker.users.guests import Guest, is_stream_of, may_read, may_store
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError, NotFoundError, QuotaError, TinkermqError
 from ...schemas.wire.subjects import PREFIX, acting, caller_of_rpc, rpc

@@ -5,7 +5,7 @@ and write the streams of their one job, by their role. *Guests* are users and th
 of jobs, which run code of users: they have no access to JetStream at all, because whoever may ask
 the server for something also names the subject of its answer, and the server checks no rights
 there. What guests read and store goes through the store proxy (`actors/auth/store_proxy.py`), which
-asks `may_read` and `may_store` below. *Programs* whose episodes run elsewhere have the key of one
+asks the table in `guests.py`. *Programs* whose episodes run elsewhere have the key of one
 episode: they reach who plays it and who hosts it, and nothing that is stored.
 
 Nobody is given `allow_responses`: who may send a request to a subject and listen on it as well
@@ -13,14 +13,11 @@ could give himself the right to any reply subject. Whoever answers requests may 
 inboxes of those who ask him, and every service refuses to answer to what is not an inbox.
 """
 
-import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
     BUCKET_EVALS,
-    BUCKET_JOBS,
     BUCKET_NODES,
     BUCKET_USERS,
     PREFIX,
@@ -35,19 +32,16 @@ from ...schemas.wire.subjects import (
     rpc,
 )
 from ..client.keys import EpisodeIdentity, JobIdentity
+from .guests import SHARED, STREAMS
 
 _DISCOVERY = "$SRV.>"
 _TOOLS_INBOX = "_INBOX.>"
 """Where the ordinary NATS tools wait for replies: only operators can listen there."""
 _INFO = "$JS.API.INFO"
 _FED = ("metric", "event", "trace", "log.*", "rollout.*", "appended", "batch", "dead", "weights")
-_STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log")
-_JOB_KINDS = frozenset({*_STREAMS, "weights"})
-_SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
 _EPISODE_VERBS = ("call", "cancel", "delivered", "post")
 _EPISODE_SUBSCRIPTIONS = 512
 """Of one connection: one for each call that waits."""
-_NUMBER = re.compile(r"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
@@ -193,7 +187,7 @@ def _learner(scope: JobScope, actor: str) -> tuple[str, ...]:
         f"$JS.API.STREAM.PURGE.{scope.stream_rollout}",
         f"$JS.API.STREAM.PURGE.KV_{weights}",
         f"$JS.API.STREAM.PURGE.OBJ_{weights}",
-        *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in _STREAMS)),
+        *_readable(*(f"tmq-{scope.user}-{scope.job}-{kind}" for kind in STREAMS)),
         _env(scope),
     )
 
@@ -329,81 +323,8 @@ def service_permissions(name: str) -> Permissions:
                 _INFO,
                 beats,
                 _TOOLS_INBOX,
-                *_readable(*(f"KV_{one}" for one in (*_SHARED, BUCKET_NODES))),
+                *_readable(*(f"KV_{one}" for one in (*SHARED, BUCKET_NODES))),
             ),
             (*own, f"{PREFIX}.job.*.*.metric"),
         ),
     }[name]
-
-
-# -- the store proxy -------------------------------------------------------------------------------
-
-
-class Guest(NamedTuple):
-    """Who asks the store proxy, as the subject of the request tells."""
-
-    user: str
-    job: str = ""
-    """Empty for the user himself."""
-    role: str = ""
-    """Role of a process of the job."""
-
-
-def may_read(guest: Guest, stream: str, subject: str) -> bool:
-    """Whether a guest may read messages on `subject` (wildcards allowed) of a stream."""
-    for bucket in _SHARED:
-        if stream == f"KV_{bucket}":
-            return _below(subject, f"$KV.{bucket}", _keys(guest, bucket))
-    return not guest.job and is_stream_of(guest.user, stream)
-
-
-def may_store(guest: Guest, subject: str) -> str | None:
-    """Return the stream in which a guest may store a message on `subject`, or None."""
-    parts = subject.split(".")
-    if any(part in ("", "*", ">") for part in parts):
-        return None
-    if guest.job:
-        scope = JobScope(guest.user, guest.job)
-        if guest.role == "environment" and subject == scope.event:
-            return scope.stream_feed
-        is_beat = subject.startswith(f"$KV.{BUCKET_ACTORS}.{scope.key}.") and len(parts) == 5
-        return f"KV_{BUCKET_ACTORS}" if guest.role == "environment" and is_beat else None
-    if len(parts) == 5 and parts[:3] == ["$KV", BUCKET_EVALS, guest.user]:
-        return f"KV_{BUCKET_EVALS}"
-    own = [*PREFIX.split("."), "job", guest.user]
-    if (
-        len(parts) == 7
-        and parts[:4] == own
-        and parts[5] == "rollout"
-        and _NUMBER.fullmatch(parts[6])
-    ):
-        return JobScope(guest.user, parts[4]).stream_rollout
-    return None
-
-
-def is_stream_of(user: str, stream: str) -> bool:
-    """Whether a stream, bucket or object store belongs to a job of the user."""
-    plain = stream.removeprefix("KV_").removeprefix("OBJ_")
-    head, _, kind = plain.rpartition("-")
-    return head.startswith(f"tmq-{user}-") and kind in _JOB_KINDS and "." not in stream
-
-
-def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
-    """Return the keys, as leading tokens, that a guest may read in a shared bucket."""
-    if guest.job:
-        readable = {
-            "environment": (BUCKET_JOBS,),
-            "learner": (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS),
-            "generator": (BUCKET_JOBS,),
-            "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
-            "server": (BUCKET_JOBS,),
-        }.get(guest.role, ())
-        own_beat = bucket == BUCKET_ACTORS
-        return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()
-    return (guest.user, "pool") if bucket == BUCKET_ACTORS else (guest.user,)
-
-
-def _below(subject: str, bucket: str, keys: tuple[str, ...]) -> bool:
-    return any(
-        subject == f"{bucket}.{key}" or subject.startswith(f"{bucket}.{key}.") for key in keys
-    )

@@ -19,7 +19,7 @@ from tinkermq.broker.calls.scheduler import SchedulerCalls
 from tinkermq.broker.client.connection import Broker, NoResponders
 from tinkermq.broker.client.rpc import call
 from tinkermq.broker.presence import list_presences
-from tinkermq.broker.users.permissions import Guest, may_store
+from tinkermq.broker.users.guests import Guest, may_store
 from tinkermq.clients.pool import Pool
 from tinkermq.schemas.control import ControlRequest, PublishTasksRequest
 from tinkermq.schemas.env import ResetReply, ResetRequest

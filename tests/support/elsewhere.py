@@ -35,8 +35,9 @@ class Elsewhere:
     def openai(self, number: int = 0, **options: Any) -> openai.AsyncOpenAI:
         """OpenAI's library, as the environment of a program leads it."""
         env = self.proxy.env_of(self.episode, self.gateways[number].url)
-        found: dict[str, Any] = {"base_url": env["OPENAI_BASE_URL"], "api_key": env["OPENAI_API_KEY"]}
-        return openai.AsyncOpenAI(**{"max_retries": 0, **found, **options})
+        url, key = env["OPENAI_BASE_URL"], env["OPENAI_API_KEY"]
+        found: dict[str, Any] = {"base_url": url, "api_key": key, "max_retries": 0}
+        return openai.AsyncOpenAI(**{**found, **options})
 
 
 @asynccontextmanager

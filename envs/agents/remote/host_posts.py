@@ -17,7 +17,7 @@ from ....broker.client.connection import Broker
 from ....broker.client.listening import Listening
 from ....broker.client.parts import PartsService, Tell
 from ....broker.client.rpc import Service
-from ....schemas.agent import AnsweredCall, EpisodePost, EpisodePosted
+from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from ....schemas.wire.errors import TinkermqError
 from ....schemas.wire.subjects import JobScope
 from ..proxy.errors import KeyRefused
@@ -142,7 +142,7 @@ class _PostedEpisode:
             self._set_open(post.source, post.num_open)
         episode.changed.set()
 
-    def _learn(self, call: AnsweredCall) -> None:
+    def _learn(self, call: ReportedCall) -> None:
         if not self.opened.is_answered(call.calls[0]):
             self.opened.learn(call.names, call.calls)
             self.opened.episode.num_calls += len(call.calls)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....broker.client.connection import Broker
-from ....broker.client.keys import EpisodeIdentity
 from ....broker.client.inbox import SharedInbox
+from ....broker.client.keys import EpisodeIdentity
 from ....broker.client.parts import ask_parts, last_part
-from ....schemas.agent import AnsweredCall, EpisodePost, EpisodePosted
+from ....schemas.agent import EpisodePost, EpisodePosted, ReportedCall
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import (
     AuthError,
@@ -94,7 +94,7 @@ class RemoteEpisode:
         self._inbox = SharedInbox(broker)
         asker = _RemoteAsker(broker, times, self._inbox, self)
         self._routes = ProxyRoutes(episodes, ModelCalls(asker, room), relay=self._relay)
-        self._unsaid: list[AnsweredCall] = []
+        self._unsaid: list[ReportedCall] = []
         self._told: tuple[int, str] = (0, "")
         self._away_since: float | None = None
         self._away_s = self._times.first_s
@@ -142,7 +142,7 @@ class RemoteEpisode:
 
     async def note_answered(self, names: list[str], calls: list[int]) -> None:
         """Tell the host of an answered call, before the program knows that it is."""
-        self._unsaid.append(AnsweredCall(names=names, calls=calls))
+        self._unsaid.append(ReportedCall(names=names, calls=calls))
         del self._unsaid[:-_MAX_UNSAID]
         with contextlib.suppress(TinkermqError, TimeoutError):  # then with the next report
             async with asyncio.timeout(_ANSWERED_S):
