@@ -102,11 +102,6 @@ class CallAnswers:
         return self._limits.hit
 
     @property
-    def delivery(self) -> int:
-        """How often the task had been handed out when it came here: the latest is heard."""
-        return self._log.delivery
-
-    @property
     def tree(self) -> CallTree:
         """The calls that were answered."""
         return self._exact.tree

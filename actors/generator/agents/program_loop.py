@@ -148,8 +148,11 @@ class ProgramLoop:
             )
         return rows
 
-    async def listen(self, episode: str, calls: CallAnswers) -> list[Listening]:
-        """Answer the calls of an episode until the returned subscriptions are stopped."""
+    async def listen(self, episode: str, calls: CallAnswers, delivery: int) -> list[Listening]:
+        """Answer the calls of an episode until the returned subscriptions are stopped.
+
+        `delivery` is how often its task had been handed out when it came here.
+        """
         assert self._parts is not None, "start the loop first"
         parts, scope = self._parts, self._scope
 
@@ -169,7 +172,7 @@ class ProgramLoop:
                 CallRequest,
                 CallPart,
                 calls.answer,
-                blank=CallPart(delivery=calls.delivery),
+                blank=CallPart(delivery=delivery),
             ),
         ]
 
@@ -258,7 +261,7 @@ class _Playing:
 
     async def _listen(self, episode: str) -> None:
         await self._stop_listening()
-        self.subscriptions = await self.loop.listen(episode, self.calls)
+        self.subscriptions = await self.loop.listen(episode, self.calls, self.log.delivery)
 
     async def _stop_listening(self) -> None:
         for listening in self.subscriptions or ():

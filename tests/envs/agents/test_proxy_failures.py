@@ -1,7 +1,6 @@
 """What programs are told when a call fails, in their API's own words; and keys, and limits."""
 
 import asyncio
-import contextlib
 import json
 from typing import Any
 
@@ -16,9 +15,7 @@ from tinkermq.envs.agents.episode import (
     EpisodeOver,
     ProgramEpisode,
 )
-from tinkermq.envs.agents.proxy.listeners import ConnectionTimes
 from tinkermq.envs.agents.proxy.proxy import ModelProxy
-from tinkermq.envs.agents.proxy.routes import MAX_REQUESTS
 from tinkermq.envs.agents.proxy.running_call import ProxyTimes
 from tinkermq.schemas.wire.errors import BusyError, DataError, EngineError, TinkermqError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -31,7 +28,7 @@ from tests.support.program_clients import (
     openai_client,
     response_body,
 )
-from tests.support.scripted_generator import Script, ScriptedGenerator
+from tests.support.scripted_generator import Script
 from tests.support.waiting import until
 
 PATHS = {
@@ -278,62 +275,6 @@ async def test_an_episode_is_opened_once(proxy: ModelProxy, episode: ProgramEpis
 
 
 @pytest.mark.usefixtures("generator")
-async def test_a_body_over_the_limit_is_refused_while_it_is_read(
-    proxy: ModelProxy, episode: ProgramEpisode, script: Script
-) -> None:
-    sent = 0
-
-    async def endless() -> Any:
-        nonlocal sent
-        for _ in range(100):
-            sent += 1 << 20
-            yield b"x" * (1 << 20)
-
-    async with http_client(proxy, episode) as http:
-        declared = await http.post("/v1/responses", content=b"x" * (33 << 20))
-        chunked = await http.post("/v1/messages", content=endless())
-        after = await http.post("/v1/chat/completions", json=chat_body())
-    assert declared.status_code == chunked.status_code == 413
-    assert "over the limit of 33,554,432 bytes" in words(declared)
-    assert chunked.json()["error"]["type"] == "request_too_large"
-    assert after.status_code == 200
-    assert len(script.asked) == 1
-
-
-@pytest.mark.usefixtures("generator")
-async def test_a_call_that_no_message_holds_is_refused(
-    proxy: ModelProxy, episode: ProgramEpisode, script: Script
-) -> None:
-    async with http_client(proxy, episode) as http:
-        answer = await http.post("/v1/chat/completions", json=chat_body("x" * (9 << 20)))
-        posted = await http.post("/v1/episode/reward", content=b" " * (2 << 20))
-    assert answer.status_code == 413
-    assert "and the broker takes" in words(answer)
-    assert answer.headers["x-should-retry"] == NO_RETRY
-    assert posted.status_code == 413
-    assert not script.asked
-
-
-@pytest.mark.usefixtures("generator")
-async def test_an_episode_has_so_many_requests_at_once(
-    proxy: ModelProxy, episode: ProgramEpisode, script: Script
-) -> None:
-    script.stops_at = 0
-    async with http_client(proxy, episode) as http:
-        waiting = [
-            asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(str(number))))
-            for number in range(MAX_REQUESTS)
-        ]
-        await until(lambda: episode.num_open == MAX_REQUESTS, "all to be open")
-        one_more = await http.post("/v1/messages", json=messages_body())
-        script.go_on.set()
-        answers = [await each for each in waiting]
-    assert one_more.status_code == 429
-    assert one_more.headers["x-should-retry"] == RETRY
-    assert {answer.status_code for answer in answers} == {200}
-
-
-@pytest.mark.usefixtures("generator")
 async def test_what_is_not_there_is_not_found(proxy: ModelProxy, episode: ProgramEpisode) -> None:
     async with http_client(proxy, episode) as http:
         answers = [
@@ -347,64 +288,3 @@ async def test_what_is_not_there_is_not_found(proxy: ModelProxy, episode: Progra
         packed = await http.post("/v1/messages", content=b"x", headers={"content-encoding": "gzip"})
     assert [answer.status_code for answer in answers] == [404] * 6
     assert packed.status_code == 415
-
-
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"GET / HTTP/1.1\r\nhost: x\r\nx-slow: ",
-        b"POST /v1/messages HTTP/1.1\r\nhost: x\r\nx-api-key: KEY\r\ncontent-length: 9\r\n\r\n{",
-        b"GET / HTTP/1.1\r\n" + b"x: " * 200_000,
-    ],
-    ids=["nothing", "half a head", "half a body", "an endless head"],
-)
-async def test_whoever_sends_no_whole_request_is_dropped(
-    broker: Broker, scope: JobScope, episode: ProgramEpisode, sent: bytes
-) -> None:
-    times = ConnectionTimes(head_s=0.2, idle_s=0.2, body_s=0.2)
-    async with ModelProxy(broker, scope, connection_times=times) as proxy:
-        proxy.open(episode)
-        port = int(proxy.base_url.rpartition(":")[2])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(sent.replace(b"KEY", episode.key.encode()))
-        with contextlib.suppress(ConnectionError):
-            async with asyncio.timeout(60):
-                await reader.read()
-        writer.close()
-        assert episode.num_open == 0
-
-
-async def test_a_program_that_reads_nothing_is_dropped(
-    broker: Broker, scope: JobScope, episode: ProgramEpisode, script: Script
-) -> None:
-    script.say, script.token_chars = (lambda request, choice: "x" * (24 << 20)), 1 << 20
-    times = ConnectionTimes(stalled_s=0.2)
-    body = json.dumps(chat_body(stream=True)).encode()
-    async with (
-        ScriptedGenerator(broker, scope, script).playing(episode.episode),
-        ModelProxy(broker, scope, connection_times=times) as proxy,
-    ):
-        proxy.open(episode)
-        port = int(proxy.base_url.rpartition(":")[2])
-        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
-        head = f"POST /e/{episode.key}/v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
-        writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-        await until(lambda: bool(script.delivered), "it to be given up")
-        writer.close()
-    assert not script.delivered[0].whole
-
-
-@pytest.mark.usefixtures("generator")
-async def test_the_oldest_answers_make_room(
-    broker: Broker, scope: JobScope, episode: ProgramEpisode
-) -> None:
-    async with ModelProxy(broker, scope, kept_bytes=12_000) as proxy:
-        proxy.open(episode)
-        async with http_client(proxy, episode) as http:
-            ids = [
-                (await http.post("/v1/responses", json=response_body(str(number)))).json()["id"]
-                for number in range(4)
-            ]
-            found = [(await http.get(f"/v1/responses/{name}")).status_code for name in ids]
-    assert found == [404, 404, 200, 200]
