@@ -167,6 +167,7 @@ def as_read(parsed: dict[str, Any]) -> str:
     text += str(parsed.get("content") or "")
     for call in parsed.get("tool_calls") or ():
         function = call.get("function", call)
-        told = {"name": function.get("name"), "arguments": function.get("arguments") or {}}
+        arguments: Any = function.get("arguments") or {}
+        told: dict[str, Any] = {"name": function.get("name"), "arguments": arguments}
         text += f"<tool_call>{json.dumps(told, ensure_ascii=False)}</tool_call>"
     return text
