@@ -38,6 +38,7 @@ NAMES = (
     "learner",
     "logits",
     "tree_packing",
+    "agent_memory",
     "lora",
     "overhead",
     "memory",

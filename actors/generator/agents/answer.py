@@ -12,7 +12,7 @@ from ....schemas.agent import CallDelta, CallPart
 from ..engine.engine import Drawn, Generation
 from ..episodes.chat import ChatTokenizer
 from ..episodes.text_stream import TextStream
-from .call_log import AnsweredCall
+from .call_log import LoggedAnswer
 from .exact_calls import PreparedCall
 from .rendering import Tools
 from .template_facts import read_text
@@ -30,8 +30,11 @@ class GrowingChoice:
         chat: ChatTokenizer,
         stops: Sequence[str],
         tools: Tools = (),
+        *,
+        by_token: bool = True,
     ) -> None:
-        """`stops` are texts before which it ends.
+        """`stops` are texts before which it ends; only with them and `by_token` is text made of
+        each token, which costs more than the whole at once.
 
         With `tools` and a tokenizer that says how answers are parsed, it is told when it is whole.
         """
@@ -39,11 +42,12 @@ class GrowingChoice:
         self.drawn: list[Drawn] = []
         self.text = ""
         """What can be told."""
-        self.answered: AnsweredCall | None = None
+        self.answered: LoggedAnswer | None = None
         """The whole, once it has ended."""
         self._chat = chat
         self._tools = tools if chat.parses_responses else ()
         self._plain = ""
+        self._by_token = by_token or bool(stops)
         self._stream = TextStream(chat.decode, stops)
 
     @property
@@ -53,8 +57,10 @@ class GrowingChoice:
 
     def add(self, drawn: Drawn) -> None:
         """Take the next token; nothing counts behind a stop text."""
-        if not self.stopped:
-            self.drawn.append(drawn)
+        if self.stopped:
+            return
+        self.drawn.append(drawn)
+        if self._by_token:
             self._plain += self._stream.push(drawn.token_id)
             if not self._tools:
                 self.text = self._plain
@@ -70,14 +76,16 @@ class GrowingChoice:
                 ids = [drawn.token_id for drawn in self.drawn]
                 prompt = self.prepared.prompt_ids.tolist()
                 told = self.text = read_text(self._chat, prompt, ids, self._tools)
-            else:
+            elif self._by_token:
                 self.text = self._plain + self._stream.finish()
+            else:
+                self.text = self._chat.decode([drawn.token_id for drawn in self.drawn])
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
             generation = _generation(self.drawn, "stop" if is_stop else "length")
-        self.answered = AnsweredCall(self.prepared, generation, told, request)
+        self.answered = LoggedAnswer(self.prepared, generation, told, request)
 
-    def replay(self, answered: AnsweredCall) -> None:
+    def replay(self, answered: LoggedAnswer) -> None:
         """Become an answer that was given before."""
         generated = answered.generated
         columns = (generated.token_ids, generated.logprobs, generated.versions)

@@ -17,7 +17,6 @@ from ....broker.client.parts import Tell
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
 from ....envs.agents.episode import EpisodeOver
-from ....envs.agents.messages import Picture
 from ....envs.agents.wire import history_of
 from ....schemas.agent import CallDelivered, CallPart, CallRequest
 from ....schemas.config.job import JobConfig
@@ -27,7 +26,7 @@ from ..episodes.agent_loop import EpisodeSampling
 from ..episodes.chat import ChatTokenizer
 from .answer import GrowingAnswer, GrowingChoice
 from .call_limits import CallDrawing, CallLimits, LimitHit
-from .call_log import AnsweredCall, CallLog, PastAnswers, request_digest, restored
+from .call_log import CallLog, LoggedAnswer, PastAnswers, request_digest, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
 from .template_facts import TemplateFacts, facts_of
@@ -187,7 +186,7 @@ class CallAnswers:
         async with self._order:
             prepared = await asyncio.to_thread(prepare) if size > _LARGE_CHARS else prepare()
         if not request.count_only:
-            self._limits.check_context(len(prepared.prompt_ids))
+            self._limits.check_context(prepared.num_prompt)
         return prepared
 
     def _earlier(
@@ -214,9 +213,9 @@ class CallAnswers:
             names=[one.name for one in prepared],
             has_tools=first.has_tools,
             is_thinking=first.thinking,
-            num_prompt=len(first.prompt_ids),
+            num_prompt=first.num_prompt,
             prompt_ids=first.prompt_ids.tolist() if request.token_ids else [],
-            num_reused=len(first.prompt_ids) - len(first.given_ids),
+            num_reused=first.num_prompt - len(first.given_ids),
             parent=None if parent is None else parent.number,
             branch=first.attachment.branch,
         )
@@ -227,7 +226,7 @@ class CallAnswers:
         """Begin to generate; raises EpisodeLimit."""
         num_calls = len(self.tree.calls) + sum(len(one.choices) for one in self._open.values())
         num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
-        room = self._limits.room(request, len(prepared.prompt_ids), num_calls, num_tokens)
+        room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
         asked = [prepared]
         asked += [self._exact.another(prepared) for _ in range(request.num_choices - 1)]
         if request.begun is not None:
@@ -314,7 +313,7 @@ class CallAnswers:
                 request_id=name,
                 conversation=self._conversation(prepared),
                 on_token=note,
-                images=_images_of(prepared),
+                images=prepared.images,
             )
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise EngineError(f"the engine ended request {name} without an answer")
@@ -345,7 +344,7 @@ class CallAnswers:
     # -- answers that were given before ------------------------------------------------------------
 
     def _replay(
-        self, request: CallRequest, prepared: PreparedCall, past: AnsweredCall, digest: bytes
+        self, request: CallRequest, prepared: PreparedCall, past: LoggedAnswer, digest: bytes
     ) -> GrowingAnswer:
         """Answer as the program was answered before it started again."""
         self._count_sample(prepared)
@@ -375,7 +374,8 @@ class CallAnswers:
 
     def _keep_for_a_while(self, answer: GrowingAnswer) -> None:
         """Let an answer whose program has hung up go on, in case that it asks again."""
-        asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
+        if not answer.task.done():
+            asyncio.get_running_loop().call_later(ADOPT_S, _give_up, answer)
 
 
 def _give_up(answer: GrowingAnswer) -> None:
@@ -387,14 +387,3 @@ def _named(asked: Sequence[PreparedCall], begun: CallPart) -> list[PreparedCall]
     """Return the choices of a request under the names that its program knows."""
     named = zip(asked, begun.names, strict=False)
     return [replace(one, name=name) for one, name in named] if begun.names else list(asked)
-
-
-def _images_of(prepared: PreparedCall) -> tuple[bytes, ...]:
-    parent = prepared.attachment.parent
-    before = [] if parent is None else parent.path_messages
-    return tuple(
-        part.encoded
-        for message in (*before, *prepared.attachment.given)
-        for part in message.content
-        if isinstance(part, Picture)
-    )

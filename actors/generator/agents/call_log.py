@@ -32,7 +32,7 @@ _log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
-class AnsweredCall:
+class LoggedAnswer:
     """A call and all that its program was told."""
 
     prepared: PreparedCall
@@ -89,7 +89,7 @@ class CallLog(EpisodeRecorder):
         if anew:
             self._end = 0
 
-    async def append(self, answered: AnsweredCall) -> None:
+    async def append(self, answered: LoggedAnswer) -> None:
         """Write a call down; raises Fenced when somebody else has the episode now."""
         if self._writer is None or not self._has_room:
             return
@@ -97,7 +97,7 @@ class CallLog(EpisodeRecorder):
         self._has_room = await self._writer.append(segment)
         self._end = segment.end
 
-    def _segment(self, answered: AnsweredCall) -> Segment:
+    def _segment(self, answered: LoggedAnswer) -> Segment:
         prepared, generated = answered.prepared, answered.generated
         given = prepared.given_ids
         assert self._writer is not None
@@ -117,7 +117,7 @@ class CallLog(EpisodeRecorder):
         )
 
 
-def _logged(answered: AnsweredCall) -> LoggedCall:
+def _logged(answered: LoggedAnswer) -> LoggedCall:
     prepared, attachment = answered.prepared, answered.prepared.attachment
     parent, follows = attachment.parent, attachment.follows
     return LoggedCall(
@@ -138,7 +138,7 @@ def _logged(answered: AnsweredCall) -> LoggedCall:
     )
 
 
-def answered_call(segment: Segment, tree: CallTree) -> AnsweredCall:
+def answered_call(segment: Segment, tree: CallTree) -> LoggedAnswer:
     """Read a call that was written down; its parent is in the tree by then."""
     call = segment.call
     assert call is not None
@@ -152,12 +152,9 @@ def answered_call(segment: Segment, tree: CallTree) -> AnsweredCall:
         None if call.follows is None else tree.calls[call.follows],
     )
     at = call.num_given
-    given = segment.token_ids[:at]
-    prompt = given if parent is None else np.concatenate([parent.path_ids, given])
-    return AnsweredCall(
-        PreparedCall(
-            attachment, prompt, given, call.name, call.has_tools, call.is_thinking, call.prefill
-        ),
+    given = segment.token_ids[:at].copy()
+    return LoggedAnswer(
+        PreparedCall(attachment, given, call.name, call.has_tools, call.is_thinking, call.prefill),
         Generation(
             segment.token_ids[at:], segment.logprobs[at:], segment.versions[at:], call.finish
         ),
@@ -166,9 +163,9 @@ def answered_call(segment: Segment, tree: CallTree) -> AnsweredCall:
     )
 
 
-def restored(found: Sequence[Segment], calls: ExactCalls) -> list[AnsweredCall]:
+def restored(found: Sequence[Segment], calls: ExactCalls) -> list[LoggedAnswer]:
     """Bring the calls that were written down back into a tree; return them in order."""
-    answered: list[AnsweredCall] = []
+    answered: list[LoggedAnswer] = []
     for segment in found:
         answered.append(answer := answered_call(segment, calls.tree))
         calls.restore(answer.prepared, answer.generated, answer.text)
@@ -178,13 +175,13 @@ def restored(found: Sequence[Segment], calls: ExactCalls) -> list[AnsweredCall]:
 class PastAnswers:
     """Answers that the same try was given before its program started again."""
 
-    def __init__(self, answered: Sequence[AnsweredCall] = ()) -> None:
+    def __init__(self, answered: Sequence[LoggedAnswer] = ()) -> None:
         """Take them in the order in which they were given."""
-        self._by_request = defaultdict[bytes, deque[AnsweredCall]](deque)
+        self._by_request = defaultdict[bytes, deque[LoggedAnswer]](deque)
         for one in answered:
             self._by_request[one.request].append(one)
 
-    def take(self, request: bytes) -> AnsweredCall | None:
+    def take(self, request: bytes) -> LoggedAnswer | None:
         """Return the next answer to the same request, once."""
         waiting = self._by_request.get(request)
         return waiting.popleft() if waiting else None

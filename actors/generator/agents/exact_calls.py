@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ....envs.agents.messages import CanonicalMessage, canonical_history
+from ....envs.agents.messages import CanonicalMessage, Picture, canonical_history
 from ....envs.agents.replies import THINK, ReplyReader
 from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
@@ -24,10 +24,8 @@ class PreparedCall:
     """A request that is ready for the engine."""
 
     attachment: Attachment
-    prompt_ids: IntVector
-    """int32[P]: the path's tokens, then those of what is new."""
     given_ids: IntVector
-    """int32[G]: the end of `prompt_ids`, which is new."""
+    """int32[G]: the end of the prompt, which is new."""
     name: str
     """Of the answer: the ids of its calls begin with it."""
     has_tools: bool
@@ -35,6 +33,32 @@ class PreparedCall:
     """Whether the prompt has opened the reasoning of the answer."""
     prefill: str = ""
     """What the program wrote of the answer itself."""
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        parent = self.attachment.parent
+        return len(self.given_ids) + (0 if parent is None else parent.num_tokens)
+
+    @property
+    def prompt_ids(self) -> IntVector:
+        """int32[P]: the path's tokens, then those of what is new; put together at each call."""
+        parent = self.attachment.parent
+        if parent is None:
+            return self.given_ids
+        return np.concatenate([parent.path_ids, self.given_ids])
+
+    @property
+    def images(self) -> tuple[bytes, ...]:
+        """The encoded images of the prompt, in order."""
+        parent = self.attachment.parent
+        before = [] if parent is None else parent.path_messages
+        return tuple(
+            part.encoded
+            for message in (*before, *self.attachment.given)
+            for part in message.content
+            if isinstance(part, Picture)
+        )
 
     def reader(self) -> ReplyReader:
         """Return what reads the answer while it is generated."""
@@ -126,12 +150,10 @@ class ExactCalls:
     def _prepared(
         self, attachment: Attachment, given: IntVector, tools: Tools, prefill: str
     ) -> PreparedCall:
-        parent = attachment.parent
-        prompt = given if parent is None else np.concatenate([parent.path_ids, given])
         tail = "".join(map(self._chat.token_text, given[-_TAIL:]))
         thinking = not prefill and tail.rstrip().endswith(THINK)
         name = self._next_name()
-        return PreparedCall(attachment, prompt, given, name, bool(tools), thinking, prefill)
+        return PreparedCall(attachment, given, name, bool(tools), thinking, prefill)
 
     def _next_name(self) -> str:
         name = f"c{self._num_asked:05}"  # with a call's three digits as long as Mistral's ids
