@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,7 @@ from .task import Blame, Task
 from .wire.array import FloatVector, IntVector, MaskVector
 from .wire.errors import DataError, MessageError
 from .wire.message import Message, with_last
+from .wire.shared_rows import with_shared, without_shared
 
 
 class Trajectory(Message):
@@ -125,9 +126,11 @@ class Group(Message):
 
     task: Task
     """The task as it was issued."""
-    trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=4097)
+    trajectories: list[Trajectory] = Field(default_factory=list[Trajectory], max_length=1 << 16)
     """One per episode, and per role in a game with roles; the greedy baseline, where asked for,
-    stands last."""
+    stands last. The rows of an agent's episode stand together, the main one first. A row that
+    begins as the one before it travels without that: its `shared` tells how many tokens, which are
+    not generated in this row, and how many messages are left out."""
     images: list[bytes] = Field(default_factory=list[bytes])
     """Encoded images that messages name by their place here, so that each travels once."""
     error: Blame | None = None
@@ -156,6 +159,20 @@ class Group(Message):
     def named_at(self, at: str) -> str:
         """Return the subject of its task."""
         return with_last(at, self.task.task)
+
+    def to_map(self) -> dict[str, Any]:
+        """Return the plain map that is packed, with what rows have in common once."""
+        fields = super().to_map()
+        return {**fields, "trajectories": without_shared(fields["trajectories"])}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_rows(cls, values: Any) -> Any:
+        fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
+        rows = fields.get("trajectories")
+        if not isinstance(rows, list):
+            return cast("Any", values)
+        return {**fields, "trajectories": with_shared(cast("list[Any]", rows))}
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

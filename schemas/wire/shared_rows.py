@@ -1,0 +1,116 @@
+"""Rows of an episode as they travel: what one begins with in common with the row before, once.
+
+The rows of an agent's episode are paths of one tree of calls. Where a history is rendered anew at
+each call they repeat nearly all of it, and the whole would be many times what was said.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+_VECTORS = {"token_ids": None, "mask": 0, "logprobs": 0.0, "versions": -1}
+"""What has a value for each token, and the value of one that the policy did not generate here."""
+_MOST_TOKENS = 1 << 23
+"""Tokens that the rows of a group may have in common with others: a bound of what is unpacked."""
+_MOST_MESSAGES = 1 << 19
+"""Messages, likewise."""
+
+Row = dict[str, Any]
+
+
+def without_shared(rows: Sequence[Row]) -> list[Row]:
+    """Leave out of each row what it begins with as the row of its episode before it does."""
+    found: list[Row] = []
+    before: Row | None = None
+    for row in rows:
+        is_next = before is not None and row["episode"] >= 0 and _same_episode(before, row)
+        found.append(_behind(before, row) if is_next and before is not None else row)
+        before = row
+    return found
+
+
+def with_shared(rows: Sequence[Any]) -> list[Any]:
+    """Give each row what was left out of it; ValueError for rows that cannot be whole."""
+    found: list[Any] = []
+    num_tokens, num_messages = 0, 0
+    for row in rows:
+        whole = row
+        if isinstance(row, dict) and (cast("Row", row).get("shared") or None) is not None:
+            fields = cast("Row", row)
+            tokens, messages = _numbers(fields["shared"])
+            num_tokens, num_messages = num_tokens + tokens, num_messages + messages
+            if num_tokens > _MOST_TOKENS or num_messages > _MOST_MESSAGES:
+                raise ValueError(
+                    f"rows share more than {_MOST_TOKENS:,} tokens or {_MOST_MESSAGES:,} messages"
+                )
+            whole = _behind_again(found[-1] if found else None, fields, tokens, messages)
+        found.append(whole)
+    return found
+
+
+def _same_episode(one: Row, other: Row) -> bool:
+    return all(one[name] == other[name] for name in ("role", "episode", "greedy"))
+
+
+def _behind(before: Row, row: Row) -> Row:
+    tokens = _num_tokens(before, row)
+    messages = 0
+    for one, other in zip(before["messages"], row["messages"], strict=False):
+        if one != other:
+            break
+        messages += 1
+    if not tokens and not messages:
+        return row
+    vectors = {name: row[name][tokens:] for name in _VECTORS}
+    return {
+        **row,
+        **vectors,
+        "messages": row["messages"][messages:],
+        "shared": [tokens, messages],
+    }
+
+
+def _num_tokens(before: Row, row: Row) -> int:
+    """Count the leading tokens that are the same and were not generated in this row."""
+    given = len(row["mask"])
+    for name, value in _VECTORS.items():
+        if value is not None and (others := np.flatnonzero(row[name] != value)).size:
+            given = min(given, int(others[0]))
+    length = min(given, len(before["token_ids"]))
+    differs = np.flatnonzero(before["token_ids"][:length] != row["token_ids"][:length])
+    return int(differs[0]) if differs.size else length
+
+
+def _numbers(shared: Any) -> tuple[int, int]:
+    match shared:
+        case [int(tokens), int(messages)] if tokens >= 0 and messages >= 0:
+            return tokens, messages
+        case _:
+            raise ValueError("`shared` is a number of tokens and one of messages")
+
+
+def _behind_again(before: Any, row: Row, tokens: int, messages: int) -> Row:
+    if not isinstance(before, dict):
+        raise ValueError("the first row has none before it to share with")
+    ids, said = cast("Row", before).get("token_ids"), cast("Row", before).get("messages")
+    if not isinstance(ids, np.ndarray) or not isinstance(said, list):
+        raise ValueError("the row before has no tokens or messages to share")
+    if len(cast("NDArray[Any]", ids)) < tokens or len(cast("list[Any]", said)) < messages:
+        raise ValueError(f"the row before has less than {tokens} tokens or {messages} messages")
+    own = row.get("messages", [])
+    if not isinstance(own, list):
+        raise ValueError("messages are a list")
+    first = cast("NDArray[Any]", ids)[:tokens]
+    whole = {name: _joined(first, row.get(name), value) for name, value in _VECTORS.items()}
+    kept = {name: value for name, value in row.items() if name != "shared"}
+    return {**kept, **whole, "messages": [*said[:messages], *own]}
+
+
+def _joined(ids: NDArray[Any], own: Any, value: float | None) -> NDArray[Any]:
+    if not isinstance(own, np.ndarray) or cast("NDArray[Any]", own).ndim != 1:
+        raise ValueError("a row has vectors of its tokens")
+    vector = cast("NDArray[Any]", own)
+    first = ids if value is None else np.full(len(ids), value, vector.dtype)
+    return np.concatenate([first, vector]).astype(vector.dtype, copy=False)
