@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -160,10 +161,12 @@ class Group(Message):
         """Return the subject of its task."""
         return with_last(at, self.task.task)
 
-    def to_map(self) -> dict[str, Any]:
-        """Return the plain map that is packed, with what rows have in common once."""
-        fields = super().to_map()
-        return {**fields, "trajectories": without_shared(fields["trajectories"])}
+    def to_bytes(self, **instead: Any) -> bytes:
+        """Pack to a msgpack map, with what rows of an episode have in common once."""
+        if not any(one.episode == more.episode >= 0 for one, more in pairwise(self.trajectories)):
+            return super().to_bytes(**instead)  # each row is an episode, and vectors are not copied
+        rows = without_shared([vars(item) for item in self.trajectories])
+        return super().to_bytes(**{"trajectories": rows, **instead})
 
     @model_validator(mode="before")
     @classmethod

@@ -51,7 +51,7 @@ def test_an_episode_rendered_anew_at_each_call_travels_once() -> None:
     assert_equal(Group.from_bytes(group.to_bytes()), group)
     apart = [row.model_copy(update={"episode": -1}) for row in rows]
     assert 6 * len(group.to_bytes()) < len(make_group(apart).to_bytes())
-    whole = [row for row in group.to_map()["trajectories"] if "shared" not in row]
+    whole = [row for row in unpack(group.to_bytes())["trajectories"] if "shared" not in row]
     assert len(whole) == 3, "each episode's first row is whole"
 
 
@@ -62,7 +62,7 @@ def test_what_was_generated_in_a_row_is_never_left_out_of_it() -> None:
         make_trajectory([1, 2, 3, 4], [([8], [])], [0.0], episode=0, kind="sample"),
     ]
     group = make_group(rows)
-    shared = [row.get("shared") for row in group.to_map()["trajectories"]]
+    shared = [row.get("shared") for row in unpack(group.to_bytes())["trajectories"]]
     assert shared == [None, [2, 0], [4, 0]]
     assert_equal(Group.from_bytes(group.to_bytes()), group)
 
