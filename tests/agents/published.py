@@ -1,12 +1,17 @@
 """The agent programs that `make agents` installs, and the ways in which the tests run them."""
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 AGENTS = Path(__file__).parents[2] / ".agents"
 PROGRAMS = Path(__file__).parent / "programs"
+TOY = Path(__file__).parent / "toy"
+SDKS = "sdks"
+"""What development has: OpenAI's and Anthropic's own libraries."""
+GRADE = ["{python}", "-c", "print(float('7' in open('answer.txt').read()))"]
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class PublishedAgent:
     """`{prompt}` stands for the task."""
     num_rows: int = 1
     """Rows of its episode."""
+    agent: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Further keys of the section `agent`."""
 
     @property
     def id(self) -> str:
@@ -31,14 +38,19 @@ class PublishedAgent:
     @property
     def lacking(self) -> str:
         """What keeps it from being run; empty: nothing."""
-        if not (AGENTS / f"{self.name}.stamp").exists():
+        if self.name != SDKS and not (AGENTS / f"{self.name}.stamp").exists():
             return f"{self.name} is not installed: make agents AGENTS={self.name}"
         return ""
 
     @property
     def folders(self) -> list[str]:
         """What it reads."""
-        return [str(AGENTS / self.name), str(PROGRAMS)]
+        return [str(PROGRAMS), *([] if self.name == SDKS else [str(AGENTS / self.name)])]
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The section `agent` of a job that trains it."""
+        return {"command": self.command, "read": self.folders, "reward": GRADE, **self.agent}
 
 
 def _python(name: str, mode: str, script: str = "search", num_rows: int = 1) -> PublishedAgent:
@@ -54,9 +66,18 @@ def _shell(name: str, *words: str) -> PublishedAgent:
     return PublishedAgent(name, "", name, ["sh", driver, *words, "{prompt}"])
 
 
+def _sdk(mode: str) -> PublishedAgent:
+    driver = str(PROGRAMS / "with_sdks.py")
+    command = ["{python}", "-B", driver, mode, "{prompt}"]
+    return PublishedAgent(SDKS, mode, "search", command, agent={"reward": []})
+
+
 _CODEX = AGENTS / "codex/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
 _PI = AGENTS / "pi/node_modules/@mariozechner/pi-coding-agent/dist/cli.js"
 PUBLISHED = [
+    _sdk("chat"),
+    _sdk("responses"),
+    _sdk("messages"),
     _python("openai-agents", "responses"),
     _python("openai-agents", "chat"),
     _python("openai-agents", "streamed"),
@@ -76,6 +97,11 @@ PUBLISHED = [
         "",
         "mini",
         ["sh", str(PROGRAMS / "mini-swe-agent.sh"), str(AGENTS / "mini-swe-agent"), "{prompt}"],
+        agent={
+            "files": str(TOY / "repository"),
+            "reward": ["{python}", "{grader}/grade.py"],
+            "reward_files": str(TOY / "grader"),
+        },
     ),
     _shell("codex", str(_CODEX / "bin/codex")),
     _shell("opencode", str(AGENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode")),

@@ -5,6 +5,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,10 @@ def record(agent: PublishedAgent) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, recording(SCRIPTS[agent.script]) as (url, kept):
         work = Path(folder, "work")
         work.mkdir()
-        words = [PROMPT if word == "{prompt}" else word for word in agent.command]
+        if files := agent.agent.get("files"):
+            shutil.copytree(files, work, dirs_exist_ok=True)
+        values = {"{prompt}": PROMPT, "{python}": sys.executable}
+        words = [values.get(word, word) for word in agent.command]
         done = subprocess.run(
             words, cwd=work, env=_environment(url, folder), capture_output=True, timeout=180
         )

@@ -1,7 +1,7 @@
 """What a scripted model says to agent programs: a tool call, another, and an end."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScriptedTurn:
     """One answer, which is given once in a history: where `words` stand there, it was."""
 
     words: str
@@ -32,9 +32,9 @@ class Turn:
         return f"{THOUGHT}  {self.words}\n\n{self.rest}"
 
 
-def calling(words: str, name: str, *calls: dict[str, Any]) -> Turn:
+def calling(words: str, name: str, *calls: dict[str, Any]) -> ScriptedTurn:
     """Return a turn that calls a tool, perhaps several times."""
-    return Turn(words, "\n".join(call(name, **arguments) for arguments in calls), name)
+    return ScriptedTurn(words, "\n".join(call(name, **arguments) for arguments in calls), name)
 
 
 SEARCH = calling("I will look.", "search", {"query": "x"})
@@ -44,7 +44,7 @@ SEARCH = calling("I will look.", "search", {"query": "x"})
 class Script:
     """The turns of one program, in order, and its last words."""
 
-    turns: Sequence[Turn]
+    turns: Sequence[ScriptedTurn]
     end: str = "It is 7."
     in_order: bool = False
     """For a program that forgets: one turn after the other, whatever stands in the history."""
@@ -54,14 +54,16 @@ class Script:
     ) -> str:
         """Return the answer to a history, `number` answers after the first."""
         if self.in_order:
-            return self.turns[number].text if number < len(self.turns) else self.end
+            return self.at(number)
         names = {tool["function"]["name"] for tool in tools}
-        said = "\n".join(
-            text
-            for message in messages
-            if message.role == "assistant"
-            for text in (message.text, *(call.arguments for call in message.calls))
-        )
+        return self.next("\n".join(message.text for message in messages), names)
+
+    def at(self, number: int) -> str:
+        """Return the answer behind `number` answers, of a script that is said in order."""
+        return self.turns[number].text if number < len(self.turns) else self.end
+
+    def next(self, said: str, names: Collection[str]) -> str:
+        """Return the answer behind a history as one text, with tools of these names."""
         for turn in self.turns:
             if turn.words not in said and (not turn.needs or turn.needs in names):
                 return turn.text
@@ -90,8 +92,10 @@ SCRIPTS = {
     "as_tool": Script([calling("I will ask.", "ask_helper", {"input": "what is x?"}), SEARCH]),
     "code": Script(
         [
-            Turn("I will look.", '<code>\nfound = search(query="x")\nprint(found)\n</code>'),
-            Turn("Now I know.", '<code>\nfinal_answer("7")\n</code>'),
+            ScriptedTurn(
+                "I will look.", '<code>\nfound = search(query="x")\nprint(found)\n</code>'
+            ),
+            ScriptedTurn("Now I know.", '<code>\nfinal_answer("7")\n</code>'),
         ]
     ),
     "final": Script([SEARCH, calling("Now I know.", "final_answer", {"answer": "7"})]),
@@ -100,8 +104,8 @@ SCRIPTS = {
     "pi": shell("bash", "command"),
     "mini": Script(
         [
-            calling("I will look.", "bash", {"command": "ls"}),
-            calling("Now I write it.", "bash", {"command": "echo 7 > answer.txt"}),
+            calling("I will look.", "bash", {"command": "cat adding.py"}),
+            calling("It takes away.", "bash", {"command": "sed -i 's/one - other/one + other/' adding.py"}),
             calling("I am done.", "bash", {"command": _DONE}),
         ]
     ),

@@ -123,6 +123,7 @@ def _system(folder: ProgramFolder, is_open: bool) -> list[str]:
             words += ["--symlink", str(path.readlink()), str(path)]
         else:
             words += ["--ro-bind-try", str(path), str(path)]
+    words += ["--perms", "0755", "--dir", "/etc"]  # programs look there for what is not shown
     for name in (*_ETC, *(("resolv.conf",) if is_open else ())):
         words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
     for name in _OWN_ETC:

@@ -4,6 +4,7 @@ python with_langgraph.py chat|responses|messages|trimmed PROMPT
 """
 
 import sys
+from pathlib import Path
 from typing import Any
 
 from langchain.agents import create_agent
@@ -42,7 +43,7 @@ def main(mode: str, prompt: str) -> None:
     middleware = [trimmed] if mode == "trimmed" else []
     agent = create_agent(model(mode), [search], system_prompt="Search.", middleware=middleware)
     result = agent.invoke({"messages": [{"role": "user", "content": prompt}]})
-    print(result["messages"][-1].text)
+    Path("answer.txt").write_text(result["messages"][-1].text)
 
 
 main(*sys.argv[1:])

@@ -5,6 +5,7 @@ python with_openai_agents.py responses|chat|streamed|handoff|as_tool PROMPT
 
 import asyncio
 import sys
+from pathlib import Path
 
 from agents import Agent, Runner, function_tool, set_default_openai_api
 
@@ -25,7 +26,7 @@ def agent(mode: str) -> Agent:
     return helper
 
 
-async def main(mode: str, prompt: str) -> None:
+async def answer(mode: str, prompt: str) -> str:
     if mode == "chat":
         set_default_openai_api("chat_completions")
     if mode != "streamed":
@@ -34,7 +35,7 @@ async def main(mode: str, prompt: str) -> None:
         result = Runner.run_streamed(agent(mode), prompt, max_turns=8)
         async for _ in result.stream_events():
             pass
-    print(result.final_output)
+    return result.final_output
 
 
-asyncio.run(main(*sys.argv[1:]))
+Path("answer.txt").write_text(asyncio.run(answer(*sys.argv[1:])))

@@ -4,6 +4,7 @@ python with_pydantic_ai.py chat|responses|messages PROMPT
 """
 
 import sys
+from pathlib import Path
 
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -19,7 +20,7 @@ def search(query: str) -> str:
 
 def main(mode: str, prompt: str) -> None:
     agent = Agent(MODELS[mode]("policy"), instructions="You search.", tools=[search])
-    print(agent.run_sync(prompt).output)
+    Path("answer.txt").write_text(agent.run_sync(prompt).output)
 
 
 main(*sys.argv[1:])

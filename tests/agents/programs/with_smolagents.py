@@ -5,6 +5,7 @@ python with_smolagents.py tools|code PROMPT
 
 import os
 import sys
+from pathlib import Path
 
 from smolagents import CodeAgent, OpenAIModel, ToolCallingAgent, tool
 
@@ -24,7 +25,8 @@ def main(mode: str, prompt: str) -> None:
         "policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"]
     )
     kind = CodeAgent if mode == "code" else ToolCallingAgent
-    print(kind(tools=[search], model=model, max_steps=4, verbosity_level=0).run(prompt))
+    agent = kind(tools=[search], model=model, max_steps=4, verbosity_level=0)
+    Path("answer.txt").write_text(str(agent.run(prompt)))
 
 
 main(*sys.argv[1:])

@@ -99,7 +99,7 @@ class RecordingEngine:
 
     def generate(self, prompt_ids: Sequence[int], text: str | None = None) -> Generation:
         """Draw an answer: the text, letter by letter or as it happens, or tokens at random."""
-        ids = self._random_ids() if text is None else self._spelled(text)
+        ids = self._random_ids() if text is None else spelled(self.chat, text, self.random)
         ended = self.random.random() < 0.8
         if ended or not ids:
             ids.append(self.random.choice(self.chat.stop_token_ids))
@@ -119,16 +119,17 @@ class RecordingEngine:
     def _random_ids(self) -> list[int]:
         return [self.random.randrange(300) for _ in range(self.random.randrange(0, 12))]
 
-    def _spelled(self, text: str) -> list[int]:
-        """Spell a text in tokens, seldom as the tokenizer would."""
-        ids: list[int] = []
-        while text:
-            special = next((plain for plain in _PLAIN if text.startswith(plain)), None)
-            piece = special or text[: self.random.randrange(1, 4)]
-            piece = piece if special else piece.split("<")[0] or piece[:1]
-            ids += self.chat.encode(piece)
-            text = text[len(piece) :]
-        return ids
+
+def spelled(chat: ChatTokenizer, text: str, random: Random) -> list[int]:
+    """Spell a text in tokens, seldom as the tokenizer would."""
+    ids: list[int] = []
+    while text:
+        special = next((plain for plain in _PLAIN if text.startswith(plain)), None)
+        piece = special or text[: random.randrange(1, 4)]
+        piece = piece if special else piece.split("<")[0] or piece[:1]
+        ids += chat.encode(piece)
+        text = text[len(piece) :]
+    return ids
 
 
 TOOLS: list[dict[str, Any]] = [
