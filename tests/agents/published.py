@@ -91,7 +91,7 @@ PUBLISHED = [
     _python("langgraph", "messages", "three"),
     _python("langgraph", "trimmed", "long", 3),
     _python("smolagents", "tools", "final", 2),
-    _python("smolagents", "code", "code"),
+    _python("smolagents", "code", "code", 2),
     PublishedAgent(
         "mini-swe-agent",
         "",

@@ -112,6 +112,8 @@ def recording(script: Script) -> Iterator[tuple[str, Recording]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", kept
-        server.shutdown()
-        thread.join()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", kept
+        finally:
+            server.shutdown()
+            thread.join()

@@ -105,7 +105,11 @@ SCRIPTS = {
     "mini": Script(
         [
             calling("I will look.", "bash", {"command": "cat adding.py"}),
-            calling("It takes away.", "bash", {"command": "sed -i 's/one - other/one + other/' adding.py"}),
+            calling(
+                "It takes away.",
+                "bash",
+                {"command": "sed -i 's/one - other/one + other/' adding.py"},
+            ),
             calling("I am done.", "bash", {"command": _DONE}),
         ]
     ),
