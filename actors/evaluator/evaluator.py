@@ -201,7 +201,7 @@ class Evaluator:
         config = self._context.config
         tasks = await self._tasks()
         self._started = time.perf_counter()
-        free = asyncio.Semaphore(config.generator.max_episodes)
+        free = asyncio.Semaphore(config.episodes_at_once)
         numbers = [(task, sample) for task in tasks for sample in range(config.evaluation.samples)]
         async with asyncio.TaskGroup() as group:
             running = [

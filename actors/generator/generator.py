@@ -120,7 +120,7 @@ class Generator:
         rollout, baseline = config.rollout, int(config.algorithm.advantage == "remax")
         self._max_groups = max(
             1,
-            config.generator.max_episodes // (rollout.group_size + rollout.oversample + baseline),
+            config.episodes_at_once // (rollout.group_size + rollout.oversample + baseline),
         )
         self._keep_s = config.generator.ack_wait_s / 3
         self._process = secrets.token_hex(4)

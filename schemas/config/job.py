@@ -260,6 +260,15 @@ class JobConfig(Section):
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
 
     @property
+    def episodes_at_once(self) -> int:
+        """Episodes that one generator has under way: of programs no more than have a place."""
+        most = self.generator.max_episodes
+        if not self.agent.runs_programs:
+            return most
+        places = max(1, self.env.hosts) * self.agent.per_host
+        return min(most, max(1, places // max(1, self.generator.count)))
+
+    @property
     def keeps_segments(self) -> bool:
         """Whether running episodes are written down."""
         return self.agent.runs_programs or self.generator.segment_tokens > 0

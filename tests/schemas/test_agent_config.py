@@ -1,7 +1,10 @@
 """What an agent job implies, and what it cannot have."""
 
+from typing import Any
+
 import pytest
 from tinkermq.schemas.config.agent_rules import why_no_rows
+from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.load_config import load_config
 from tinkermq.schemas.wire.errors import ConfigError
 
@@ -21,3 +24,14 @@ def test_an_episode_of_several_rows_can_be_trained_by_what_an_agent_job_may_have
 def test_a_games_job_is_told_why_it_cannot_train_such_episodes() -> None:
     config = load_config(None, ["model.path=m", "env.game=bandit", "algorithm.advantage=gae"])
     assert (why_no_rows(config) or "").startswith("algorithm.advantage=gae follows the rewards of")
+
+
+def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> None:
+    def at_once(**sections: Any) -> int:
+        tree = {"model": {"path": "m"}, "agent": {"client": True, "per_host": 6}, **sections}
+        return JobConfig.model_validate({"env": {"hosts": 0}, **tree}).episodes_at_once
+
+    assert at_once() == 6
+    assert at_once(env={"hosts": 4}) == 24
+    assert at_once(env={"hosts": 4}, generator={"count": 3}) == 8
+    assert at_once(env={"hosts": 4}, generator={"max_episodes": 10}) == 10
