@@ -105,7 +105,8 @@ class ProxyRoutes:
         if endpoint is None:
             raise NoSuchEndpoint(
                 f"there is no {method} /v1/{'/'.join(path)}"[:200],
-                hint="see docs/agents.md for the endpoints of an episode",
+                hint="there are POST chat/completions, responses, messages, messages/count_tokens, "
+                "episode/reward, episode/end, episode/note, and GET models, episode",
             )
         return endpoint
 
