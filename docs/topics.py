@@ -6,7 +6,15 @@ Tables for people, tools and docs/messages.md. The actors build the names themse
 
 from typing import Literal, NamedTuple
 
-from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest, CancelCall
+from tinkermq.schemas.agent import (
+    CallDelivered,
+    CallPart,
+    CallRequest,
+    CancelCall,
+    EpisodePost,
+    EpisodePosted,
+    EpisodeSecret,
+)
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.control import (
     ControlReply,
@@ -263,6 +271,8 @@ TOPICS: tuple[Topic, ...] = (
         None,
         "host of a program → its generator",
     ),
+    _job(_SCOPE.episode("e", "post"), EpisodePost, EpisodePosted, "gateway → the episode's host"),
+    _job(_SCOPE.episode_keys, Empty, EpisodeSecret, "host of programs → auth service"),
     _job(_SCOPE.infer("chat"), ChatRequest, InferPart, "gateway, client → any server"),
     _job(_SCOPE.infer("complete"), CompletionRequest, InferPart, "gateway, client → any server"),
     _job(_SCOPE.infer("play"), PlayRequest, PlayPart, "client → any server"),

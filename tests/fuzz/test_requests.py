@@ -49,8 +49,9 @@ ANSWER_S = 60.0
 MAX_GROWTH_MB = 500
 SEED = int(os.environ.get("TMQ_FUZZ_SEED", "1"))
 ERROR_CODE = "Nats-Service-Error-Code"
-NOBODY = frozenset({"weights.join"})
-"""Nobody answers there, as the weights of these runs travel through the broker."""
+NOBODY = frozenset({"weights.join", "episode.0.call", "episode.0.post", "episode.keys"})
+"""Nobody answers there, as the weights of these runs travel through the broker, no program runs in
+them, and there are no users."""
 ENDS = frozenset({"stop", "hand_over", "profile", "checkpoint"})
 """Verbs that end an actor, or whose answer takes as long as training does."""
 OF_USERS = tuple(topic for topic in TOPICS if ".users." in topic.subject)
