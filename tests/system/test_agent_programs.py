@@ -1,18 +1,22 @@
 """Agent programs through the whole stack: real SDKs call the model that is trained under them."""
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI
 from tinkermq.clients import (
     AgentEnvironment,
     AgentEpisode,
+    AgentEpisodes,
     AsyncSchedulerClient,
     AsyncServiceClient,
 )
 
 from tests.support.configs import small_job
+from tests.support.gateway import run_gateway
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 
@@ -120,3 +124,43 @@ async def test_a_command_is_trained_in_the_pools_own_walls(
     assert {step: values["val/num_episodes"] for step, values in validated.items()} == {0: 2, 2: 2}
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
+
+
+async def test_programs_elsewhere_are_trained_through_the_gateway(
+    stack: Stack, model: Path, tmp_path: Path
+) -> None:
+    job = await stack.submit(agent_job(model))
+    url = f"{stack.server.url}/{job.scope.user}/{job.scope.job}"
+    programs: list[asyncio.Task[None]] = []
+    async with run_gateway(stack.server.url, tmp_path) as gateway:
+        episodes = await asyncio.to_thread(AgentEpisodes, url, gateway=gateway.url)
+
+        async def start_them() -> None:
+            async for episode in episodes:
+                programs.append(asyncio.create_task(elsewhere(dict(episode.variables))))
+
+        starting = asyncio.create_task(start_them())
+        await job.until("COMPLETED")
+        await asyncio.to_thread(episodes.cleanup)
+        await starting
+        await asyncio.gather(*programs, return_exceptions=True)
+    groups = [entry.group for entry in await job.entries() if entry.group]
+    rows = [row for group in groups for row in group.trajectories]
+    assert {row.info["outcome"] for row in rows} == {"done"}
+    assert {row.info["where"] for row in rows} == {"elsewhere"}
+    await assert_every_task_once(job)
+    await assert_replay_is_identical(job)
+
+
+async def elsewhere(env: dict[str, str]) -> None:
+    """Do what a program does that knows its environment variables and nothing else."""
+    assert env["TINKERMQ_EPISODE_URL"].endswith("/v1/episode")
+    async with AsyncOpenAI(
+        base_url=env["OPENAI_BASE_URL"], api_key=env["OPENAI_API_KEY"]
+    ) as client:
+        first = await client.responses.create(model=env["OPENAI_MODEL"], input="one")
+        second = await client.responses.create(
+            model=env["OPENAI_MODEL"], input="two", previous_response_id=first.id
+        )
+        end = {"reward": float(len(second.output_text) % 3), "info": {"where": "elsewhere"}}
+        await client.post("/episode/end", body=end, cast_to=object)
