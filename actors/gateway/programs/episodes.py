@@ -7,7 +7,7 @@ to use it. Connections are bounded, for each user as well, and close when nobody
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from hashlib import blake2b
 
 from ....broker.client.connection import connect
@@ -31,6 +31,7 @@ _OVER_IDLE_S = 10.0
 _REFUSED_S = 10.0
 _MAX_REFUSED = 4096
 _CONNECTING_AT_ONCE = 32
+_CHECKING_OF_USER = 256
 _CONNECT_DEADLINE_S = 10.0
 _SWEEP_S = 5.0
 
@@ -45,7 +46,8 @@ class ProgramEpisodes:
         self._idle_s = idle_s
         self._episodes: dict[str, RemoteEpisode] = {}
         self._opening: dict[str, asyncio.Task[RemoteEpisode]] = {}
-        self._refused: OrderedDict[bytes, tuple[float, KeyRefused]] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[float, str, str]] = OrderedDict()
+        self._checking: Counter[str] = Counter()
         self._shares: dict[str, Share] = {}
         self._room = BodyRoom(MAX_BODIES_BYTES)
         self._free = asyncio.Semaphore(_CONNECTING_AT_ONCE)
@@ -70,9 +72,9 @@ class ProgramEpisodes:
         if found is not None and not found.broker.closed.is_set():
             return found
         digest = blake2b(key.encode(errors="replace")).digest()
-        since, refusal = self._refused.get(digest, (0.0, None))
-        if refusal is not None and time.monotonic() - since < _REFUSED_S:
-            raise KeyRefused(refusal.message, hint=refusal.hint)
+        since, why, hint = self._refused.get(digest, (0.0, "", ""))
+        if why and time.monotonic() - since < _REFUSED_S:
+            raise KeyRefused(why, hint=hint)
         if key not in self._opening:
             opening = asyncio.create_task(self._open(key), name="open a program's connection")
             self._opening[key] = opening
@@ -80,7 +82,7 @@ class ProgramEpisodes:
         try:
             return await asyncio.shield(self._opening[key])
         except KeyRefused as error:
-            self._refused[digest] = time.monotonic(), error
+            self._refused[digest] = time.monotonic(), error.message, error.hint
             while len(self._refused) > _MAX_REFUSED:
                 self._refused.popitem(last=False)
             raise
@@ -115,15 +117,28 @@ class ProgramEpisodes:
             )
         await self._drop(key)
         async with self._free:
-            await self._make_room(identity.user)
             episode = await self._connect(key, identity)
-            try:
-                await episode.check()
-            except BaseException:
-                await episode.close()
-                raise
+        try:
+            await self._check(episode)
+        except BaseException:
+            await episode.close()
+            raise
         self._episodes[key] = episode
         return episode
+
+    async def _check(self, episode: RemoteEpisode) -> None:
+        """Let an episode in that its host knows; the broker has said by now whose it is."""
+        user = episode.user
+        if self._checking[user] >= _CHECKING_OF_USER:
+            raise BusyError("keys of many episodes are being checked", hint="call again")
+        self._checking[user] += 1
+        try:
+            await episode.check()
+        finally:
+            self._checking[user] -= 1
+            if not self._checking[user]:
+                del self._checking[user]
+        await self._make_room(user)
 
     async def _connect(self, key: str, identity: EpisodeIdentity) -> RemoteEpisode:
         login = of_program(key, with_users=self._with_keys)

@@ -58,6 +58,8 @@ class HostTimes:
     """For a host that is not there, before its episode is taken for over."""
     first_s: float = 5.0
     """The same for the first answer of all."""
+    patience_s: float = 120.0
+    """For an answer, while the broker is away as well."""
 
 
 class RemoteEpisode:
@@ -106,10 +108,16 @@ class RemoteEpisode:
         return self._episode.over
 
     async def check(self) -> None:
-        """See that the host knows the key; KeyRefused if it does not, or if there is no host."""
+        """See that the host knows the key.
+
+        Raises KeyRefused if it does not, or if there is no host, NobodyPlays when that cannot be
+        told.
+        """
         try:
             await self._ask_patiently(self._post())
         except NobodyPlays as error:
+            if not self.over:
+                raise
             raise KeyRefused(
                 "nobody hosts the episode of this key: it is over, or its host is away",
                 hint="each try of an episode has a key of its own; stop calling",
@@ -188,15 +196,16 @@ class RemoteEpisode:
 
     async def _ask_patiently(self, post: EpisodePost) -> EpisodePosted:
         """Ask the host, and again if it is away for a moment; NobodyPlays if for longer."""
+        deadline = time.monotonic() + self._times.patience_s
         while True:
             try:
                 return await self._ask(post)
             except (DeniedError, LogInRefusedError):
                 raise
             except (NobodyAnswersError, DeadlineError, BrokerError) as error:
-                if self.over:
+                if self.over or time.monotonic() > deadline:
                     raise NobodyPlays(
-                        f"the host of the episode does not answer: {self.over}",
+                        f"the host of the episode does not answer: {self.over or error.message}",
                         hint="ask again: it may come back",
                     ) from error
             await asyncio.sleep(_PAUSE_S)
