@@ -29,7 +29,8 @@ def resolve_paths(
         data: dict[str, Any] = resolved.get(section) or {}
         for key in keys & data.keys():
             data[key] = [_existing(str(path)) for path in data[key]]
-    if (resolved.get("env") or {}).get("hosts") != 0:
+    env: dict[str, Any] = resolved.get("env") or {}
+    if env.get("hosts") != 0:
         _resolve_programs(resolved.get("agent") or {})
     if is_local_pool(broker_url) and ("output_dir" in resolved or not has_users):
         resolved["output_dir"] = str(Path(str(resolved.get("output_dir", "outputs"))).resolve())

@@ -30,12 +30,7 @@ class CallLimits:
         """Raise ContextTooLong for a prompt that leaves no room for an answer."""
         if num_prompt >= self._max_context:
             self.hit = "length"
-            raise ContextTooLong(
-                f"the model's context is {self._max_context} tokens long and the prompt has "
-                f"{num_prompt}: none is left for an answer",
-                hint="shorten the history, or raise rollout.max_prompt_tokens and "
-                "rollout.max_response_tokens",
-            )
+            raise ContextTooLong.of(num_prompt, self._max_context)
 
     def room(
         self, request: CallRequest, num_prompt: int, num_calls: int, num_generated: int
