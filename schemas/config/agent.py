@@ -22,7 +22,8 @@ class AgentConfig(Section):
     """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
     """Folder whose copy is the program's folder, a fresh one for each try; default: an empty
-    folder."""
+    folder. Like all folders here it is relative to where the job is submitted, or, with
+    `env.hosts=0`, to where `tinkermq agent host` runs."""
     setup: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
     """Command that is run there before the program, with the program's walls."""
     reward: list[str] = Field(default_factory=list[str], json_schema_extra=when("command"))
