@@ -72,6 +72,17 @@ def _sdk(mode: str) -> PublishedAgent:
     return PublishedAgent(SDKS, mode, "search", command, agent={"reward": []})
 
 
+def _mini(mode: str, script: str, num_rows: int) -> PublishedAgent:
+    driver, folder = PROGRAMS / "mini-swe-agent.sh", AGENTS / "mini-swe-agent"
+    agent = {
+        "files": str(TOY / "repository"),
+        "reward": ["{python}", "{grader}/grade.py"],
+        "reward_files": str(TOY / "grader"),
+    }
+    command = ["sh", str(driver), str(folder), "{prompt}"]
+    return PublishedAgent(folder.name, mode, script, command, num_rows, agent)
+
+
 _CODEX = AGENTS / "codex/node_modules/@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl"
 _PI = AGENTS / "pi/node_modules/@mariozechner/pi-coding-agent/dist/cli.js"
 PUBLISHED = [
@@ -92,17 +103,8 @@ PUBLISHED = [
     _python("langgraph", "trimmed", "long", 3),
     _python("smolagents", "tools", "final", 2),
     _python("smolagents", "code", "code", 2),
-    PublishedAgent(
-        "mini-swe-agent",
-        "",
-        "mini",
-        ["sh", str(PROGRAMS / "mini-swe-agent.sh"), str(AGENTS / "mini-swe-agent"), "{prompt}"],
-        agent={
-            "files": str(TOY / "repository"),
-            "reward": ["{python}", "{grader}/grade.py"],
-            "reward_files": str(TOY / "grader"),
-        },
-    ),
+    _mini("", "mini", 1),
+    _mini("rejected", "rejected", 2),
     _shell("codex", str(_CODEX / "bin/codex")),
     _shell("opencode", str(AGENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode")),
     _shell("pi", shutil.which("node") or "node", str(_PI)),

@@ -80,7 +80,11 @@ def shell(name: str, key: str, **more: Any) -> Script:
     )
 
 
-_DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+MINI = [
+    calling("I will look.", "bash", {"command": "cat adding.py"}),
+    calling("It takes away.", "bash", {"command": "sed -i 's/one - other/one + other/' adding.py"}),
+    calling("I am done.", "bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"}),
+]
 SCRIPTS = {
     "search": Script([SEARCH]),
     "three": Script([calling("I will look thrice.", "search", *({"query": q} for q in "xyz"))]),
@@ -102,15 +106,6 @@ SCRIPTS = {
     "codex": shell("exec_command", "cmd"),
     "opencode": shell("bash", "command", description="look around"),
     "pi": shell("bash", "command"),
-    "mini": Script(
-        [
-            calling("I will look.", "bash", {"command": "cat adding.py"}),
-            calling(
-                "It takes away.",
-                "bash",
-                {"command": "sed -i 's/one - other/one + other/' adding.py"},
-            ),
-            calling("I am done.", "bash", {"command": _DONE}),
-        ]
-    ),
+    "rejected": Script([ScriptedTurn("I think about it.", ""), *MINI], in_order=True),
+    "mini": Script(MINI),
 }

@@ -108,7 +108,8 @@ def _counting(tree: CallTree, main: ModelCall | None) -> set[ModelCall]:
     A root counts where it is the main one or continues what counts, where a tool ran for it, where
     an answer of it was read in one that counts, and where it goes on from one that counts with the
     same tools. There each answer that arrived counts, one that the program threw away too: it acted
-    upon it.
+    upon it. The first answer was thrown away where a root that counts begins with all that it was
+    given.
     """
     counting = {call.root for call in tree.calls if call.parent and _had_tools_run(call)}
     if main is not None:
@@ -132,7 +133,15 @@ def _has_part(tree: CallTree, root: ModelCall, counting: Collection[ModelCall]) 
     if _read(mine, others):
         return True
     same_tools = [call for call in others if call.context == root.context]
-    return _read(same_tools, mine)
+    return _read(same_tools, mine) or any(_begins(root, call) for call in same_tools)
+
+
+def _begins(root: ModelCall, other: ModelCall) -> bool:
+    """Whether another root goes on from what this one was given, as if it had not been answered."""
+    if other.parent is not None or len(other.given) < len(root.given):
+        return False
+    given = other.given[: len(root.given)]
+    return all(mine.key == theirs.key for mine, theirs in zip(root.given, given, strict=True))
 
 
 def _read(answers: Sequence[ModelCall], readers: Sequence[ModelCall]) -> bool:

@@ -34,6 +34,7 @@ ROWS = {
     "langgraph-responses": ONE_ROW,
     "langgraph-trimmed": [(0, 1, 2), (3,), (4,)],
     "mini-swe-agent": [(0, 1, 2)],
+    "mini-swe-agent-rejected": [(0,), (1, 2, 3)],
     "openai-agents-as_tool": [(0, 3), (1, 2)],
     "openai-agents-chat": ONE_ROW,
     "openai-agents-handoff": [(0,), (1, 2)],
