@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ PUBLISHED = [
     _mini("", "mini", 1),
     _mini("rejected", "rejected", 2),
     _shell("codex", str(_CODEX / "bin/codex")),
+    replace(
+        _shell("codex", str(_CODEX / "bin/codex")),
+        mode="compacted",
+        script="compacted",
+        num_rows=3,
+        agent={"environment": {"COMPACT_AT": "29000"}},
+    ),
     _shell("opencode", str(AGENTS / "opencode/node_modules/opencode-linux-x64/bin/opencode")),
     _shell("pi", shutil.which("node") or "node", str(_PI)),
 ]

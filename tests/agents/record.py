@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -32,14 +33,15 @@ def record(agent: PublishedAgent) -> list[dict[str, Any]]:
         values = {"{prompt}": PROMPT, "{python}": sys.executable}
         words = [values.get(word, word) for word in agent.command]
         done = subprocess.run(
-            words, cwd=work, env=_environment(url, folder), capture_output=True, timeout=180
+            words, cwd=work, env=_environment(agent, url, folder), capture_output=True, timeout=180
         )
         if done.returncode:
             raise SystemExit(f"{agent.id} failed: {done.stdout!r:.2000} {done.stderr!r:.4000}")
-        return [_told(line, folder) for line in kept.lines]
+        said = [turn.words for turn in SCRIPTS[agent.script].turns]
+        return [_told(line, folder, said) for line in kept.lines]
 
 
-def _environment(url: str, home: str) -> dict[str, str]:
+def _environment(agent: PublishedAgent, url: str, home: str) -> dict[str, str]:
     return {
         "PATH": os.environ["PATH"],
         "HOME": home,
@@ -52,22 +54,26 @@ def _environment(url: str, home: str) -> dict[str, str]:
         "OPENAI_AGENTS_DISABLE_TRACING": "1",
         "LANGSMITH_TRACING": "false",
         "DO_NOT_TRACK": "1",
+        **agent.agent.get("environment", {}),
     }
 
 
-def _told(value: Any, folder: str) -> Any:
-    """Shorten long texts to their beginning, their length and what tells them apart."""
+def _told(value: Any, folder: str, said: Sequence[str]) -> Any:
+    """Shorten long texts to their beginning, what was `said`, and what tells them apart."""
     if isinstance(value, dict):
-        return {key: one if key == "answer" else _told(one, folder) for key, one in value.items()}
+        return {
+            key: one if key == "answer" else _told(one, folder, said) for key, one in value.items()
+        }
     if isinstance(value, list):
-        return [_told(one, folder) for one in value]
+        return [_told(one, folder, said) for one in value]
     if not isinstance(value, str):
         return value
     text = value.replace(folder, "/tmp/agent")
     if len(text) <= MOST_CHARS:
         return text
     digest = blake2b(text.encode(), digest_size=6).hexdigest()
-    return f"{text[:60]} … [{len(text)} characters, {digest}]"
+    quoted = "".join(f"{words} … " for words in said if words in text)
+    return f"{text[:60]} … {quoted}[{len(text)} characters, {digest}]"
 
 
 def main(wanted: list[str]) -> None:

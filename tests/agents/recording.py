@@ -22,7 +22,6 @@ READERS = {
     "/v1/messages": read_messages,
 }
 HEADERS = ("idempotency-key", "x-stainless-retry-count", "anthropic-beta", "anthropic-version")
-_USAGE = Usage(prompt=100, generated=20)
 _STEP = 7
 """Characters of a piece of a stream."""
 
@@ -49,14 +48,15 @@ class Recording:
             number = len(self.lines)
             said = _cut(self._script.say(request.messages, request.tools, number), request.stop)
             self.lines.append({**line, "answer": said})
-        return request, worded(path, request, f"c{number:05}", said)
+        usage = Usage(prompt=len(json.dumps(body)) * 5 // 8, generated=len(said))
+        return request, worded(path, request, usage, f"c{number:05}", said)
 
 
 def _cut(text: str, stops: Sequence[str]) -> str:
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def worded(path: str, request: ModelRequest, name: str, said: str) -> str:
+def worded(path: str, request: ModelRequest, usage: Usage, name: str, said: str) -> str:
     """Return an answer as its API words it, streamed or whole."""
     reader = ReplyReader(name, calls=bool(request.tools))
     pieces: list[Piece] = []
@@ -69,18 +69,18 @@ def worded(path: str, request: ModelRequest, name: str, said: str) -> str:
         events = [*chat.start()]
         for piece in pieces:
             events += chat.push(piece)
-        events += [*chat.finish("stop"), *chat.end(_USAGE)]
-        return "".join(events) if request.stream else json.dumps(chat.whole(_USAGE))
+        events += [*chat.finish("stop"), *chat.end(usage)]
+        return "".join(events) if request.stream else json.dumps(chat.whole(usage))
     answer = (
         ResponseAnswer(head, custom_tools=request.custom_tools)
         if path == "/v1/responses"
         else MessagesAnswer(head)
     )
-    events = [*answer.start(_USAGE)]
+    events = [*answer.start(usage)]
     for piece in pieces:
         events += answer.push(piece)
-    events += answer.finish("stop", _USAGE)
-    return "".join(events) if request.stream else json.dumps(answer.whole("stop", _USAGE))
+    events += answer.finish("stop", usage)
+    return "".join(events) if request.stream else json.dumps(answer.whole("stop", usage))
 
 
 @contextmanager

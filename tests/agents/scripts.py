@@ -104,6 +104,15 @@ SCRIPTS = {
     ),
     "final": Script([SEARCH, calling("Now I know.", "final_answer", {"answer": "7"})]),
     "codex": shell("exec_command", "cmd"),
+    "compacted": Script(
+        [
+            calling("I will count.", "exec_command", {"cmd": "seq 1 5000"}),
+            calling("I will look.", "exec_command", {"cmd": "ls"}),
+            ScriptedTurn("I have counted up to 5000; 7 is still to be written down.", ""),
+            calling("Now I write it.", "exec_command", {"cmd": "echo 7 > answer.txt"}),
+        ],
+        in_order=True,
+    ),
     "opencode": shell("bash", "command", description="look around"),
     "pi": shell("bash", "command"),
     "rejected": Script([ScriptedTurn("I think about it.", ""), *MINI], in_order=True),

@@ -8,6 +8,8 @@ model = "policy"
 model_provider = "policy"
 approval_policy = "never"
 sandbox_mode = "danger-full-access"
+model_context_window = 200000
+model_auto_compact_token_limit = ${COMPACT_AT:-180000}
 [model_providers.policy]
 name = "policy"
 base_url = "$OPENAI_BASE_URL"

@@ -29,6 +29,7 @@ READERS = {
 ONE_ROW = [(0, 1)]
 ROWS = {
     "codex": [(0, 1, 2)],
+    "codex-compacted": [(0, 1), (2,), (3, 4)],
     "langgraph-chat": ONE_ROW,
     "langgraph-messages": ONE_ROW,
     "langgraph-responses": ONE_ROW,
