@@ -16,6 +16,7 @@ Calls of the model go through a proxy in this process, and one outgoing connecti
 """
 
 import asyncio
+import contextlib
 import inspect
 import queue
 import threading
@@ -28,10 +29,12 @@ from urllib.parse import urlsplit
 
 from ...schemas.config.agent import AgentConfig
 from ...schemas.config.job import JobConfig
-from ...schemas.wire.errors import ConfigError
+from ...schemas.job import FINAL_STATES
+from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ..address import JobAddress
 from ..compat.arguments import as_tree
 from ..compat.opentinker_keys import translate
+from ..pool import Pool
 from .hosted_environment import HasServerUrl, HostedEnvironment
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from ...envs.agents.given_out import GivenEpisode
     from ...envs.serving.host import EnvironmentHost
 
+_LOOK_S = 2.0
 Reward = float | dict[str, Any] | None
 Program = Callable[[dict[str, Any], "AgentEpisode"], "Awaitable[Reward] | Reward"]
 """`run(task, model) -> reward`, async or not: a number, an object with `reward` and perhaps
@@ -270,6 +274,18 @@ class AgentEpisodes(_GivesEpisodes):
         self.setup(job)
         assert self.hosting is not None
         self.hosting.add_done_callback(self._end_of_host)
+
+    async def until_over(
+        self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
+    ) -> None:
+        """Host until the job has ended."""
+        pool = Pool(broker)
+        while not stopping.is_set():
+            with contextlib.suppress(BrokerError, DeadlineError):  # away for a while
+                if (await pool.find(address.scope.job)).state in FINAL_STATES:
+                    return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stopping.wait(), _LOOK_S)
 
     def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
         """Let the next who asks have an episode."""

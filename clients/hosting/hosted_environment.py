@@ -51,6 +51,13 @@ class HostedEnvironment(ABC):
     def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host; called in its own thread."""
 
+    async def until_over(
+        self, broker: "Broker", address: JobAddress, stopping: asyncio.Event
+    ) -> None:
+        """Wait for as long as is hosted."""
+        del broker, address
+        await stopping.wait()
+
     def setup(self, client: "HasServerUrl | str") -> None:
         """Start hosting for the job of `client` (or of a server_url); harmless when it runs.
 
@@ -118,7 +125,7 @@ class HostedEnvironment(ABC):
             hosted(self.make_host(broker, address)),
         ):
             ready.set_result(None)
-            await self._stopping.wait()
+            await self.until_over(broker, address, self._stopping)
 
 
 def _first_of(ready: "Future[None]", hosting: "Future[None]") -> None:

@@ -19,6 +19,7 @@ from tests.support.configs import small_job
 from tests.support.gateway import run_gateway
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
+from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -141,8 +142,8 @@ async def test_programs_elsewhere_are_trained_through_the_gateway(
 
         starting = asyncio.create_task(start_them())
         await job.until("COMPLETED")
+        await asyncio.wait_for(starting, PATIENCE_S)  # which ends with the job
         await asyncio.to_thread(episodes.cleanup)
-        await starting
         await asyncio.gather(*programs, return_exceptions=True)
     groups = [entry.group for entry in await job.entries() if entry.group]
     rows = [row for group in groups for row in group.trajectories]
