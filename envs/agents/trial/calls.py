@@ -97,11 +97,21 @@ def place(call: TrialCall, earlier: Sequence[TrialCall]) -> Placement:
         for its in one.paths() if one.tools == call.tools else ():
             if len(its) >= len(path) and _begins(call.history, its):
                 parent, path = one, its
-    echoed = _echoes(call, earlier)
     if parent is not None:
-        return Placement(parent.number, len(call.history) - len(path), frozenset(echoed))
-    why = _why_not(call, earlier) if earlier else ()
-    return Placement(None, len(call.history), frozenset({*echoed, *why}))
+        echoed = _echoes_on_path(call, earlier[: parent.number + 1])
+        beside = _beside(call, earlier[parent.number + 1 :])
+        changes: set[Change] = {*echoed, *beside}
+        return Placement(parent.number, len(call.history) - len(path), frozenset(changes))
+    echoed = _echoes(call, [one for one in earlier if _is_about(call, one)])
+    why_not: set[Change] = {*echoed, *_why_not(call, earlier)}
+    return Placement(None, len(call.history), frozenset(why_not))
+
+
+def _beside(call: TrialCall, later: Sequence[TrialCall]) -> Iterator[Change]:
+    """Name what a call does with answers that came after the one that it continues."""
+    for one in later:
+        if one.replies and one.tools == call.tools and _begins(call.history, list(one.history)):
+            yield "sample" if len(one.history) == len(call.history) else "dropped"
 
 
 def _why_not(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
@@ -128,6 +138,14 @@ def _why_not(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
         yield "compacted" if len(call.history) < len(path) else "history"
     else:
         yield "history" if is_about and common else "apart"
+
+
+def _echoes_on_path(call: TrialCall, earlier: Sequence[TrialCall]) -> Iterator[Change]:
+    """Name what is spelt otherwise of the answers that a call continues."""
+    for one in earlier:
+        for its in one.paths() if one.tools == call.tools else ():
+            if _begins(call.history, its):
+                yield from _changed(its[-1], call.history[len(its) - 1])
 
 
 def _echoes(call: TrialCall, earlier: Sequence[TrialCall]) -> set[Change]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
+from ....schemas.wire.errors import RewardError
 from .calls import Change, Placement, TrialCall, place
 from .script import tool_name
 from .trial import TrialRun
@@ -262,6 +263,8 @@ def _remedy(run: TrialRun) -> str:
     seen = run.seen.requests if run.seen is not None else []
     failed = next((one for one in seen if one.status >= 400), None)
     asked = f"; its {failed.what} was answered {failed.status}" if failed is not None else ""
+    if isinstance(run.error, RewardError):
+        asked = "\nit must also grade what a program leaves that has done nothing"
     return run.error.hint + asked
 
 
@@ -270,14 +273,17 @@ def _of_calls(
 ) -> Iterator[TrialFinding]:
     """Say what its calls make of the history."""
     behind = placements[1:]
-    continuing = sum(one.parent is not None for one in behind)
-    if behind and continuing == len(behind):
-        yield TrialFinding("ok", "each call continues one before it: one row for each conversation")
+    roots = [one for one in behind if one.parent is None]
+    num_rows = _num_rows(calls, placements)
+    if behind and not roots and num_rows == 1:
+        yield TrialFinding("ok", "each call continues the one before it: one row")
     elif behind:
+        is_dear = any(_WORDS[change].level == "costs" for one in behind for change in one.changes)
+        continuing = len(behind) - len(roots)
         yield TrialFinding(
-            "costs" if continuing else "note",
-            f"{len(behind) - continuing} of {len(behind)} further calls continue none before them: "
-            "each begins a row of its own",
+            "costs" if is_dear else "note",
+            f"{num_rows} rows: {continuing} of {len(behind)} further calls continue one before "
+            f"them, {len(roots)} begin a conversation of their own",
         )
     found: Counter[Change] = Counter(change for one in placements for change in one.changes)
     for change, number in found.items():

@@ -145,6 +145,29 @@ def test_why_a_call_continues_none_is_named() -> None:
     assert follow(call, title, ()) == (None, {"apart"})
 
 
+def test_an_answer_that_is_left_out_behind_another_is_named() -> None:
+    first = TrialCall(0, [ASKED], TOOLS)
+    reply = answered(first)
+    result = replace(text("tool", "found"), call_id=reply.calls[0].id)
+    second = TrialCall(1, [ASKED, reply, result], TOOLS)
+    answered(second)
+    complaint = text("user", "Call a tool.")
+    third = place(TrialCall(2, [*second.history, complaint], TOOLS), [first, second])
+    assert (third.parent, third.num_new, third.changes) == (0, 2, {"dropped"})
+    again = place(TrialCall(2, second.history, TOOLS), [first, second])
+    assert (again.parent, again.changes) == (0, {"sample"})
+
+
+def test_equal_words_of_another_conversation_are_no_echo() -> None:
+    main = TrialCall(0, [ASKED], TOOLS)
+    reply = answered(main)
+    other = TrialCall(1, [text("user", "A part of it.")], TOOLS[:1])
+    answered(other)
+    result = replace(text("tool", "found"), call_id=reply.calls[0].id)
+    placement = place(TrialCall(2, [ASKED, reply, result], TOOLS), [main, other])
+    assert (placement.parent, placement.changes) == (0, frozenset())
+
+
 def test_a_summary_of_what_was_said_is_a_compaction() -> None:
     call = TrialCall(0, [SYSTEM, ASKED, text("user", "Now say it all.")])
     reply = answered(call)

@@ -90,7 +90,7 @@ reward()
         "changes its system message from call to call (2 of 2 calls)",
     )
     assert "newest user message" in system.remedy
-    assert any("each begins a row of its own" in text for text in levels(report, "note"))
+    assert any(text.startswith("3 rows: 0 of 2 further") for text in levels(report, "costs"))
 
 
 async def test_calls_beside_each_other_streams_and_choices_are_seen(tried: Try) -> None:
@@ -155,7 +155,7 @@ async def test_what_a_program_does_with_too_long_a_history_is_told(
         ("reward()", "without one answered call of the model", "OPENAI_BASE_URL"),
         ("call(); sys.exit(1)", "exits with code 1", "exits with 0"),
         ("call()", "nothing says what it is worth", "agent.reward"),
-        ("call(); reward('much')", "neither a number nor JSON", "write a number"),
+        ("call(); reward('much')", "neither a number nor JSON", "has done nothing"),
         ("post('/embeddings', input='x')", "without one answered call", "answered 404"),
     ],
 )
