@@ -92,19 +92,19 @@ agents:  ## Install the agent programs that test-agents runs
 test-agents: $(VENV)/dev.stamp programs agents  ## Run agent programs as they are published
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m agents tests/agents
 
+# A stamp is the lock file that was installed: one that git has only written anew changes nothing.
 $(AGENTS_PYTHON:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/requirements.txt
-	@echo "installing $* into .agents/$*"
-	@$(PYTHON) -m venv --clear .agents/$*
-	@PIP_DISABLE_PIP_VERSION_CHECK=1 .agents/$*/bin/python -m pip -qq install --require-hashes -r $<
-	@touch $@
+	@cmp -s $< $@ || { rm -f $@ && echo "installing $* into .agents/$*" && \
+	  $(PYTHON) -m venv --clear .agents/$* && PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	  .agents/$*/bin/python -m pip -qq install --require-hashes -r $<; }
+	@cp $< $@
 
 $(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-lock.json
 	@command -v npm >/dev/null || { echo "$* needs npm (Node.js 20.6 or newer)" >&2; exit 1; }
-	@echo "installing $* into .agents/$*"
-	@mkdir -p .agents/$*
-	@cp tests/agents/locks/$*/package.json $< .agents/$*/
-	@npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null
-	@touch $@
+	@cmp -s $< $@ || { rm -f $@ && echo "installing $* into .agents/$*" && \
+	  mkdir -p .agents/$* && cp tests/agents/locks/$*/package.json $< .agents/$*/ && \
+	  npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null; }
+	@cp $< $@
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the
 # reader of the compose file, the sandbox. Where this cannot install them, the tests that want them
