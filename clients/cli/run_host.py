@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from ...broker.client.login import KEY_VARIABLE
 from ...broker.programs.systemd import told_to_systemd
-from ...schemas.config.job import JobConfig
+from ...schemas.config.agent import runs_programs
+from ...schemas.config.job import EnvConfig, JobConfig
 from ...schemas.job import FINAL_STATES, JobRecord
 from ...schemas.wire.errors import BrokerError, DeadlineError, StateError
 from ..pool import Pool
@@ -54,7 +55,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
         hosting = tasks.create_task(host.run(stopping), name="host the episodes")
         await host.ready.wait()
         watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
-        game = JobConfig.model_validate(record.config).env.game
+        game = record.config.get("env", {}).get("game") or "the programs"
         note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
         async with told_to_systemd():
             await hosting
@@ -86,14 +87,14 @@ def make_host(
     """
     from ...envs.serving.host import EnvironmentHost
 
+    if job is None and not runs_programs(record.config):
+        return _host_of_game(pool, record, name)
     job = job or JobConfig.model_validate(record.config)
     if job.agent.runs_programs and not job.agent.command:
         raise StateError(
             f"run {record.name} has agent.client set: who calls it runs its programs",
             hint="host a function by AgentEnvironment, or run programs for AgentEpisodes",
         )
-    if not job.env.game:
-        raise StateError(f"run {record.name} plays no episodes: it is an SFT job")
     programs = None
     if job.agent.command:
         from ...envs.agents.programs.hosted import program_runner
@@ -103,3 +104,14 @@ def make_host(
     return EnvironmentHost(
         pool.broker, record.scope, job.env, name=name, seed=job.seed, programs=programs
     )
+
+
+def _host_of_game(pool: Pool, record: JobRecord, name: str) -> "EnvironmentHost":
+    """Return a host of a run's game; its configuration need not be complete yet."""
+    from ...envs.serving.host import EnvironmentHost
+
+    env = EnvConfig.model_validate(record.config.get("env") or {"game": ""})
+    if not env.game:
+        raise StateError(f"run {record.name} plays no episodes: it is an SFT job")
+    seed = int(record.config.get("seed", 0))
+    return EnvironmentHost(pool.broker, record.scope, env, name=name, seed=seed)

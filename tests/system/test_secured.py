@@ -59,7 +59,7 @@ class Operator:
         self.home = home
         self.agents = home / "agents"
         """What the operator lets hosted code see."""
-        self.agents.mkdir()
+        self.agents.mkdir(parents=True)
         self.keys: dict[str, str] = {}
 
     def run(self, *words: str, key: str = "", **env: str) -> Outcome:
@@ -221,7 +221,9 @@ async def test_two_users_train_and_neither_reaches_the_others_job(
     for name, other in (("ada", "bob"), ("bob", "ada")):
         pool, record = Pool(brokers[name]), records[other]
         own, theirs = JobScope(name, records[name].job), JobScope(other, record.job)
-        assert [one.job for one in await pool.list_jobs(all=True)] == [records[name].job]
+        listed = await pool.list_jobs(all=True)
+        assert {one.user for one in listed} == {name}
+        assert records[name].job in {one.job for one in listed}
         metrics = await read_metrics(brokers[name], own)
         assert metrics[-1].step == 3
         # a game in the pool, which the owner wrote, read nothing of any run and did nothing else

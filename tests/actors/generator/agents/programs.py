@@ -4,7 +4,9 @@ The tokenizer of these tests is not bijective: an answer is drawn token by token
 another spelling in tokens than the one that was drawn.
 """
 
-import importlib
+import ast
+import contextlib
+import copy
 import json
 import re
 import sys
@@ -15,6 +17,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
+import transformers
+from packaging.version import Version
 from tinkermq.actors.generator.agents.call_tree import ModelCall
 from tinkermq.actors.generator.agents.exact_calls import ExactCalls
 from tinkermq.actors.generator.engine.engine import Generation
@@ -54,12 +58,13 @@ _PLAIN = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 def response_template(name: str) -> dict[str, Any]:
     """Return how answers of a model are parsed, as its tokenizer's files may say it."""
-    sys.path.append(str(FOLDER.parents[1]))
-    try:
-        known = importlib.import_module("trl.chat_template_utils")
-    finally:
-        sys.path.pop()
-    return getattr(known, f"{_RESPONSES[name]}_template")
+    wanted = f"{_RESPONSES[name]}_template"
+    known: dict[str, Any] = {"copy": copy, "Version": Version, "transformers": transformers}
+    for node in ast.parse((FOLDER.parent / "chat_template_utils.py").read_text()).body:
+        if isinstance(node, ast.Assign):  # the module itself imports what is not installed
+            with contextlib.suppress(NameError):
+                exec(compile(ast.Module([node], []), "templates", "exec"), known)
+    return known[wanted]
 
 
 def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
