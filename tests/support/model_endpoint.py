@@ -21,6 +21,7 @@ class ModelEndpoint:
         self.episodes: dict[str, ProgramEpisode] = {}
         self.closed: list[str] = []
         self._server: asyncio.Server | None = None
+        self._serving: set[asyncio.Task[None]] = set()
 
     @property
     def base_url(self) -> str:
@@ -55,8 +56,21 @@ class ModelEndpoint:
     async def __aexit__(self, *_: object) -> None:
         assert self._server is not None
         self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        try:
+            await self._answer_one(reader, writer)
+        finally:
+            self._serving.discard(task)
+            writer.close()
+
+    async def _answer_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             head = (await reader.readuntil(b"\r\n\r\n")).decode()
             path, lines = head.split()[1], head.lower().split("\r\n")
@@ -71,7 +85,6 @@ class ModelEndpoint:
                 f"Content-Length: {len(text)}\r\n\r\n{text}".encode()
             )
             await writer.drain()
-        writer.close()
 
     async def _answer(
         self,
