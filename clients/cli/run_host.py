@@ -55,7 +55,7 @@ async def _serve(pool: Pool, record: JobRecord, host: "EnvironmentHost") -> None
         hosting = tasks.create_task(host.run(stopping), name="host the episodes")
         await host.ready.wait()
         watching = tasks.create_task(_until_end(pool, record.job, stopping), name="see the end")
-        game = record.config.get("env", {}).get("game") or "the programs"
+        game = record.config.get("env", {}).get("game") or "agent"
         note(f"{host.name} serves {game} for {record.name}; Ctrl-C stops it")
         async with told_to_systemd():
             await hosting
