@@ -25,6 +25,8 @@ from .validation.paths import resolve_paths
 CANCEL_S = 60.0
 _STARTED = frozenset({"RUNNING", "PAUSED", "COMPLETED"})
 _ENDED_BADLY = frozenset({"FAILED", "CANCELLED"})
+_LEARNT = (("env", "game"), ("agent", "command"), ("agent", "client"), ("sft", "data"))
+"""Keys that say what a job learns."""
 
 
 class AsyncSchedulerClient(PoolClient):
@@ -263,10 +265,9 @@ class SchedulerClient(SyncTwin[AsyncSchedulerClient]):
 
 
 def is_complete(tree: dict[str, Any]) -> bool:
-    """Whether a job can start: there is a model, and a game, program or conversations."""
+    """Whether a job can start: there is a model, and a game, programs or conversations."""
     return bool(_value(tree, "model", "path")) and any(
-        _value(tree, section, key)
-        for section, key in (("env", "game"), ("agent", "command"), ("sft", "data"))
+        _value(tree, section, key) for section, key in _LEARNT
     )
 
 

@@ -21,14 +21,15 @@ import inspect
 import queue
 import threading
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
-from ...schemas.config.agent import AgentConfig
+from ...schemas.config.agent import IMPLIED_OF_ENV, AgentConfig
 from ...schemas.config.job import JobConfig
+from ...schemas.config.merge import merged
 from ...schemas.job import FINAL_STATES
 from ...schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from ..address import JobAddress
@@ -183,13 +184,14 @@ class _GivesEpisodes(HostedEnvironment):
         env = {**self._tree.get("env", {}), "game": "agent", "hosts": 0}
         return {**self._tree, "env": env, "agent": {**self._tree.get("agent", {}), "client": True}}
 
-    def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
+    async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host, which gives its episodes to `given`."""
         from ...envs.agents.given_out import GivenOutRunner
         from ...envs.agents.proxy.proxy import ModelProxy
         from ...envs.serving.host import EnvironmentHost
 
-        config = JobConfig.model_validate({"model": {"path": "-"}, **self.get_config()})
+        record = await Pool(broker).find(address.scope.job)
+        config = _hosted_config(record.config, self.get_config())
         loop = asyncio.get_running_loop()
 
         def give(given: "GivenEpisode") -> None:
@@ -211,7 +213,8 @@ class AgentEnvironment(_GivesEpisodes):
     """A function that is an agent's program, hosted in this process for one job.
 
     `config` is the same object that is given to `set_config`; of it the keys of `env` and `agent`
-    are read here. A function that raises has crashed: its episode is tried again.
+    are read here, and go before those of the job. A function that raises has crashed: its episode
+    is tried again.
     """
 
     def __init__(
@@ -264,8 +267,9 @@ class AgentEpisodes(_GivesEpisodes):
     ) -> None:
         """Host the episodes of a job: its client, or its server_url.
 
-        `gateway` is the URL of the pool's gateway (https://pool), for programs elsewhere. Raises
-        ConfigError for what is no such URL.
+        Keys of `config` go before those of the job's section `agent`. `gateway` is the URL of the
+        pool's gateway (https://pool), for programs elsewhere. Raises ConfigError for what is no
+        such URL.
         """
         tree = {"agent": dict(config)} if config is not None else None
         super().__init__(tree, None, api_key, _checked_url(gateway))
@@ -320,6 +324,19 @@ def agent(program: Program) -> Program:
             hint="write `async def run(task, model)` and return a reward",
         )
     return program
+
+
+def _hosted_config(stored: Mapping[str, Any], own: Mapping[str, Any]) -> JobConfig:
+    """Return a job's configuration as far as it counts for a host: `own` goes before `stored`."""
+    env, agent, rollout = (dict(stored.get(name) or {}) for name in ("env", "agent", "rollout"))
+    tree: dict[str, Any] = {
+        "model": {"path": "-"},
+        "seed": stored.get("seed", 0),
+        "env": {key: value for key, value in env.items() if key not in IMPLIED_OF_ENV},
+        "agent": agent,
+        "rollout": {key: rollout[key] for key in ("max_tries",) if key in rollout},
+    }
+    return JobConfig.model_validate(merged(tree, own))
 
 
 def _checked_url(gateway: str) -> str:

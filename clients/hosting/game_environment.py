@@ -66,7 +66,7 @@ class GameEnvironment(HostedEnvironment):
         """Return the keys that name data: none for a game that generates its states."""
         return {}
 
-    def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
+    async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host of the game."""
         from ...envs.serving.host import EnvironmentHost
 

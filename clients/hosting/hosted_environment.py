@@ -48,7 +48,7 @@ class HostedEnvironment(ABC):
         """Return the part of the job's configuration that this environment decides."""
 
     @abstractmethod
-    def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
+    async def make_host(self, broker: "Broker", address: JobAddress) -> "EnvironmentHost":
         """Return the host; called in its own thread."""
 
     async def until_over(
@@ -122,7 +122,7 @@ class HostedEnvironment(ABC):
         self._stopping = asyncio.Event()
         async with (
             await open_broker(address.broker_url, self._api_key) as broker,
-            hosted(self.make_host(broker, address)),
+            hosted(await self.make_host(broker, address)),
         ):
             ready.set_result(None)
             await self.until_over(broker, address, self._stopping)

@@ -7,6 +7,8 @@ from pydantic import Field
 
 from .section import MAX_WAIT_S, Section, when
 
+IMPLIED_OF_ENV = ("game", "hosts", "reset_timeout_s", "step_timeout_s")
+"""Keys of the section `env` that follow from the section `agent`."""
 _GAME = "agent"
 _MARGIN_S = 30.0
 
@@ -19,7 +21,8 @@ class AgentConfig(Section):
     and `{python}` stand for the task's last user message, the folder that it runs in, the file with
     the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
     client: bool = False
-    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function."""
+    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function; `env.hosts` is
+    0 then."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
     """Folder whose copy is the program's folder, a fresh one for each try; default: an empty
     folder. Like all folders here it is relative to where the job is submitted, or, with
@@ -119,6 +122,8 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
         },
         "rollout": {"max_turns": agent.max_calls},
     }
+    if agent.client:
+        implied["env"]["hosts"] = 0
     for name, keys in implied.items():
         section = _section(tree, name)
         for key, value in keys.items():

@@ -130,14 +130,20 @@ async def test_a_command_is_trained_in_the_pools_own_walls(
 async def test_programs_elsewhere_are_trained_through_the_gateway(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    job = await stack.submit(agent_job(model))
+    data = tmp_path / "train.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {n}"}) for n in range(8)))
+    config = agent_job(model)
+    config["env"] = {"train_data": [str(data)], "num_val": 0}
+    job = await stack.submit(config)
     url = f"{stack.server.url}/{job.scope.user}/{job.scope.job}"
     programs: list[asyncio.Task[None]] = []
+    said: list[str] = []
     async with run_gateway(stack.server.url, tmp_path) as gateway:
         episodes = await asyncio.to_thread(AgentEpisodes, url, gateway=gateway.url)
 
         async def start_them() -> None:
             async for episode in episodes:
+                said.extend(message["content"] for message in episode.task["prompt"])
                 programs.append(asyncio.create_task(elsewhere(dict(episode.variables))))
 
         starting = asyncio.create_task(start_them())
@@ -149,6 +155,8 @@ async def test_programs_elsewhere_are_trained_through_the_gateway(
     rows = [row for group in groups for row in group.trajectories]
     assert {row.info["outcome"] for row in rows} == {"done"}
     assert {row.info["where"] for row in rows} == {"elsewhere"}
+    assert said
+    assert set(said) <= {f"say {n}" for n in range(8)}  # the job's data, read here
     await assert_every_task_once(job)
     await assert_replay_is_identical(job)
 
