@@ -51,13 +51,25 @@ def memory_bytes(pid: int) -> int:
     return total
 
 
+def filesystem(pid: int, folder: str) -> os.statvfs_result | None:
+    """Return how full a folder of a sandbox is; `pid` is a process inside.
+
+    None for a process that has ended, and for one that is still among our own folders, as the
+    first one is until its sandbox has been made.
+    """
+    root = _PROC / str(pid) / "root"
+    try:
+        if root.samefile("/"):
+            return None
+        return os.statvfs(root / folder)
+    except OSError:
+        return None
+
+
 def num_files(pid: int) -> int:
     """Return how many files the /tmp of a sandbox holds; `pid` is a process inside."""
-    try:
-        about = os.statvfs(_PROC / str(pid) / "root" / "tmp")
-    except OSError:
-        return 0  # it has ended
-    return about.f_files - about.f_ffree
+    about = filesystem(pid, "tmp")
+    return 0 if about is None else about.f_files - about.f_ffree
 
 
 def exceeded(pid: int, most_memory: int) -> Status | None:

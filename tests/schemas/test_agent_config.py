@@ -27,11 +27,12 @@ def test_a_games_job_is_told_why_it_cannot_train_such_episodes() -> None:
 
 
 def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> None:
-    def at_once(**sections: Any) -> int:
-        tree = {"model": {"path": "m"}, "agent": {"client": True, "per_host": 6}, **sections}
-        return JobConfig.model_validate({"env": {"hosts": 0}, **tree}).episodes_at_once
+    def at_once(agent: dict[str, Any], **sections: Any) -> int:
+        tree = {"model": {"path": "m"}, "agent": {"per_host": 6, **agent}, **sections}
+        return JobConfig.model_validate(tree).episodes_at_once
 
-    assert at_once() == 6
-    assert at_once(env={"hosts": 4}) == 24
-    assert at_once(env={"hosts": 4}, generator={"count": 3}) == 8
-    assert at_once(env={"hosts": 4}, generator={"max_episodes": 10}) == 10
+    command = {"command": ["run.sh"]}
+    assert at_once({"client": True}) == 6
+    assert at_once(command, env={"hosts": 4}) == 24
+    assert at_once(command, env={"hosts": 4}, generator={"count": 3}) == 8
+    assert at_once(command, env={"hosts": 4}, generator={"max_episodes": 10}) == 10

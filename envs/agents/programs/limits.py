@@ -5,7 +5,6 @@ processes hold together, and how much its folders take, is read here, often enou
 over a limit is over it for moments: ten times a second, or as often as takes a tenth of the time.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from ...sandbox.watch import descendants, memory_bytes
+from ...sandbox.watch import descendants, filesystem, memory_bytes
 from .folders import ProgramFolder
 
 Limit: TypeAlias = Literal["memory", "disk"]
@@ -102,11 +101,8 @@ def _holds_more(first: int, most: int) -> bool:
 
 def _shared_memory(first: int) -> int:
     """Return what lies in the /dev/shm of the walls."""
-    try:
-        about = os.statvfs(f"/proc/{first}/root/dev/shm")
-    except OSError:
-        return 0  # it has ended
-    return (about.f_blocks - about.f_bfree) * about.f_frsize
+    about = filesystem(first, "dev/shm")
+    return 0 if about is None else (about.f_blocks - about.f_bfree) * about.f_frsize
 
 
 def _proportional(pid: int) -> int:
