@@ -142,20 +142,11 @@ class MicroEndpoint:
             self._micro._num_errors += 1
             self._micro._last_error = error
 
-    async def bound_pending(self, client: Client, subject: str, queue: str) -> None:
+    def bound_pending(self) -> None:
         """Let few requests wait to be looked at: behind a flood's all others would wait as long."""
-        before = self.subscription
-        self._micro._subscription = await cast("Any", client).subscribe(
-            subject,
-            queue=queue,
-            cb=self._micro._handle_request,
-            pending_msgs_limit=_MAX_PENDING,
-            pending_bytes_limit=_MAX_PENDING_BYTES,
-        )
-        try:
-            await before.drain()
-        except TimeoutError:  # the connection broke: what was pending is lost, as its callers know
-            cast("Any", client)._remove_sub(cast("Any", before)._id)
+        subscription = self._micro._subscription
+        subscription._pending_bytes_limit = _MAX_PENDING_BYTES
+        subscription._pending_msgs_limit = subscription._pending_queue._maxsize = _MAX_PENDING
 
 
 def subscriptions(service: Service) -> list[Subscription]:

@@ -139,7 +139,7 @@ class Service:
         micro = await listen(name, subject, take, queue)
         endpoint.micro.set_result(micro)
         if share is not None:
-            await micro.bound_pending(self._broker.nc, subject, queue)
+            micro.bound_pending()
 
     async def raw_endpoint(
         self, name: str, subject: str, answer: RawHandler, queue: str = "q"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import urllib.request
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
@@ -190,6 +191,26 @@ async def test_the_user_is_taken_from_the_subject(broker: Broker, service: Servi
         waiting_for="the service",
     )
     assert reply.episode == "ann"
+
+
+async def test_an_endpoint_never_gives_up_a_subscription_while_it_opens(
+    own_server: NatsServer, own_broker: Broker
+) -> None:
+    """A request that the server is handing to a subscription which ends just then is lost."""
+
+    def ended() -> int:
+        with urllib.request.urlopen(f"{own_server.monitor_url}/subsz") as reply:
+            return json.load(reply)["num_removes"]
+
+    async def nothing(_: Empty) -> Empty:
+        return Empty()
+
+    async with await Service.start(own_broker, name="test", description="Tests") as service:
+        before = ended()
+        await service.endpoint("fair", "tmq.v1.rpc.*.test.fair", Empty, nothing, fair=True)
+        assert ended() == before
+    await own_broker.nc.flush()
+    assert ended() > before
 
 
 async def test_services_in_one_queue_share_the_requests(
