@@ -147,7 +147,7 @@ async def _stream_names(broker: Broker) -> list[str]:
 async def _save(broker: Broker, name: str, folder: Path) -> Saved:
     inbox = Inbox(broker)
     try:
-        request = {"deliver_subject": await inbox.new_subject(), "chunk_size": CHUNK_BYTES}
+        request = {"deliver_subject": await inbox.only_subject(), "chunk_size": CHUNK_BYTES}
         answer = await _ask(broker, f"STREAM.SNAPSHOT.{name}", request)
         with (folder / f"{name}.snapshot").open("wb") as file:
             while (chunk := await _next(inbox, name)).data != _END:

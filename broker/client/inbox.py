@@ -91,6 +91,15 @@ class Inbox:
         self._number += 1
         return f"{self._prefix}.{self._number}"
 
+    async def only_subject(self) -> str:
+        """Return the one subject whose messages come here, subscribed to by its own name.
+
+        A server that looks whether anybody listens there finds no wildcard, and would wait for one
+        who does.
+        """
+        self._listening = await self._broker.listen(self._prefix, self._arrived.put_nowait)
+        return self._prefix
+
     async def ask(self, subject: str, payload: bytes) -> str:
         """Send a request; return the subject of its answers. Raises what `Broker.send` raises."""
         reply = await self.new_subject()
