@@ -1,7 +1,8 @@
 """Compare answers with math-verify, in worker processes with hard limits.
 
-An answer may be made to be expensive: nested powers, a thousand brackets. Whatever takes longer
-than the limit, or more memory, ends its process and is wrong; the next one gets a fresh process.
+An answer may be made to be expensive: nested powers, a thousand brackets. Whatever takes more
+computing than the limit, or more memory, ends its process and is wrong; the next one gets a fresh
+process.
 """
 
 import atexit
@@ -20,6 +21,7 @@ from .answers import MAX_ANSWER_CHARS, plain_number
 
 Verdict = Literal["right", "wrong", "late", "failed"]
 LIMIT_S = 5.0
+"""Of computing, for one comparison."""
 MEMORY_BYTES = 2 << 30
 RENEW_AFTER = 2000
 """Comparisons after which a process is replaced: sympy's caches would grow up to its limit."""
@@ -109,7 +111,7 @@ class _Worker:
         line = self._line()
         if line in ("true", "false"):
             return "right" if line == "true" else "wrong"
-        return "late" if self._process.wait() == -signal.SIGALRM else "failed"
+        return "late" if self._process.wait() == -signal.SIGPROF else "failed"
 
     def close(self) -> None:
         for stream in (self._process.stdin, self._process.stdout):
