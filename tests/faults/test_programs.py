@@ -1,19 +1,14 @@
 """Agent programs while generators, their own host and others die: no call is lost, none twice."""
 
 import asyncio
-import os
-import signal
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tinkermq.clients import AgentEnvironment, AgentEpisode
 from tinkermq.clients.address import JobAddress
 
-from tests.support.configs import small_job
+from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
 from tests.support.stack import Stack
 from tests.support.waiting import eventually
@@ -21,65 +16,10 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.long, pytest.mark.faults, pytest.mark.asyncio(loop_scope="session")]
 
 
-def job_of_long_calls(model: Path, **sections: Any) -> dict[str, Any]:
-    """Return a job whose programs make calls that take long."""
-    return small_job(
-        model,
-        rollout={
-            "group_size": 2,
-            "max_prompt_tokens": 128,
-            "max_turn_tokens": 300,
-            "max_response_tokens": 900,
-        },
-        learner={"row_tokens": 2048, "microbatch_tokens": 2048},
-        training={"num_steps": 3, "batch_size": 2, "save_freq": 1, "keep_rollouts": True},
-        env={"game": "agent", "hosts": 0},
-        agent={"client": True, "timeout_s": 120},
-        generator={"count": 1, "max_requests": 8},
-        **sections,
-    )
-
-
 async def test_an_open_stream_goes_on_when_its_generator_is_killed(
     stack: Stack, model: Path
 ) -> None:
-    job = await stack.submit(job_of_long_calls(model))
-    await job.until("RUNNING")
-    pids = [await job.pid("generator-0")]
-    told: dict[str, list[str]] = {}
-    tries = Counter[str]()
-
-    async def program(task: dict[str, Any], model: AgentEpisode) -> float:
-        tries[model.id.rsplit("-", 1)[0]] += 1
-        messages: list[Any] = [{"role": "user", "content": f"seed {model.seed}"}]
-        for _ in range(2):
-            text = ""
-            async with model.async_openai(max_retries=0) as client:
-                stream = await client.chat.completions.create(
-                    model="policy", messages=messages, stream=True
-                )
-                async for chunk in stream:
-                    text += chunk.choices[0].delta.content or ""
-                    if len(text) > 8 and told and pids:
-                        os.kill(pids.pop(), signal.SIGKILL)
-            told.setdefault(model.id, []).append(text)
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
-        return float(len(text) % 2)
-
-    env = AgentEnvironment(program, {"agent": {"timeout_s": 120}})
-    with env:
-        await asyncio.to_thread(env.setup, JobAddress(stack.server.url, job.scope).server_url)
-        await job.until("COMPLETED")
-    assert not pids
-    groups = [entry.group for entry in await job.entries() if entry.group]
-    assert sum(group.tokens_continued for group in groups) > 0
-    for group in groups:
-        for row in group.trajectories:
-            assert row.num_tries == 1
-            assert row.info["agent"]["calls"] == 2
-    assert set(tries.values()) == {1}
-    await assert_every_task_once(job)
-    await assert_replay_is_identical(job)
+    await open_streams_go_on(stack, job_of_long_calls(model))
 
 
 _HOST = """

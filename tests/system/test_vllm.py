@@ -1,5 +1,6 @@
 """A job whose actors run vLLM, through the whole stack; all of it in vLLM's environment."""
 
+from pathlib import Path
 from statistics import mean
 
 import pytest
@@ -8,6 +9,8 @@ from tinkermq.envs.games.guess import GuessGame
 
 from tests.support.configs import example
 from tests.support.jobs import Job
+from tests.support.killed_generator import job_of_long_calls, open_streams_go_on
+from tests.support.models import make_tiny_model
 from tests.support.proofs import assert_every_task_once
 from tests.support.stack import Stack
 from tests.support.stack_fixtures import warm_model
@@ -49,6 +52,14 @@ async def test_a_job_learns_from_what_vllm_generates_validates_and_is_served(
     await assert_every_task_once(job)
     assert STEPS in await job.validations()
     await _serve(stack, job)
+
+
+async def test_open_streams_of_programs_go_on_when_vllm_is_killed(
+    stack: Stack, tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", heads=2)
+    generator = {"engine": "vllm", "compile": False, "kv_cache_mb": 64, "kv_on_swap": "recompute"}
+    await open_streams_go_on(stack, job_of_long_calls(model, generator=generator), 240)
 
 
 async def _serve(stack: Stack, job: Job) -> None:

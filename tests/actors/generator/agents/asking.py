@@ -1,0 +1,91 @@
+"""What the tests of calls ask, and what writes their calls down."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tinkermq.actors.generator.agents.answering import CallAnswers
+from tinkermq.actors.generator.agents.call_log import CallLog, TaskCalls
+from tinkermq.actors.generator.engine.engine import Engine
+from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
+from tinkermq.actors.generator.episodes.chat import ChatTokenizer
+from tinkermq.broker.client.connection import Broker
+from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
+from tinkermq.schemas.config.job import JobConfig
+from tinkermq.schemas.task import Task
+from tinkermq.schemas.wire.subjects import JobScope
+
+from tests.actors.generator.conftest import EngineKind
+
+MAX_TURN = 12
+
+
+@dataclass
+class Asking:
+    """What one test asks, and what answers it."""
+
+    engine: Engine
+    chat: ChatTokenizer
+    folder: Path
+    engine_kind: EngineKind
+    parts: list[CallPart] = field(default_factory=list)
+
+    def calls(
+        self, log: CallLog | None = None, *, max_turn: int = MAX_TURN, **agent: Any
+    ) -> CallAnswers:
+        """Return what answers the calls of an episode."""
+        config = JobConfig.model_validate(
+            {
+                "model": {"path": str(self.folder)},
+                "env": {"hosts": 0},
+                "agent": {"client": True, **agent},
+                "rollout": {
+                    "max_prompt_tokens": 60,
+                    "max_turn_tokens": max_turn,
+                    "max_response_tokens": 100,
+                },
+            }
+        )
+        if log is None:
+            log = CallLog("an episode")
+            log.begin_try()
+        sampling = EpisodeSampling(1.0)
+        time_use = TimeUse("generate", "environment", rest="other")
+        return CallAnswers("e", self.engine, self.chat, config, sampling, log, time_use)
+
+    async def tell(self, part: CallPart) -> None:
+        """Keep what is told."""
+        self.parts.append(part)
+
+
+def request(*texts: str, **fields: Any) -> CallRequest:
+    """Return a request whose messages take turns, a user's first."""
+    roles = ("user", "assistant")
+    messages = [
+        CallMessage(role=roles[place % 2], content=[text])  # type: ignore[arg-type]
+        for place, text in enumerate(texts)
+    ]
+    return CallRequest(**{"request": "r", "messages": messages, **fields})
+
+
+def text_of(part: CallPart, choice: int = 0) -> str:
+    """Return what a last part says."""
+    return next(delta.text for delta in part.deltas if delta.choice == choice)
+
+
+def a_task() -> Task:
+    """Return a task of one episode."""
+    return Task(task=3, seed=5, group_size=1)
+
+
+def held(broker: Broker, scope: JobScope, delivery: int) -> TaskCalls:
+    """Return what writes a delivery of the task down."""
+    return TaskCalls(broker, scope, None, a_task(), delivery, f"holder-{delivery}")  # type: ignore[arg-type]
+
+
+async def opened(holder: TaskCalls) -> CallLog:
+    """Return the log of the task's episode."""
+    log = await holder.open(0)
+    log.begin_try()
+    return log
