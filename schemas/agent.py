@@ -1,9 +1,11 @@
 """What an agent program asks of the model that is trained under it, and what it is told."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+import numpy as np
+from pydantic import Field, model_validator
 
+from .wire.array import FloatVector, IntVector
 from .wire.message import Message
 from .wire.reply import Part
 
@@ -192,3 +194,50 @@ class EpisodePosted(Part):
     """Its body."""
     over: str = ""
     """Why no call of the program is answered any more; empty while calls are."""
+
+
+class RewardedBranch(Message):
+    """A branch of a program's calls that was given a reward of its own."""
+
+    call: int = Field(ge=0)
+    """Number of the call that it begins with; it has all that continue this one."""
+    role: str = ""
+    """Branches of equal roles are compared with each other."""
+    reward: float = 0.0
+    """What was posted for it."""
+
+
+class CallPlaces(Message):
+    """Where the K turns of a row stand among all calls of their episode."""
+
+    numbers: IntVector
+    """int32[K]: number of the call that each turn is."""
+    nexts: IntVector
+    """int32[K]: number of the trained call that it led to, perhaps in another row; -1: to none."""
+    depths: IntVector
+    """int32[K]: calls before it in its conversation."""
+    observed: IntVector
+    """int32[K]: tokens right before it that were new to the model."""
+    rewards: FloatVector
+    """float32[K]: what was posted for each call itself."""
+    branches: IntVector
+    """int32[K]: the innermost branch with a reward that it is in, by the call which that begins
+    with; -1: none."""
+    roles: list[str]
+    """Calls of equal roles and depths are compared with each other where turns are."""
+    outcome: float = 0.0
+    """The episode's own reward, in its main row; it is part of that row's last reward."""
+    rewarded: list[RewardedBranch] = Field(default_factory=list[RewardedBranch])
+    """The branches of the episode that have a reward, in its main row."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = ("nexts", "depths", "observed", "rewards", "branches", "roles")
+        for name in names:
+            if len(getattr(self, name)) != len(self.numbers):
+                raise ValueError(
+                    f"{name} has {len(getattr(self, name))} entries, numbers {len(self.numbers)}"
+                )
+        if np.any((self.nexts >= 0) & (self.nexts <= self.numbers)):
+            raise ValueError("a call leads to one that was answered before it")
+        return self

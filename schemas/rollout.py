@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from .agent import CallPlaces
 from .images import images_of, number_images
 from .task import Blame, Task
 from .wire.array import FloatVector, IntVector, MaskVector
@@ -48,6 +49,8 @@ class Trajectory(Message):
     count as one. -1: it is a whole episode."""
     kind: str = Field(default="", max_length=32)
     """What it is of its episode: main, sub-agent, compacted, edited or sample; empty: all."""
+    calls: CallPlaces | None = None
+    """Where its turns stand among the calls of an agent's episode; None: one after the other."""
     opponents: dict[str, int] = Field(default_factory=dict[str, int])
     """Roles that an earlier version played, and that version; they have no trajectories."""
     greedy: bool = False
@@ -89,6 +92,10 @@ class Trajectory(Message):
             raise ValueError(
                 f"finish_reasons has {len(self.finish_reasons)} entries for "
                 f"{len(self.turn_ends)} turns: give one for each, or none"
+            )
+        if self.calls is not None and len(self.calls.numbers) != len(self.turn_ends):
+            raise ValueError(
+                f"calls has {len(self.calls.numbers)} entries for {len(self.turn_ends)} turns"
             )
         return self
 
@@ -299,6 +306,7 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
             (versions >= 0) & (versions <= version)
         ),
         "rewards must be finite": np.isfinite(rewards),
+        "rewards of calls and branches must be finite": np.isfinite(_further_rewards(episodes)),
         "turns must end, in order, on generated tokens, the last one included": _turns_fit(
             lengths, np.array([len(item.turn_ends) for item in episodes]), ends, mask
         ),
@@ -306,6 +314,15 @@ def check_group(group: Group, *, vocab_size: int, max_tokens: int, version: int)
     for rule, holds in rules.items():
         if not np.all(holds):
             raise MessageError(f"a group of task {group.task.task} is refused: {rule}")
+
+
+def _further_rewards(episodes: Iterable[Trajectory]) -> NDArray[np.float64]:
+    """Return what was posted for calls, episodes and branches apart from the turns' rewards."""
+    places = [item.calls for item in episodes if item.calls is not None]
+    found = [one.outcome for one in places]
+    found += [branch.reward for one in places for branch in one.rewarded]
+    found += [float(worth) for one in places for worth in one.rewards]
+    return np.array(found, np.float64)
 
 
 def _turns_fit(

@@ -85,9 +85,12 @@ class AgentEpisode:
         """Whether no call is answered any more."""
         return bool(self._episode.over)
 
-    def reward(self, reward: float, call: int | None = None) -> None:
-        """Give the whole episode a reward, or one call of the model by its number."""
-        self._soon(partial(self._reward, float(reward), call))
+    def reward(self, reward: float, call: int | None = None, *, branch: int | None = None) -> None:
+        """Give the whole episode a reward, or one call of the model by its number, or the branch
+        that begins with a call."""
+        if call is not None and branch is not None:
+            raise ValueError("a reward is that of a call or of a branch: give two")
+        self._soon(partial(self._reward, float(reward), call, branch))
 
     def end(
         self,
@@ -140,11 +143,13 @@ class AgentEpisode:
     def _soon(self, change: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(change)
 
-    def _reward(self, reward: float, call: int | None) -> None:
-        if call is None:
-            self._episode.reward = reward
-        else:
+    def _reward(self, reward: float, call: int | None, branch: int | None) -> None:
+        if branch is not None:
+            self._episode.branch_rewards[branch] = reward
+        elif call is not None:
             self._episode.call_rewards[call] = reward
+        else:
+            self._episode.reward = reward
         self._episode.changed.set()
 
     def _end(

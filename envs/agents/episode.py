@@ -81,6 +81,8 @@ class ProgramEpisode:
     """What was posted last as the reward of the whole episode."""
     call_rewards: dict[int, float] = field(default_factory=dict[int, float])
     """Rewards of single calls, by their numbers."""
+    branch_rewards: dict[int, float] = field(default_factory=dict[int, float])
+    """Rewards of branches, by the calls that they begin with."""
     untrained: set[int] = field(default_factory=set[int])
     """Calls that were taken out of the training."""
     notes: dict[int, str] = field(default_factory=dict[int, str])
@@ -96,11 +98,19 @@ class ProgramEpisode:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set at each call and post, for who waits for one."""
 
+    @property
+    def has_partial_rewards(self) -> bool:
+        """Whether calls or branches have rewards, so that the whole may go without one."""
+        return bool(self.call_rewards or self.branch_rewards)
+
     def told(self) -> dict[str, Any]:
         """Return what the environment tells the generator of the calls, in `info`."""
         facts: dict[str, Any] = {**self.info}
         if self.call_rewards:
             facts["call_rewards"] = {str(call): worth for call, worth in self.call_rewards.items()}
+        if self.branch_rewards:
+            told = {str(call): worth for call, worth in self.branch_rewards.items()}
+            facts["branch_rewards"] = told
         if self.untrained:
             facts["untrained_calls"] = sorted(self.untrained)
         if self.notes:

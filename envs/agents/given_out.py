@@ -163,7 +163,7 @@ class GivenOutRunner:
             reward = checked_number(episode.reward, whose, "the program")
         elif earns_failed_reward(outcome):
             reward = self._config.failed_reward
-        elif episode.call_rewards:
+        elif episode.has_partial_rewards:
             reward = 0.0  # its calls have theirs
         else:
             raise RewardError(

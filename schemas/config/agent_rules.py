@@ -1,8 +1,9 @@
 """What a job cannot have whose episodes are those of agent programs.
 
 A program branches: an episode is a tree of calls, and its rows are paths of that tree. Baselines,
-means over sequences and what is trained count episodes, in however many rows they stand. What takes
-a row for the whole episode, or one row's turns for all that followed, is refused.
+means over sequences and what is trained count episodes, in however many rows they stand. What goes
+from turn to turn follows the calls from one to the next that it led to. What takes a row for the
+whole episode is refused.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from .job import JobConfig
 
 _OF_WHOLE_SEQUENCES = ("geometric", "mis", "veto")
-_FROM_TURN_TO_TURN = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
+_BY_CALL = ("gae", "gigpo", "grpo_per_turn", "reinforce_pp")
 
 _ROWS = (
     Rule(
@@ -36,13 +37,6 @@ _ROWS = (
         ),
         "weighs a sequence as a whole, and an agent's episode has several: set "
         "algorithm.correction_level=token",
-    ),
-    Rule(
-        "algorithm.advantage={algorithm.advantage}",
-        lambda job: job.algorithm.advantage in _FROM_TURN_TO_TURN,
-        "follows the rewards of one conversation from turn to turn, and an agent's episode "
-        "branches: choose an advantage of whole episodes, such as grpo, rloo or "
-        "reinforce_pp_baseline",
     ),
     Rule(
         "algorithm.sample=turn",
@@ -69,8 +63,33 @@ def _of_programs(when: "Callable[[JobConfig], Any]") -> "Callable[[JobConfig], A
     return lambda job: job.agent.runs_programs and when(job)
 
 
+_BRANCHES = "algorithm.branch_credit={algorithm.branch_credit}"
+
 AGENT_RULES = (
     *(replace(rule, when=_of_programs(rule.when)) for rule in _ROWS),
+    Rule(
+        _BRANCHES,
+        lambda job: job.algorithm.branch_credit != "episode" and not job.agent.runs_programs,
+        "credits branches of agent programs, and this job runs none: remove it",
+    ),
+    Rule(
+        _BRANCHES,
+        lambda job: job.algorithm.branch_credit != "episode" and job.algorithm.advantage == "remax",
+        "compares branches with those of their role, and remax with a greedy episode, which need "
+        "not have one: choose another advantage, such as grpo",
+    ),
+    Rule(
+        _BRANCHES,
+        lambda job: job.algorithm.branch_credit == "both" and job.algorithm.advantage == "gae",
+        "adds two advantages, and the critic of gae learns what one is compared with: set "
+        "algorithm.branch_credit=own or episode",
+    ),
+    Rule(
+        _BRANCHES,
+        lambda job: job.algorithm.branch_credit != "episode" and job.algorithm.filter_equal_rewards,
+        "lets branches differ where episodes do not, and algorithm.filter_equal_rewards drops "
+        "groups by the rewards of episodes: remove one of them",
+    ),
     Rule(
         "policies",
         _of_programs(lambda job: job.policies),
@@ -100,6 +119,15 @@ AGENT_RULES = (
 )
 
 
+_WITHOUT_PLACES = Rule(
+    "algorithm.advantage={algorithm.advantage}",
+    lambda job: job.algorithm.advantage in _BY_CALL and not job.agent.runs_programs,
+    "follows rewards from turn to turn, and only in an agent job rows say which call led to which: "
+    "choose an advantage of whole episodes, such as grpo, rloo or reinforce_pp_baseline",
+)
+
+
 def why_no_rows(job: "JobConfig") -> str | None:
     """Return why a job cannot train episodes of several rows; None where it can."""
-    return next((rule.sentence(job) for rule in _ROWS if rule.when(job)), None)
+    rules = (*_ROWS, _WITHOUT_PLACES)
+    return next((rule.sentence(job) for rule in rules if rule.when(job)), None)

@@ -45,6 +45,9 @@ class AlgorithmConfig(Section):
         default="return", json_schema_extra=when("sample", "turn")
     )
     """What a turn as a sample earns: its own reward, or that and the later ones discounted."""
+    branch_credit: Literal["episode", "own", "both"] = "episode"
+    """What an agent's branch with a reward of its own is credited with: the episode's, as all else;
+    its own, compared with the branches of its role in the group; or the sum of both advantages."""
     loss: LossName = "ppo"
     """Policy loss; SFT jobs have sft, the cross entropy, by themselves."""
     clip_low: float | None = Field(

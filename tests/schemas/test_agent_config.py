@@ -18,12 +18,15 @@ def test_what_runs_programs_cannot_be_an_sft_job() -> None:
 
 def test_an_episode_of_several_rows_can_be_trained_by_what_an_agent_job_may_have() -> None:
     assert why_no_rows(load_config(None, LEAST)) is None
+    assert why_no_rows(load_config(None, [*LEAST, "algorithm.advantage=gae"])) is None
     assert why_no_rows(load_config(None, ["model.path=m", "env.game=bandit"])) is None
 
 
 def test_a_games_job_is_told_why_it_cannot_train_such_episodes() -> None:
     config = load_config(None, ["model.path=m", "env.game=bandit", "algorithm.advantage=gae"])
-    assert (why_no_rows(config) or "").startswith("algorithm.advantage=gae follows the rewards of")
+    assert (why_no_rows(config) or "").startswith(
+        "algorithm.advantage=gae follows rewards from turn to"
+    )
 
 
 def test_a_generator_begins_no_more_episodes_of_programs_than_have_a_place() -> None:

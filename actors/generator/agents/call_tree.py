@@ -56,7 +56,6 @@ class ModelCall:
     """Of a root: the call that its history continues, though not its tokens."""
     delivered: bool | None = None
     """Whether the program has the answer: told by its proxy or by a later call; None: unknown."""
-    reward: float = 0.0
     children: "list[ModelCall]" = field(default_factory=list["ModelCall"])
     prefix: bytes = b""
     """Digest of the context and of all messages to the answer: where a history may attach."""

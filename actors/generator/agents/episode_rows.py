@@ -1,18 +1,18 @@
 """What becomes of an ended episode of a program: its rows, its rewards, and what is told of it."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any, Literal
-
-import numpy as np
+from collections.abc import Collection
+from typing import Any, Literal, cast
 
 from ....envs.game import StepResult
 from ....envs.serving.remote import Started
+from ....schemas.agent import CallPlaces
 from ....schemas.config.job import JobConfig
 from ....schemas.rollout import Trajectory
 from ..episodes.agent_loop import EpisodePlan
 from .answering import CallAnswers
-from .call_tree import CallTree, ModelCall
+from .call_places import EpisodeCredit, PostedRewards
+from .call_tree import ModelCall
 from .rows import CallRow, TreeRows, rows_of
 
 _MAX_TOLD = 1000
@@ -29,32 +29,39 @@ def rows_of_episode(
 ) -> list[Trajectory]:
     """Return the rows of an episode, the main one first; its reward stands at the end of that."""
     tree, agent = calls.tree, config.agent
-    left_out = {int(number) for number in result.info.get("untrained_calls", ())}
-    _reward_calls(tree, result.info.get("call_rewards", {}))
+    left_out = _left_out(result.info.get("untrained_calls"))
+    posted = PostedRewards.of(result.info, tree)
     found = rows_of(tree, config.rollout.max_tokens, agent.train, left_out)
+    credit = EpisodeCredit(tree, found, posted)
     info = {
         **result.info,
-        "agent": _figures(calls, found),
+        "agent": {**_figures(calls, found), **_branch_figures(posted, credit)},
         **({"without_effect": sorted(calls.without_effect)} if calls.without_effect else {}),
-        "calls": [_told(call, found, left_out) for call in tree.calls[:_MAX_TOLD]],
+        "calls": [_told(call, found, left_out, posted) for call in tree.calls[:_MAX_TOLD]],
     }
     return [
         _trajectory(
-            row, tree, plan, started, calls, stop_token_ids, result, info if not place else {}
+            row,
+            credit.places(row, result.reward, is_main=not place),
+            plan,
+            started,
+            calls,
+            stop_token_ids,
+            result,
+            info if not place else {},
         )
         for place, row in enumerate(found.rows)
     ]
 
 
-def _reward_calls(tree: CallTree, rewards: Mapping[Any, Any]) -> None:
-    for number, worth in rewards.items():
-        if int(number) < len(tree.calls):
-            tree.calls[int(number)].reward = float(worth)
+def _left_out(told: Any) -> set[int]:
+    numbers = cast("list[Any]", told) if isinstance(told, list) else []
+    return {number for number in numbers if isinstance(number, int)}
 
 
 def _trajectory(
     row: CallRow,
-    tree: CallTree,
+    places: CallPlaces,
     plan: EpisodePlan,
     started: Started,
     calls: CallAnswers,
@@ -62,10 +69,10 @@ def _trajectory(
     result: StepResult,
     info: dict[str, Any],
 ) -> Trajectory:
+    tree = calls.tree
     last = tree.calls[row.calls[-1]]
-    rewards = np.array(row.rewards, np.float32)
-    if info:  # the main row
-        rewards[-1] += result.reward
+    rewards = places.rewards.copy()
+    rewards[-1] += places.outcome
     reasons = [tree.calls[number].generated.finish_reason for number in row.calls]
     finish: Literal["done", "turns", "length"] = calls.limit_hit or "done"
     return Trajectory(
@@ -79,6 +86,7 @@ def _trajectory(
         finish_reasons=["length" if reason == "length" else "stop" for reason in reasons],
         episode=plan.number,
         kind=row.kind,
+        calls=places,
         greedy=plan.greedy,
         seed=plan.start.seed,
         messages=[message.for_template() for message in last.path_messages],
@@ -107,7 +115,19 @@ def _figures(calls: CallAnswers, found: TreeRows) -> dict[str, float]:
     }
 
 
-def _told(call: ModelCall, found: TreeRows, left_out: Collection[int]) -> dict[str, Any]:
+def _branch_figures(posted: PostedRewards, credit: EpisodeCredit) -> dict[str, float]:
+    """Return what parts of the episode were rewarded with, where they were."""
+    branches, calls = posted.branches, posted.calls
+    return {
+        **({"reward_of_calls": sum(calls.values()) / len(calls)} if calls else {}),
+        **({"reward_of_branches": sum(branches.values()) / len(branches)} if branches else {}),
+        **({"lost_rewards": float(lost)} if (lost := credit.num_lost) else {}),
+    }
+
+
+def _told(
+    call: ModelCall, found: TreeRows, left_out: Collection[int], posted: PostedRewards
+) -> dict[str, Any]:
     """Return what people are shown of a call (`envs/agents/call_lines.py` reads it)."""
     rows = [place for place, row in enumerate(found.rows) if call.number in row.calls]
     return {
@@ -120,7 +140,8 @@ def _told(call: ModelCall, found: TreeRows, left_out: Collection[int]) -> dict[s
         "given_tokens": len(call.given_ids),
         "tokens": len(call.generated.token_ids),
         "finish": call.generated.finish_reason,
-        "reward": call.reward,
+        "reward": float(posted.calls.get(call.number, 0.0)),
+        "branch_reward": posted.branches.get(call.number),
         "text": call.reply.text[:200],
         "tools": [one.name for one in call.reply.calls],
     }

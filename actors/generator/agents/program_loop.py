@@ -69,6 +69,7 @@ class ProgramLoop:
         self._tell = tell
         self._facts = facts_of(chat)
         self._told_without_effect: set[str] = set()
+        self._told_branch_rewards = False
         self._parts: PartsService | None = None
         self._service: Service | None = None
 
@@ -117,8 +118,9 @@ class ProgramLoop:
                 started, result = await playing.play()
             await calls.close("its program has ended")
             await self._tell_without_effect(calls.without_effect)
+            await self._tell_branch_rewards(result)
             with blaming("environment"):
-                return self._rows(plan, calls, started, result)
+                return await asyncio.to_thread(self._rows, plan, calls, started, result)
         finally:
             await calls.close("it was given up")
             await playing.end()
@@ -131,6 +133,19 @@ class ProgramLoop:
         self._told_without_effect.update(fresh)
         message = f"programs send what has no effect: {', '.join(fresh)}"
         await self._tell("agent_params", message, fields=fresh)
+
+    async def _tell_branch_rewards(self, result: StepResult) -> None:
+        """Tell once that the rewards of branches have no effect."""
+        is_read = self._config.algorithm.branch_credit != "episode"
+        if self._tell is None or is_read or self._told_branch_rewards:
+            return
+        if result.info.get("branch_rewards"):
+            self._told_branch_rewards = True
+            await self._tell(
+                "agent_branch_rewards",
+                "programs post rewards of branches, which have no effect: "
+                "algorithm.branch_credit is episode, set own or both",
+            )
 
     def _sampling_of(self, plan: EpisodePlan) -> EpisodeSampling:
         return EpisodeSampling(0.0) if plan.greedy else self._sampling

@@ -32,8 +32,6 @@ class CallRow:
     """int32[T]: policy version of each trained token, -1 elsewhere."""
     turn_ends: IntVector
     """int32[K]: position of each trained call's last token."""
-    rewards: FloatVector
-    """float32[K]: what each trained call itself was rewarded with."""
     calls: tuple[int, ...]
     """Numbers of the trained calls."""
     kind: Kind
@@ -188,7 +186,6 @@ def _row(path: Sequence[ModelCall], taken: Iterable[ModelCall], kind: Kind) -> C
         logprobs=logprobs,
         versions=versions,
         turn_ends=np.array([call.num_tokens - 1 for call in taken], np.int32),
-        rewards=np.array([call.reward for call in taken], np.float32),
         calls=tuple(call.number for call in taken),
         kind=kind,
     )

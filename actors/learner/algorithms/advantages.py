@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from ....schemas.wire.errors import ConfigError
+from .calls import BatchCalls
+from .peers import Peers, peers_of
 from .registry import choose
 from .sequences import (
     by_sequence,
@@ -23,7 +25,7 @@ from .sequences import (
     lengths_by_sequence,
     reward_to_go,
 )
-from .values import generalized_advantage
+from .values import advantage_over_chains, generalized_advantage
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,10 @@ class AdvantageInputs:
     """The critic's value before each token; needed by gae."""
     lone_S: Tensor | None = None
     """bool: sequences that nobody of their task can be compared with: those get 0."""
+    owner_S: Tensor | None = None
+    """int64: the episode of each sequence, where one may have several with equal `group_S`."""
+    calls: BatchCalls | None = None
+    """The calls of agents' episodes, in place of turns that follow each other."""
     kept_N: Tensor | None = None
     """bool: tokens that are trained, default all; those over which a batch is whitened."""
     gamma: float = 1.0
@@ -62,40 +68,11 @@ class AdvantageInputs:
 AdvantageFn = Callable[..., Tensor]
 
 
-@dataclass(frozen=True)
-class _Peers:
-    """Statistics of the peers of each element, broadcast back to the elements."""
-
-    count: Tensor
-    mean: Tensor
-    std: Tensor
-
-
-def _peers(values: Tensor, key: Tensor) -> _Peers:
-    """Compare each value with those of the same key.
-
-    Where all are equal the mean is that value itself, so that the deviation is exactly 0 and not
-    a rounding error that a division by a tiny std would blow up.
-    """
-    num_keys = int(key.max()) + 1 if len(key) else 0
-    zeros = values.new_zeros(num_keys)
-    count = torch.bincount(key, minlength=num_keys)
-    mean = zeros.index_add(0, key, values) / count.clamp(min=1)
-    squares = zeros.index_add(0, key, (values - mean[key]) ** 2)
-    std = (squares / (count - 1).clamp(min=1)).sqrt()
-    lowest = zeros.scatter_reduce(0, key, values, reduce="amin", include_self=False)[key]
-    highest = zeros.scatter_reduce(0, key, values, reduce="amax", include_self=False)[key]
-    equal, alone = lowest == highest, (count == 1)[key]
-    mean = torch.where(equal, values, mean[key]).masked_fill(alone, 0.0)
-    std = std[key].masked_fill(equal, 0.0).masked_fill(alone, 1.0)
-    return _Peers(count[key], mean, std)
-
-
-def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, _Peers]:
+def _groups(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Peers]:
     rewards_S = inputs.rewards_S.double()
     group_S: Any = inputs.group_S  # torch leaves `unique` untyped
     key_S: Tensor = group_S.unique(return_inverse=True)[1]
-    peers = _peers(rewards_S, key_S)
+    peers = peers_of(rewards_S, key_S, inputs.owner_S)
     if inputs.lone_S is not None:
         peers = replace(peers, mean=torch.where(inputs.lone_S, rewards_S, peers.mean))
     return rewards_S, key_S, peers
@@ -138,11 +115,15 @@ def rloo(inputs: AdvantageInputs) -> Tensor:
     """G/(G−1) · (R − mean): each episode against the mean of the others (arXiv 2402.14740)."""
     rewards_S, _, peers = _groups(inputs)
     scale_S = torch.where(peers.count > 1, peers.count / (peers.count - 1).clamp(min=1), 1.0)
-    return _to_tokens(scale_S * (rewards_S - peers.mean), inputs)
+    among_S = rewards_S - peers.mine  # those of one episode
+    return _to_tokens(among_S + scale_S * (peers.mine - peers.mean), inputs)
 
 
 def reinforce_pp(inputs: AdvantageInputs, *, epsilon: float = 1e-8) -> Tensor:
     """Discounted reward-to-go per token, whitened over the batch (arXiv 2501.03262)."""
+    if inputs.calls is not None:
+        returns_N = inputs.calls.to_go(_token_rewards(inputs), inputs.gamma)
+        return _whiten(returns_N, epsilon, inputs.kept_N).float()
     rewards_SP, place_N = by_sequence(_token_rewards(inputs), inputs.seq_N, inputs.num_seqs)
     returns_SP = reward_to_go(rewards_SP, inputs.gamma)
     return _whiten(returns_SP[inputs.seq_N, place_N], epsilon, inputs.kept_N).float()
@@ -223,17 +204,34 @@ def _turns(inputs: AdvantageInputs, name: str) -> _Turns:
     )
 
 
+def _call_turns(inputs: AdvantageInputs, calls: BatchCalls) -> _Turns:
+    returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
+    depth_K = torch.zeros_like(calls.next_K)
+    return _Turns(returns_K, calls.episode_K, depth_K, calls.call_N, 1)
+
+
 def grpo_per_turn(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> Tensor:
     """R_t = r_t + γ R_{t+1} per turn, normalised among the group's episodes at the same turn.
 
     A turn that only one episode of its group reached has nothing to be compared with: 0.
     """
+    if inputs.calls is not None:
+        return _per_call(inputs, inputs.calls, epsilon)
     turns = _turns(inputs, "grpo_per_turn")
     _, key_S, group = _groups(inputs)
-    peers = _peers(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
+    peers = peers_of(turns.returns_K, key_S[turns.seq_K] * turns.num_turns + turns.turn_K)
     normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
     lonely_K = (peers.count == 1) & (group.count[turns.seq_K] > 1)
     return normalised_K.masked_fill(lonely_K, 0.0)[turns.of_token_N].float()
+
+
+def _per_call(inputs: AdvantageInputs, calls: BatchCalls, epsilon: float) -> Tensor:
+    """Return R_c = r_c + γ R of the call that it led to, normalised among calls of its key."""
+    returns_K = calls.returns_by_call(_token_rewards(inputs), inputs.gamma)
+    peers = peers_of(returns_K, calls.key_K, calls.episode_K)
+    normalised_K = (returns_K - peers.mean) / (peers.std + epsilon)
+    lonely_K = (peers.count == 1) & (calls.group_size_K > 1)
+    return normalised_K.masked_fill(lonely_K, 0.0)[calls.call_N].float()
 
 
 def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float = 1e-6) -> Tensor:
@@ -242,16 +240,17 @@ def gigpo(inputs: AdvantageInputs, *, step_weight: float = 1.0, epsilon: float =
     A_E is that of grpo. A_S normalises R_t = r_t + γ R_{t+1} among the group's turns that answer
     an equal observation; a turn whose observation came once gets 0 (arXiv 2505.10978).
     """
-    turns = _turns(inputs, "gigpo")
+    turns = _turns(inputs, "gigpo") if inputs.calls is None else _call_turns(inputs, inputs.calls)
     if inputs.state_N is None:
         raise ConfigError(
             "advantage=gigpo got no observations", hint="pass state_N, or choose advantage=grpo"
         )
     _, key_S, _ = _groups(inputs)
+    group_K = key_S[turns.seq_K] if inputs.calls is None else inputs.calls.group_K
     state_K = torch.zeros_like(turns.seq_K)
     state_K[turns.of_token_N] = inputs.state_N
     num_states = int(state_K.max()) + 1 if len(state_K) else 0
-    peers = _peers(turns.returns_K, key_S[turns.seq_K] * num_states + state_K)
+    peers = peers_of(turns.returns_K, group_K * num_states + state_K)
     normalised_K = (turns.returns_K - peers.mean) / (peers.std + epsilon)
     step_N = normalised_K.masked_fill(peers.count == 1, 0.0)[turns.of_token_N]
     return grpo(inputs, epsilon=epsilon) + step_weight * step_N.float()
@@ -263,6 +262,11 @@ def gae(inputs: AdvantageInputs, *, gae_lambda: float = 1.0, epsilon: float = 1e
         raise ConfigError(
             "advantage=gae got no values", hint="train a critic, or choose advantage=grpo"
         )
+    if inputs.calls is not None:
+        advantages_N = advantage_over_chains(
+            _token_rewards(inputs), inputs.values_N, inputs.calls, inputs.gamma, gae_lambda
+        )
+        return _whiten(advantages_N, epsilon, inputs.kept_N).float()
     advantages_N = generalized_advantage(
         _token_rewards(inputs),
         inputs.values_N,

@@ -3,19 +3,22 @@
 Shape letters: N generated tokens, S sequences, E episodes, M samples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ....schemas.config.job import JobConfig
 from .advantages import AdvantageInputs, compute_advantages
+from .calls import BatchCalls
 from .kl import rewards_with_kl
+from .peers import peers_of
 from .samples import Samples, answered_states, episodes, returns_by_turn, turns
 from .sequences import is_last_of_sequence, lengths_by_sequence, sum_by_sequence
 from .shaping import length_reward, overlong_penalty
 from .training_batch import TrainingBatch
-from .values import ValueTargets, generalized_advantage
+from .values import ValueTargets, advantage_over_chains, generalized_advantage
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,78 @@ def assign_credit(
         kept_N=kept_N,
         gamma=algorithm.token_discount,
     )
-    advantages_N = compute_advantages(algorithm.advantage, inputs, **_options(config))
+    advantages_N = _advantages(config, batch, inputs)
     whole = episodes(batch)
     return Credit(
         samples,
         sum_by_sequence(earned_N, whole.sample_N, whole.num),
         advantages_N.masked_fill(~kept_N, 0.0),
-        None if values_N is None else _targets(config, samples, rewards_N, values_N, kept_N),
+        None if values_N is None else _targets(config, batch, samples, inputs, kept_N),
         kept_S,
         kept_N,
     )
+
+
+def _advantages(config: JobConfig, batch: TrainingBatch, inputs: AdvantageInputs) -> Tensor:
+    """Compare episodes, and branches that are credited with rewards of their own.
+
+    `own`: tokens of such a branch have its advantage, the others that of the episode; `both`: they
+    have the sum.
+    """
+    name, options = config.algorithm.advantage, _options(config)
+    if batch.calls is None:
+        return compute_advantages(name, inputs, **options)
+    inputs = _with_calls(inputs, batch, batch.calls)
+    mode = config.algorithm.branch_credit
+    branch_N = batch.calls.branch_K[batch.calls.call_N]
+    if mode == "episode" or not bool((branch_N >= 0).any()):
+        return compute_advantages(name, inputs, **options)
+    own = _with_calls(inputs, batch, batch.calls.own_chains())
+    inside_N = branch_N >= 0
+    if mode == "both":
+        advantages_N = compute_advantages(name, inputs, **options)
+    else:
+        advantages_N = torch.zeros_like(batch.behaviour_N)
+        outside = _of_tokens(own, ~inside_N)
+        advantages_N[~inside_N] = compute_advantages(name, outside, **options)
+    branches = _of_tokens(_by_branch(own, batch.calls), inside_N)
+    advantages_N[inside_N] += compute_advantages(name, branches, **options)
+    return advantages_N
+
+
+def _with_calls(
+    inputs: AdvantageInputs, batch: TrainingBatch, calls: BatchCalls
+) -> AdvantageInputs:
+    """Let advantages by turn and by token follow chains of calls."""
+    posted_N = batch.token_rewards_N
+    further_N = inputs.token_rewards_N if inputs.token_rewards_N is not None else posted_N
+    return replace(inputs, calls=calls, token_rewards_N=calls.token_rewards(further_N - posted_N))
+
+
+def _by_branch(inputs: AdvantageInputs, calls: BatchCalls) -> AdvantageInputs:
+    """Take each branch with a reward as one sequence; for tokens that are in one."""
+    key_B, episode_B = calls.branch_key_B, calls.branch_episode_B
+    size_B = torch.bincount(inputs.group_S)[inputs.group_S[episode_B]]
+    is_only_B = peers_of(calls.branch_reward_B, key_B, episode_B).count == 1
+    return replace(
+        inputs,
+        rewards_S=calls.branch_reward_B,
+        group_S=key_B,
+        owner_S=episode_B,
+        seq_N=calls.branch_K[calls.call_N].clamp(min=0),
+        lone_S=is_only_B & (size_B > 1),
+    )
+
+
+def _of_tokens(inputs: AdvantageInputs, kept_N: Tensor) -> AdvantageInputs:
+    """Return what advantages of some of the tokens are computed from."""
+    names = ("seq_N", "token_rewards_N", "turn_N", "state_N", "values_N", "kept_N")
+    given = {name: getattr(inputs, name) for name in names}
+    kept: dict[str, Any] = {
+        name: None if value is None else value[kept_N] for name, value in given.items()
+    }
+    calls = inputs.calls
+    return replace(inputs, **kept, calls=None if calls is None else calls.of_tokens(kept_N))
 
 
 def _options(config: JobConfig) -> dict[str, float]:
@@ -120,15 +185,27 @@ def _rewards(
 
 
 def _targets(
-    config: JobConfig, samples: Samples, rewards_N: Tensor, values_N: Tensor, kept_N: Tensor
+    config: JobConfig,
+    batch: TrainingBatch,
+    samples: Samples,
+    inputs: AdvantageInputs,
+    kept_N: Tensor,
 ) -> ValueTargets:
     algorithm = config.algorithm
-    advantages_N = generalized_advantage(
-        rewards_N,
-        values_N,
-        samples.sample_N,
-        samples.num,
-        algorithm.token_discount,
-        algorithm.gae_lambda,
-    )
+    values_N, rewards_N = inputs.values_N, inputs.token_rewards_N
+    assert values_N is not None
+    assert rewards_N is not None
+    gamma, gae_lambda = algorithm.token_discount, algorithm.gae_lambda
+    if batch.calls is None:
+        advantages_N = generalized_advantage(
+            rewards_N, values_N, samples.sample_N, samples.num, gamma, gae_lambda
+        )
+    else:
+        is_own = algorithm.branch_credit == "own"
+        calls = batch.calls.own_chains() if is_own else batch.calls
+        by_call = _with_calls(inputs, batch, calls)
+        assert by_call.token_rewards_N is not None
+        advantages_N = advantage_over_chains(
+            by_call.token_rewards_N, values_N, calls, gamma, gae_lambda
+        )
     return ValueTargets(values_N, (advantages_N + values_N).float(), samples.sample_N, kept_N)

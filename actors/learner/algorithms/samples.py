@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .calls import BatchCalls
 from .sequences import is_last_of_sequence, reward_to_go, sum_by_sequence
 from .training_batch import TrainingBatch
 
@@ -83,6 +84,8 @@ def answered_states(batch: TrainingBatch) -> Tensor:
     The observation of the first turn is the prompt.
     """
     known: dict[bytes, int] = {}
+    if batch.calls is not None:
+        return _observed_by_calls(batch, batch.calls, known)
     states: list[NDArray[np.int64]] = []
     turn_N: NDArray[np.int64] = batch.turn_N.cpu().numpy()
     ends = np.cumsum([int(item.mask.sum()) for item in batch.sequences])
@@ -96,6 +99,21 @@ def answered_states(batch: TrainingBatch) -> Tensor:
         ]
         states.append(np.array(state_of_turn)[turn_n - turn_n[0]])
     return torch.from_numpy(np.concatenate(states)).to(batch.turn_N.device)
+
+
+def _observed_by_calls(batch: TrainingBatch, calls: BatchCalls, known: dict[bytes, int]) -> Tensor:
+    observed_K: NDArray[np.int64] = calls.observed_K.cpu().numpy()
+    call_N: NDArray[np.int64] = calls.call_N.cpu().numpy()
+    ends = np.cumsum([int(item.mask.sum()) for item in batch.sequences])
+    states = np.zeros(len(call_N), np.int64)
+    for sequence, end in zip(batch.sequences, ends, strict=True):
+        at = np.flatnonzero(sequence.mask)
+        call_n = call_N[end - len(at) : end]
+        for first in np.flatnonzero(np.diff(call_n, prepend=-1)):
+            seen = sequence.token_ids[at[first] - observed_K[call_n[first]] : at[first]]
+            state = known.setdefault(seen.tobytes(), len(known))
+            states[end - len(at) : end][call_n == call_n[first]] = state
+    return torch.from_numpy(states).to(batch.turn_N.device)
 
 
 def _unique(numbers_n: Tensor) -> tuple[Tensor, Tensor]:

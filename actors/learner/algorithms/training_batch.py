@@ -18,6 +18,7 @@ from torch import Tensor
 from ....schemas.images import images_of
 from ....schemas.rollout import Group, Trajectory, episodes_of, return_of
 from ..packing.micro_batch import TokenSequence
+from .calls import BatchCalls, calls_of
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class TrainingBatch:
     all are trained."""
     kinds: list[str]
     """What each sequence is of its episode: main, sub-agent and so on; empty: all of it."""
+    calls: BatchCalls | None
+    """Where the turns stand in trees of calls; None: one after the other."""
     baseline_E: Tensor | None
     """float32, by episode: return of the greedy one of the task, where there is one."""
 
@@ -61,7 +64,7 @@ class TrainingBatch:
             for name, value in vars(self).items()
             if isinstance(value, Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, **moved, calls=None if self.calls is None else self.calls.to(device))
 
     @property
     def num_tokens(self) -> int:
@@ -100,6 +103,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
     prompts_S = at_N[np.searchsorted(seq_N, np.arange(len(trajectories)))] - first_S
     versions_N = np.concatenate([item.versions for item in trajectories])[at_N]
     fresh_N = versions_N >= oldest
+    turns_N = np.searchsorted(ends_K, at_N)
     return TrainingBatch(
         sequences=[
             TokenSequence(
@@ -112,7 +116,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
             for item in group.sampled
         ],
         seq_N=_tensor(seq_N),
-        turn_N=_tensor(np.searchsorted(ends_K, at_N) - first_turn_E[episode_S[seq_N]]),
+        turn_N=_tensor(turns_N - first_turn_E[episode_S[seq_N]]),
         token_rewards_N=_tensor(rewards_N),
         behaviour_N=_tensor(np.concatenate([item.logprobs for item in trajectories])[at_N]),
         versions_N=_tensor(versions_N).long(),
@@ -123,6 +127,7 @@ def assemble(groups: Sequence[Group], oldest: int = 0) -> TrainingBatch:
         truncated_S=_tensor(np.logical_or.reduceat(cut_S, first_E)[episode_S]),
         fresh_N=None if fresh_N.all() else _tensor(fresh_N),
         kinds=[item.kind for item in trajectories],
+        calls=calls_of(groups, turns_N),
         baseline_E=_baselines(groups),
     )
 

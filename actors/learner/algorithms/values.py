@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .calls import BatchCalls
 from .sequences import by_sequence, reward_to_go
 
 
@@ -40,6 +41,15 @@ def generalized_advantage(
     delta_SP = rewards_SP - values_SP
     delta_SP[:, :-1] += gamma * values_SP[:, 1:]
     return reward_to_go(delta_SP, gamma * lam)[seq_N, place_N]
+
+
+def advantage_over_chains(
+    rewards_N: Tensor, values_N: Tensor, calls: BatchCalls, gamma: float, lam: float
+) -> Tensor:
+    """Return the same over the chains of calls of agents' episodes: float64[N]."""
+    values_N = values_N.double()
+    delta_N = rewards_N.double() + gamma * calls.next_values(values_N) - values_N
+    return calls.to_go(delta_N, gamma * lam)
 
 
 def value_loss(

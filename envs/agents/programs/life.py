@@ -204,7 +204,7 @@ class ProgramLife:
         )
         if written is not None and written.strip():
             return read_worth(written.decode("utf-8", "replace"), "the program")
-        if self.episode.call_rewards:
+        if self.episode.has_partial_rewards:
             return Worth(0.0)  # its calls have theirs
         raise RewardError(
             "the program has ended, and nothing says what it is worth",

@@ -25,16 +25,22 @@ _ROLE_CHARS = 100
 
 
 def post_reward(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{reward, call?, info?, mode?}`: of the episode, or of one call."""
+    """Take `{reward, call? | branch?, info?, mode?}`: of the episode, a call or a branch."""
     fields = _fields(raw)
     reward = _reward(fields, "reward")
     mode = fields.text("mode", "set")
     call = _call(opened, fields.any("call"))
+    branch = _call(opened, fields.any("branch"), "branch")
     _take_info(opened.episode, fields.any("info"))
     _nothing_else(fields)
     if mode not in ("set", "add"):
         raise RequestError(f"mode is {mode!r:.40}", param="mode", hint="give set or add")
-    return _give(opened, reward, call, cast("Any", mode), name.encode() or raw)
+    if branch is not None and call is not None:
+        raise RequestError(
+            "a reward is that of a call or of a branch", param="branch", hint="post two"
+        )
+    what = name.encode() or raw
+    return _give(opened, reward, call, cast("Any", mode), what, branch=branch)
 
 
 def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
@@ -67,10 +73,11 @@ def post_end(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
 
 
 def post_note(opened: OpenEpisode, raw: bytes, name: str = "") -> dict[str, Any]:
-    """Take `{call, role?, train?}`: the name of a branch, and whether a call is trained."""
+    """Take `{call | branch, role?, train?}`: the name of a branch, whether a call is trained."""
     del name
     fields, episode = _fields(raw), opened.episode
-    call = _call(opened, fields.any("call"))
+    call, branch = _call(opened, fields.any("call")), _call(opened, fields.any("branch"), "branch")
+    call = branch if call is None else call
     if call is None:
         raise RequestError("call is missing", param="call", hint="name the call: its number or id")
     role, train = fields.text("role"), fields.any("train")
@@ -138,24 +145,31 @@ def told_of(opened: OpenEpisode, now: float) -> dict[str, Any]:
 
 
 def _give(
-    opened: OpenEpisode, reward: float, call: int | None, mode: Literal["set", "add"], what: bytes
+    opened: OpenEpisode,
+    reward: float,
+    call: int | None,
+    mode: Literal["set", "add"],
+    what: bytes,
+    branch: int | None = None,
 ) -> dict[str, Any]:
-    """Give the episode, or a call, a reward; an addition that was posted before counts once."""
+    """Give the episode, a call or a branch a reward; an addition that was posted counts once."""
     episode = opened.episode
     if episode.said_end.is_set():
         raise EpisodeOver(
             "the program has said that its episode has ended",
             hint="post rewards before the end, or with it",
         )
-    before = episode.reward if call is None else episode.call_rewards.get(call)
+    number = call if branch is None else branch
+    rewards = episode.call_rewards if branch is None else episode.branch_rewards
+    before = episode.reward if number is None else rewards.get(number)
     if mode == "add":
         reward = (before or 0.0) if _is_known(opened, what) else (before or 0.0) + reward
-    if call is None:
+    if number is None:
         episode.reward = reward
     else:
-        episode.call_rewards[call] = reward
+        rewards[number] = reward
     episode.changed.set()
-    return {"reward": reward, "call": call}
+    return {"reward": reward, "call": call, **({} if branch is None else {"branch": branch})}
 
 
 def _is_known(opened: OpenEpisode, what: bytes) -> bool:
@@ -182,11 +196,11 @@ def _reward(fields: Fields, key: str) -> float:
     return float(value)
 
 
-def _call(opened: OpenEpisode, value: Any) -> int | None:
+def _call(opened: OpenEpisode, value: Any, name: str = "call") -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise RequestError(f"call must be a number or an id, and is {value!r:.60}", param="call")
+        raise RequestError(f"{name} must be a number or an id, and is {value!r:.60}", param=name)
     return opened.call_number(value)
 
 

@@ -81,6 +81,22 @@ async def test_a_call_is_named_by_its_number_its_answer_or_its_tool_call(
     }
 
 
+async def test_a_branch_has_a_reward_and_a_name_by_the_call_that_it_begins_with(
+    http: httpx.AsyncClient, episode: ProgramEpisode
+) -> None:
+    chat = (await http.post("/v1/chat/completions", json=chat_body())).json()
+    assert not episode.has_partial_rewards
+    reply = await post(http, "reward", reward=0.5, branch=chat["id"])
+    assert reply == {"reward": 0.5, "call": None, "branch": 0}
+    assert (await post(http, "reward", reward=1, branch="c0", mode="add"))["reward"] == 1.5
+    assert episode.has_partial_rewards
+    await post(http, "note", branch=0, role="planner")
+    assert episode.told() == {"branch_rewards": {"0": 1.5}, "branch_names": {"0": "planner"}}
+    await post(http, "reward", 404, reward=1, branch=7)
+    refused = await post(http, "reward", 400, reward=1, branch=0, call=0)
+    assert "of a call or of a branch" in refused["error"]["message"]
+
+
 async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpisode) -> None:
     info = {"tests": [1, 2]}
     said = {"status": "failed", "reward": -1, "success": False, "message": "lost", "info": info}
@@ -101,6 +117,7 @@ async def test_the_end_is_said_once(http: httpx.AsyncClient, episode: ProgramEpi
         ("reward", {"reward": 1, "mode": "twice"}, "mode is 'twice'"),
         ("reward", {"reward": 1, "cal": 3}, "there is no field 'cal' here"),
         ("reward", {"reward": 1, "call": 1.5}, "call must be a number or an id"),
+        ("reward", {"reward": 1, "branch": 1.5}, "branch must be a number or an id"),
         ("reward", {"reward": 1, "info": 3}, "info must be an object"),
         ("reward", {"reward": 1, "info": {"a": "x" * 300_000}}, "info is over 262,144 bytes"),
         ("end", {"status": "won"}, "status is 'won'"),
