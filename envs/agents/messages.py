@@ -8,7 +8,7 @@ equal for spellings of one message and differs with each difference in meaning.
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b, sha256
 from itertools import groupby
@@ -125,6 +125,14 @@ class CanonicalMessage:
             else {"type": "image", "image": part.encoded}
             for part in self.content
         ]
+
+
+def pictures_of(messages: Iterable[CanonicalMessage]) -> Iterator[Picture]:
+    """Yield the images of messages, in order."""
+    for message in messages:
+        for part in message.content:
+            if isinstance(part, Picture):
+                yield part
 
 
 def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:

@@ -17,6 +17,7 @@ from ....broker.client.parts import Tell
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
 from ....envs.agents.episode import EpisodeOver
+from ....envs.agents.messages import pictures_of
 from ....envs.agents.wire import history_of
 from ....schemas.agent import CallDelivered, CallPart, CallRequest
 from ....schemas.config.job import JobConfig
@@ -51,8 +52,10 @@ class CallAnswers:
         log: CallLog,
         time_use: TimeUse,
         facts: TemplateFacts | None = None,
+        message_bytes: int | None = None,
     ) -> None:
-        """`log` has what was answered before, if another generator began the episode."""
+        """`log` has what was answered before, if another generator began the episode; see
+        `CallLimits` for `message_bytes`."""
         self.without_effect: set[str] = set()
         """What the program has sent that changes nothing."""
         self.num_replayed = 0
@@ -63,7 +66,7 @@ class CallAnswers:
         self._episode = episode
         self._engine = engine
         self._chat = chat
-        self._limits = CallLimits(config)
+        self._limits = CallLimits(config, message_bytes)
         obeys = config.agent.sampling == "request"
         self._drawing = CallDrawing(
             sampling, chat.stop_token_ids, log.drawing_seed, obeys_program=obeys
@@ -83,6 +86,7 @@ class CallAnswers:
             is_choice = bool(last) and self.tree.calls[last[0]].num_seen == call.num_seen
             self._last[answered.request] = [*last, call.number] if is_choice else [call.number]
             self._count_sample(answered.prepared)
+            self._limits.show(pictures_of(call.given))
 
     def _begin_tree(self) -> None:
         self._exact = ExactCalls(
@@ -187,6 +191,7 @@ class CallAnswers:
             prepared = await asyncio.to_thread(prepare) if size > _LARGE_CHARS else prepare()
         if not request.count_only:
             self._limits.check_context(prepared.num_prompt)
+            self._limits.show(pictures_of(prepared.attachment.given))
         return prepared
 
     def _earlier(

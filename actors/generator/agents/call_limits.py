@@ -1,10 +1,12 @@
 """What binds the calls of one episode, and how their tokens are drawn."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
 from typing import Literal, TypeAlias
 
 from ....envs.agents.episode import ContextTooLong, EpisodeLimit
+from ....envs.agents.messages import Picture
 from ....schemas.agent import CallRequest
 from ....schemas.config.job import JobConfig
 from ..engine.engine import Sampling
@@ -12,15 +14,26 @@ from ..episodes.agent_loop import EpisodeSampling
 
 LimitHit: TypeAlias = Literal["", "turns", "length"]
 """The calls of an episode were used up, or its tokens or those of the model's context."""
+_IMAGES_SHARE = 0.75
+"""Of the message in which a group travels: the rest is for tokens and texts."""
 _NO_MORE = "end the program with what there is"
 
 
 class CallLimits:
     """The limits of one episode, and which of them was met."""
 
-    def __init__(self, config: JobConfig) -> None:
-        """Take the limits of a job."""
+    def __init__(self, config: JobConfig, message_bytes: int | None = None) -> None:
+        """Take the limits of a job.
+
+        An episode's images get their share of a message of `message_bytes`, in which its group
+        travels; default: no bound.
+        """
         self.hit: LimitHit = ""
+        self._num_episodes = config.rollout.group_size + (config.algorithm.advantage == "remax")
+        self._image_bytes = message_bytes and int(
+            _IMAGES_SHARE * message_bytes / self._num_episodes
+        )
+        self._images: dict[str, int] = {}
         self._max_calls = config.agent.max_calls
         self._max_tokens = config.agent.max_tokens
         self._max_turn_tokens = config.rollout.max_turn_tokens
@@ -31,6 +44,24 @@ class CallLimits:
         if num_prompt >= self._max_context:
             self.hit = "length"
             raise ContextTooLong.of(num_prompt, self._max_context)
+
+    def show(self, pictures: Iterable[Picture]) -> None:
+        """Take notice of images that are shown; each counts once.
+
+        Raises EpisodeLimit when those of the episode are too large together.
+        """
+        fresh = {one.digest: len(one.encoded) for one in pictures}
+        shown = self._images | fresh
+        total = sum(shown.values())
+        if fresh and self._image_bytes is not None and total > self._image_bytes:
+            self.hit = "length"
+            raise EpisodeLimit(
+                f"the episode's images have {total:,} bytes together, and may have "
+                f"{self._image_bytes:,}: the {self._num_episodes} episodes of a task travel in one "
+                "message",
+                hint="send fewer or smaller images, or set a smaller rollout.group_size",
+            )
+        self._images = shown
 
     def room(
         self, request: CallRequest, num_prompt: int, num_calls: int, num_generated: int

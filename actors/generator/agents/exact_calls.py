@@ -7,7 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ....envs.agents.messages import CanonicalMessage, Picture, canonical_history
+from ....envs.agents.messages import CanonicalMessage, canonical_history, pictures_of
 from ....envs.agents.replies import THINK, ReplyReader
 from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
@@ -53,12 +53,7 @@ class PreparedCall:
         """The encoded images of the prompt, in order."""
         parent = self.attachment.parent
         before = [] if parent is None else parent.path_messages
-        return tuple(
-            part.encoded
-            for message in (*before, *self.attachment.given)
-            for part in message.content
-            if isinstance(part, Picture)
-        )
+        return tuple(one.encoded for one in pictures_of((*before, *self.attachment.given)))
 
     def reader(self) -> ReplyReader:
         """Return what reads the answer while it is generated."""
@@ -121,12 +116,18 @@ class ExactCalls:
         if parent is None:
             return None
         new = attachment.given
+        if any(pictures_of(new)) and self._drew_images(parent):
+            return None
         if not self._keeps_reasoning and any(message.role == "user" for message in new):
             before = parent.path_messages[:-1]
             if not self._renderer.appends(before, parent.reply, new, tools):
                 return None
         said = parent.generated.token_ids
         return self._renderer.following(parent.reply, said, new, tools)
+
+    def _drew_images(self, call: ModelCall) -> bool:
+        """Whether the policy has said an image's token: no image may stand behind that."""
+        return any(self._chat.has_image_token(one.generated.token_ids) for one in call.path)
 
     def another(self, prepared: PreparedCall) -> PreparedCall:
         """Return the same request once more, for another answer to it."""

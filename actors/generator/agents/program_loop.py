@@ -111,6 +111,7 @@ class ProgramLoop:
             log,
             self._time_use,
             self._facts,
+            self._broker.max_payload_bytes,
         )
         playing = _Playing(self, plan, calls, log)
         try:

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ....envs.agents.messages import CanonicalCall, CanonicalMessage
+from ....envs.agents.messages import CanonicalCall, CanonicalMessage, pictures_of
 from ....schemas.wire.errors import ModelError
 from ..engine.engine import IntVector
 from ..episodes.chat import ChatTokenizer
@@ -109,12 +109,12 @@ class HistoryRenderer:
         try:
             alone = self._render([*history, turn], tools, prompt=False)
             whole = self._render([*history, turn, *new], tools, prompt=prompt)
+            before, _, behind = whole.rpartition(mark)
+            ids = self._chat.encode_seen(behind, [one.encoded for one in pictures_of(new)])
         except ModelError:
             return None
         if not 0 < alone.count(mark) == whole.count(mark):
             return None
-        before, _, behind = whole.rpartition(mark)
-        ids = self._chat.encode(behind)
         pairs = zip(self._chat.encode(alone.rpartition(mark)[2]), ids, strict=False)
         at = 0
         for lone, token in pairs:

@@ -28,6 +28,7 @@ from ...models.model_folder import (
     sees_images,
 )
 from ..engine.engine import IntVector
+from .image_room import check_seen, with_room
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,17 +112,9 @@ class ChatTokenizer:
         template leaves out and images that the model does not see, DataError for what is no image.
         """
         images = images_of(messages)
-        if images and self._image_reader is None:
-            raise ModelError(
-                "a prompt holds images, and the model reads text alone",
-                hint="use a vision-language model of the Qwen2-VL or Qwen2.5-VL class, or data "
-                "without images",
-            )
+        check_seen(images, self._image_reader)
         self._refuse_unseen(tools, messages)
-        text = self.render(messages, prompt=True, tools=tools)
-        if images and self._image_reader is not None:
-            text = _make_room(text, images, self._image_reader, self.token_text)
-        return self.encode(text)
+        return self.encode_seen(self.render(messages, prompt=True, tools=tools), images)
 
     def first_prompt(
         self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
@@ -324,6 +317,18 @@ class ChatTokenizer:
         """Return the ids of a text as it stands, without a template."""
         return self._tokenizer.encode(text, add_special_tokens=False)  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
 
+    def encode_seen(self, text: str, images: Sequence[bytes]) -> list[int]:
+        """Return the ids of a rendered text, its images there as the tokens that they take.
+
+        `images` are the encoded images of the messages that it was made of; see `with_room`.
+        """
+        return self.encode(with_room(text, images, self._image_reader, self.token_text))
+
+    def has_image_token(self, token_ids: IntVector) -> bool:
+        """Whether some of these tokens would be taken for a part of an image."""
+        reader = self._image_reader
+        return reader is not None and bool((token_ids == reader.token_id).any())
+
     def is_special(self, token_id: int) -> bool:
         """Whether a token is no text, so that what stands before it does not change it."""
         return token_id in self._tokenizer.all_special_ids or (
@@ -357,23 +362,6 @@ def open_chat(model: ModelConfig) -> ChatTokenizer:
 
         reader = load_image_reader(model.path, trust_remote_code=trust)
     return ChatTokenizer(tokenizer, model.template_kwargs, load_stop_token_ids(model.path), reader)
-
-
-def _make_room(
-    text: str, images: Sequence[bytes], reader: "ImageReader", token_text: Callable[[int], str]
-) -> str:
-    """Write each image's token as often as the image takes tokens."""
-    token = token_text(reader.token_id)
-    between = text.split(token)
-    if len(between) != len(images) + 1:
-        raise DataError(
-            f"a prompt with {len(images)} images has {len(between) - 1} times {token} once "
-            "the chat template has rendered it",
-            hint=f"no message may hold the text {token}, and the template must write it once "
-            "for each image",
-        )
-    rooms = [token * reader.count_tokens(image) for image in images]
-    return "".join(part for pair in zip(between, [*rooms, ""], strict=True) for part in pair)
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

@@ -32,7 +32,12 @@ class Asking:
     parts: list[CallPart] = field(default_factory=list)
 
     def calls(
-        self, log: CallLog | None = None, *, max_turn: int = MAX_TURN, **agent: Any
+        self,
+        log: CallLog | None = None,
+        *,
+        max_turn: int = MAX_TURN,
+        message_bytes: int | None = None,
+        **agent: Any,
     ) -> CallAnswers:
         """Return what answers the calls of an episode."""
         config = JobConfig.model_validate(
@@ -41,6 +46,7 @@ class Asking:
                 "env": {"hosts": 0},
                 "agent": {"client": True, **agent},
                 "rollout": {
+                    "group_size": 1,
                     "max_prompt_tokens": 60,
                     "max_turn_tokens": max_turn,
                     "max_response_tokens": 100,
@@ -52,7 +58,16 @@ class Asking:
             log.begin_try()
         sampling = EpisodeSampling(1.0)
         time_use = TimeUse("generate", "environment", rest="other")
-        return CallAnswers("e", self.engine, self.chat, config, sampling, log, time_use)
+        return CallAnswers(
+            "e",
+            self.engine,
+            self.chat,
+            config,
+            sampling,
+            log,
+            time_use,
+            message_bytes=message_bytes,
+        )
 
     async def tell(self, part: CallPart) -> None:
         """Keep what is told."""
