@@ -1,7 +1,7 @@
 """The bodies of OpenAI's requests: what of them is understood, and what is refused.
 
-A parameter that would be without effect is refused instead of ignored, unless its value asks for
-nothing (`presence_penalty: 0`).
+A parameter that would be without effect is refused instead of ignored, unless it is a label, or its
+value asks for nothing (`presence_penalty: 0`).
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ....envs.agents.dialects.neutral import asks_nothing, is_label
 from ....schemas.images import encoded_image
 from ....schemas.infer import (
     MAX_CHOICES,
@@ -26,25 +27,15 @@ from ....schemas.wire.errors import ConfigError, DataError, MessageError
 
 B = TypeVar("B", bound="_Body")
 
-_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "echo": (False,),
-    "suffix": ("",),
-    "best_of": (1,),
-    "functions": ([],),
-}
 _WHY = {
     "top_logprobs": "only the log-prob of the sampled token is recorded: leave it out, or give 0",
     "tool_choice": "which tool is called is the model's choice: give auto or none",
     "response_format": "generation is not constrained to a format: say it in the prompt",
     "functions": "give tools instead",
+    "parallel_tool_calls": "how many tools are called is the model's choice: leave it out",
+    "reasoning_effort": "how much a model thinks is set by its chat template: leave it out",
+    "store": "answers are not kept: give false",
+    "verbosity": "how long an answer is, is the model's choice: say it in the prompt",
 }
 
 _SHOWN = 100
@@ -64,6 +55,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
+    include_obfuscation: Literal[False] = False
 
 
 class _Body(BaseModel):
@@ -81,11 +73,10 @@ class _Body(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.stream_options is not None and not self.stream:
+        if self.include_usage and not self.stream:
             raise ValueError("stream_options has no effect without stream")
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
             raise ValueError(f"stop holds at most {MAX_STOPS} texts")
@@ -104,7 +95,7 @@ class _Body(BaseModel):
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=max(0, self.top_k),
-            stop=stop,
+            stop=[text for text in stop if text],
             seed=None if self.seed is None else self.seed % (1 << 63),
             num_choices=self.n,
         )
@@ -168,7 +159,8 @@ def parse_body(raw: bytes, model: type[B]) -> B:
     fields = {
         key: given
         for key, given in cast("dict[str, Any]", value).items()
-        if given is not None and not _asks_nothing(key, given)
+        if given is not None
+        and (key in model.model_fields or not (is_label(key) or asks_nothing(key, given)))
     }
     for key in fields:
         if key not in model.model_fields:
@@ -189,10 +181,6 @@ def query_of(body: ChatBody | CompletionBody) -> ChatRequest | CompletionRequest
         return body.request()
     except ValidationError as error:
         raise _malformed(error) from error
-
-
-def _asks_nothing(key: str, value: Any) -> bool:
-    return any(value == nothing for nothing in _ASKS_NOTHING.get(key, ()))
 
 
 def _malformed(error: ValidationError) -> BodyError:

@@ -7,10 +7,10 @@ values that ask for nothing are taken.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from ....broker.client.connection import Broker
 from ....envs.agents.dialects.answer import Answered, AnswerHead, Usage
 from ....envs.agents.dialects.messages_api import MessagesAnswer, read_messages
+from ....envs.agents.dialects.neutral import is_label
 from ....envs.agents.dialects.request import ModelRequest, RequestError
 from ....envs.agents.dialects.responses import ResponseAnswer, read_response
 from ....envs.agents.messages import canonical_history
@@ -31,29 +32,13 @@ from .serving_jobs import ServingJobs
 
 Words: TypeAlias = Callable[[TinkermqError, int], dict[str, Any]]
 
-_ANYTHING = object()
-_RESPONSES: Mapping[str, tuple[Any, ...]] = {
-    "metadata": (_ANYTHING,),
-    "user": (_ANYTHING,),
-    "safety_identifier": (_ANYTHING,),
-    "prompt_cache_key": (_ANYTHING,),
-    "prompt_cache_retention": (_ANYTHING,),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "parallel_tool_calls": (True,),
-    "truncation": ("disabled",),
-    "text": ({"format": {"type": "text"}},),
-    "top_logprobs": (0,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-}
-_MESSAGES: Mapping[str, tuple[Any, ...]] = {
-    "metadata": (_ANYTHING,),
-    "service_tier": ("auto", "standard_only"),
-    "thinking": ({"type": "disabled"},),
-}
 _WHY = {
     "store": "answers are not kept: give false, and send the whole conversation as input",
+    "background": "answers are not kept: ask for a stream, and read it",
+    "include": "an answer holds what there is: leave it out",
+    "output_config": "how much a model thinks is set by its chat template: leave it out",
+    "parallel_tool_calls": "how many tools are called is the model's choice: leave it out",
+    "tool_choice.disable_parallel_tool_use": "how many tools are called is the model's choice",
     "tool_choice": "which tool is called is the model's choice: give auto or none",
     "text": "generation is not constrained to a format: say it in the prompt",
     "reasoning": "how much a model thinks is set by its chat template: leave it out",
@@ -95,11 +80,10 @@ class Dialect:
     """Of an answer's id."""
     read: Callable[[Any], ModelRequest]
     answer: Callable[[AnswerHead], WordedAnswer]
-    asks_nothing: Mapping[str, tuple[Any, ...]]
 
 
-RESPONSES = Dialect("resp", read_response, ResponseAnswer, _RESPONSES)
-MESSAGES = Dialect("msg", read_messages, MessagesAnswer, _MESSAGES)
+RESPONSES = Dialect("resp", read_response, ResponseAnswer)
+MESSAGES = Dialect("msg", read_messages, MessagesAnswer)
 
 
 class Dialects:
@@ -136,18 +120,11 @@ def _read(raw: bytes, dialect: Dialect) -> ModelRequest:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
-    if isinstance(value, dict):
-        value = {
-            key: given
-            for key, given in cast("dict[str, Any]", value).items()
-            if not any(
-                nothing is _ANYTHING or nothing == given
-                for nothing in dialect.asks_nothing.get(key, ())
-            )
-        }
     asked = dialect.read(value)
     unknown = [name for name in asked.overruled or {} if name not in _SAMPLED]
     for name in (*asked.without_effect, *unknown):
+        if is_label(name):
+            continue
         hint = _WHY.get(name, "leave it out")
         raise RequestError(f"{name!r} is not supported here", param=name, hint=hint)
     if not asked.model:

@@ -38,6 +38,7 @@ def read_chat(body: Any) -> ModelRequest:
     tools, left_out = tools_of(fields, nested=True)
     hidden = fields.any("tool_choice") == "none"
     options = Fields(fields.any("stream_options") or {}, "stream_options")
+    include_usage = options.flag("include_usage")
     limit = fields.count("max_completion_tokens") or fields.count("max_tokens")
     return ModelRequest(
         messages=messages,
@@ -46,10 +47,10 @@ def read_chat(body: Any) -> ModelRequest:
         max_tokens=limit,
         stop=fields.texts("stop"),
         stream=fields.flag("stream"),
-        include_usage=options.flag("include_usage"),
+        include_usage=include_usage,
         model=fields.text("model"),
         overruled=sampling_of(fields, _SAMPLING),
-        without_effect=(*left_out, *fields.unread(), *_constraints(fields)),
+        without_effect=(*left_out, *fields.unread(), *options.unread(), *_constraints(fields)),
     )
 
 

@@ -34,7 +34,8 @@ def read_messages(body: Any) -> ModelRequest:
     if not fields.items("messages"):
         raise RequestError("messages is empty", param="messages")
     tools, left_out = _tools(fields)
-    choice = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice").text("type")
+    chosen = Fields(fields.any("tool_choice") or {"type": "auto"}, "tool_choice")
+    choice = chosen.text("type")
     return ModelRequest(
         messages=tuple(messages),
         tools=() if choice == "none" else tools,
@@ -47,7 +48,7 @@ def read_messages(body: Any) -> ModelRequest:
         without_effect=(
             *left_out,
             *fields.unread(),
-            *(["tool_choice"] if choice not in ("auto", "none") else []),
+            *(["tool_choice"] if choice not in ("auto", "none") else chosen.unread()),
         ),
     )
 

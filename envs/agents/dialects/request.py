@@ -7,6 +7,7 @@ from typing import Any, cast
 from ....schemas.images import encoded_image
 from ....schemas.wire.errors import DataError, TinkermqError
 from ..messages import CanonicalMessage, Picture, joined
+from .neutral import asks_nothing
 
 
 class RequestError(TinkermqError):
@@ -120,11 +121,11 @@ class Fields:
         return tuple(text for text in values if text)
 
     def unread(self) -> tuple[str, ...]:
-        """Return the fields that were sent, say something, and were not read."""
+        """Return the fields that were sent, ask for something, and were not read."""
         return tuple(
             self.name(key)
             for key, value in self._value.items()
-            if key not in self._read and value not in (None, [], {}, "", False)
+            if key not in self._read and not asks_nothing(self.name(key), value)
         )
 
     def _wrong(self, key: str, wanted: str) -> RequestError:
@@ -204,4 +205,5 @@ def tools_of(fields: Fields, *, nested: bool) -> tuple[tuple[dict[str, Any], ...
 
 def sampling_of(fields: Fields, names: Sequence[str]) -> dict[str, Any]:
     """Read what the job decides in the program's place."""
-    return {name: value for name in names if (value := fields.any(name)) is not None}
+    told = {name: fields.any(name) for name in names}
+    return {name: value for name, value in told.items() if not asks_nothing(name, value)}

@@ -38,6 +38,7 @@ def read_response(body: Any) -> ModelRequest:
         raise RequestError("input is empty", param="input")
     tools, tools_left_out = tools_of(fields, nested=False)
     choice = fields.any("tool_choice")
+    options = Fields(fields.any("stream_options") or {}, "stream_options")
     return ModelRequest(
         messages=tuple(messages),
         tools=() if choice == "none" else tools,
@@ -51,6 +52,7 @@ def read_response(body: Any) -> ModelRequest:
             *left_out,
             *tools_left_out,
             *fields.unread(),
+            *options.unread(),
             *(["tool_choice"] if choice not in (None, "auto", "none") else []),
         ),
     )

@@ -105,6 +105,38 @@ async def test_a_message_has_thinking_text_call_and_counts(
     assert asked.decoding.stop == ["!"]
 
 
+NOTHING_RESPONSES: dict[str, Any] = {
+    "include": ["reasoning.encrypted_content"],
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "reasoning": {"effort": None, "summary": "auto"},
+    "parallel_tool_calls": True,
+    "truncation": "disabled",
+    "service_tier": "auto",
+    "presence_penalty": 0,
+    "background": False,
+    "prompt_cache_key": "k",
+    "stream_options": {"include_obfuscation": False},
+    "max_tool_calls": None,
+}
+NOTHING_MESSAGES: dict[str, Any] = {
+    "thinking": {"type": "disabled"},
+    "service_tier": "standard_only",
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": False},
+    "cache_control": {"type": "ephemeral"},
+    "context_management": {},
+    "mcp_servers": [],
+    "output_config": {"effort": "high"},
+}
+
+
+async def test_values_that_ask_for_nothing_are_taken(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
+) -> None:
+    await respond(responses, extra_body=NOTHING_RESPONSES)
+    await message(messages, extra_body=NOTHING_MESSAGES)
+    assert len(canned.asked) == 2
+
+
 async def test_results_of_tools_and_images_reach_the_server(
     messages: AsyncAnthropic, canned: Canned
 ) -> None:
@@ -151,6 +183,8 @@ async def test_what_a_response_cannot_do_is_refused_by_name(
 REFUSED_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "set by its chat template"),
     ({"tool_choice": {"type": "any"}}, "which tool is called is the model's choice"),
+    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "how many tools"),
+    ({"output_config": {"effort": "low"}}, "set by its chat template"),
     ({"messages": [{"role": "assistant", "content": "so"}]}, "is not continued here"),
     ({"top_k": "many"}, "the parameter 'top_k' cannot be used"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "is not supported here"),

@@ -28,6 +28,13 @@ def test_a_chat_becomes_a_servers_request() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format", "not constrained"),
         ({"tool_choice": "required"}, "tool_choice", "the model's choice"),
         ({"temprature": 1}, "temprature", "not supported"),
+        ({"temprature": 0}, "temprature", "not supported"),
+        ({"store": True}, "store", "answers are not kept"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "the model's choice"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "set by its chat template"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "not supported"),
+        ({"min_p": 0.1}, "min_p", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"messages": []}, "messages", "at least 1"),
@@ -46,6 +53,12 @@ def test_what_cannot_be_served_is_refused_by_name(
 def test_values_that_ask_for_nothing_are_taken() -> None:
     chat(frequency_penalty=0, logit_bias={}, response_format={"type": "text"}, top_logprobs=0)
     chat(tools=None, stop=None, parallel_tool_calls=True, store=False)
+    chat(n=1, service_tier="auto", user="u", metadata={"run": "1"}, functions=[], verbosity=None)
+    chat(stream_options={"include_usage": False}, function_call="auto", modalities=["text"])
+    chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    chat(min_p=0.0, repetition_penalty=1.0, skip_special_tokens=True, ignore_eos=False, best_of=1)
+    assert chat(stop=["", "END"]).request().decoding.stop == ["END"]
+    assert chat(stop="").request().decoding.stop == []
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]"])
