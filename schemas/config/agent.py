@@ -57,6 +57,15 @@ class AgentConfig(Section):
     one counts; or what it has done counts at once. One that is stuck is tried again once."""
     failed_reward: float = 0.0
     """Reward of an episode that failed, ran out of time, was stuck or crashed and has no other."""
+    image: str | None = Field(
+        default=None,
+        max_length=512,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$",
+        json_schema_extra=when("command"),
+    )
+    """Image of a container that podman or docker has on the hosts' machines: programs see its
+    files, read-only, in place of the machine's, and `{python}` is its `python3`. Its variables are
+    set; its user, folder and entry point have no effect."""
     network: Literal["model", "open"] = Field(default="model", json_schema_extra=when("command"))
     """What a program reaches: the model and nothing else, or whatever the machine does."""
     memory_mb: int = Field(default=2048, ge=64, le=1 << 24, json_schema_extra=when("command"))

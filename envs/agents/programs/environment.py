@@ -19,6 +19,7 @@ INPUT = f"{TASK}/input.json"
 ROW = f"{TASK}/row.json"
 REWARD = f"{TASK}/reward"
 """Where a program may write its own reward."""
+_PYTHON_OF_IMAGE = "python3"
 _KEPT = ("LANG", "TZ")
 _LOOPBACK = "127.0.0.1,localhost"
 _ANSWERS = frozenset({*TRUTH_COLUMNS, "solution"})
@@ -59,13 +60,13 @@ def last_user_text(messages: Sequence[ChatMessage]) -> str:
     return "".join(str(part.get("text", "")) for part in parts)
 
 
-def filled(command: Sequence[str], prompt: str = "") -> list[str]:
+def filled(config: AgentConfig, command: Sequence[str], prompt: str = "") -> list[str]:
     """Return a command with the values of what stands in braces; each word stays one word."""
     values = {
         "{prompt}": prompt,
         "{workdir}": WORK,
         "{input}": INPUT,
-        "{python}": sys.executable,
+        "{python}": sys.executable if config.image is None else _PYTHON_OF_IMAGE,
         "{grader}": GRADER,
     }
     return [_filled(word, values) for word in command]

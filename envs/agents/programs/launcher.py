@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.errors import SandboxError, StorageError
+from ..containers.image_root import ImageRoot
 from ..episode import ProgramEpisode
 from .folders import ProgramFolder, ProgramFolders, check_folder, check_shown
 from .limits import Limit, LimitWatch, Watched
@@ -77,13 +78,15 @@ class ProgramLauncher:
         self.files = None if files is None else check_folder("agent.files", files)
         self.grader = None if grader is None else check_shown("agent.reward_files", grader)
         self.folders = ProgramFolders()
+        self._image: ImageRoot | None = None
         try:
+            self._image = None if config.image is None else ImageRoot(config.image)
             hidden = [*private, self.folders.path, *([self.grader] if self.grader else [])]
-            self.walls = ProgramWalls(config, hidden)
+            self.walls = ProgramWalls(config, hidden, self._image)
             if self.files is not None:
                 refuse_shown({"agent.files": self.files}, hidden)
         except BaseException:
-            self.folders.close()
+            self._give_back()
             raise
         self._config = config
         self._reader = OutputReader()
@@ -141,10 +144,11 @@ class ProgramLauncher:
         """
         launch = Launch(
             self.walls.command_line(folder, reach, more),
+            self.walls.python,
             self.walls.filter,
             self.walls.orders(folder.user, reach, processes),
             command,
-            environment,
+            self.walls.variables(environment),
         )
         program, listening = await start(launch, self._reader, self._workers)
         loop = asyncio.get_running_loop()
@@ -173,7 +177,12 @@ class ProgramLauncher:
         self._watch.stop()
         self._reader.stop()
         self._workers.shutdown()
+        self._give_back()
+
+    def _give_back(self) -> None:
         self.folders.close()
+        if self._image is not None:
+            self._image.close()
 
     async def _end(self, program: WalledProgram) -> None:
         """End a program and hear its last words."""

@@ -180,7 +180,7 @@ class ProgramLife:
         return await program.kill()
 
     def _filled(self, command: list[str]) -> list[str]:
-        return filled(command, last_user_text(self.prompt))
+        return filled(self._config, command, last_user_text(self.prompt))
 
     # -- its reward ----------------------------------------------------------------------------
 

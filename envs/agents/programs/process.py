@@ -40,6 +40,8 @@ class Launch:
 
     bubblewrap: Sequence[str]
     """The command line up to the program."""
+    python: Sequence[str]
+    """What starts Python there."""
     filter: bytes
     """The system calls that it may not make."""
     orders: Mapping[str, Any]
@@ -243,7 +245,7 @@ def _begin(launch: Launch) -> _Begun:
     os.write(rules_in, launch.filter)
     os.close(rules_in)
     command = [*launch.bubblewrap, "--seccomp", str(rules), "--info-fd", str(about_in), "--"]
-    command += inside_command([_INSIDE, str(theirs.fileno())])
+    command += inside_command(launch.python, [_INSIDE, str(theirs.fileno())])
     try:
         process = subprocess.Popen(
             command,

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from typing import Any
 
 from ....schemas.config.agent import AgentConfig
@@ -75,7 +74,9 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
             "agent.reward names {grader}, and there is no agent.reward_files",
             hint="set agent.reward_files to the folder with what the reward command needs",
         )
-    commands = {name: filled(getattr(config, name)) for name in ("command", "setup", "reward")}
+    commands = {
+        name: filled(config, getattr(config, name)) for name in ("command", "setup", "reward")
+    }
     wanted = {words[0]: name for name, words in commands.items() if _is_looked_for(config, words)}
     told = await _answer(config, launcher, sorted(wanted))
     if told["failed"]:
@@ -86,8 +87,8 @@ async def prove(config: AgentConfig, launcher: ProgramLauncher) -> None:
     for absent in told["absent"]:
         raise ConfigError(
             f"agent.{wanted[absent]}: programs find no {absent!r}",
-            hint="they see the system's folders, agent.files, the pool's interpreter ({python}) "
-            "and agent.read; its folder must also stand in PATH",
+            hint="they see agent.files, agent.read, and agent.image or else the system's folders "
+            "and the pool's interpreter ({python}); its folder must also stand in PATH",
         )
 
 
@@ -103,7 +104,7 @@ async def _answer(
         "open": is_open,
         "commands": commands,
     }
-    words = [sys.executable, "-I", "-S", "-c", _PROBE, json.dumps(asked)]
+    words = [*launcher.walls.python, "-I", "-S", "-c", _PROBE, json.dumps(asked)]
     async with launcher.folder(launcher.files) as folder:
         environment = plain_variables(config)
         async with launcher.running(

@@ -1,0 +1,1 @@
+"""The files of container images, in which programs run behind the walls of all."""
