@@ -7,7 +7,6 @@ number of ranks reads what any number has written. A checkpoint is written to a 
 renamed; `latest` is a link to the newest. Master weights are float32, and so are the saved ones.
 """
 
-import errno
 import os
 import shutil
 from collections.abc import Callable
@@ -16,13 +15,13 @@ from typing import Any, cast
 
 import torch
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from ....schemas.wire.errors import NotFoundError, StorageError, TinkermqError
 from ...models.checkpoint_folders import checkpoint_name
 from ...models.digests import check_digests, write_digests
 from ...models.lora import policy_tensors
+from ...models.writing import flush, flush_entries, storage_error
 from ..tasks.state import LearnerState
 from .optimizer import save_optimizer
 from .parallel import Parallel, whole
@@ -57,12 +56,12 @@ class CheckpointStore:
             state.has_digests = True
             (temporary / _STATE).write_text(state.model_dump_json(indent=1))
             write_digests(temporary)
-            _flush(temporary)
+            flush(temporary)
             self._put_in_place(temporary, final)
             self._point_latest(final)
             self._remove_old()
         except Exception as error:
-            failure = _storage_error(final, error)  # before room is made again
+            failure = storage_error(final, error)  # before room is made again
             shutil.rmtree(temporary, ignore_errors=True)
             if failure is None:
                 raise
@@ -133,7 +132,7 @@ class CheckpointStore:
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        _flush_folder(self.folder)
+        flush_entries(self.folder)
         if replaced.exists():
             shutil.rmtree(replaced)
 
@@ -226,39 +225,3 @@ def gather_weights(model: nn.Module, parallel: Parallel) -> dict[str, Tensor] | 
             gathered[id(tensor)] = full.cpu() if parallel.rank == 0 else full.new_empty(0)
         named[name] = gathered[id(tensor)]
     return named if parallel.rank == 0 else None
-
-
-def _flush(folder: Path) -> None:
-    """Bring a folder to the disk, with all that is in it, before it gets its final name."""
-    for path in (*folder.rglob("*"), folder):
-        if path.is_dir():
-            _flush_folder(path)
-        else:
-            with path.open("rb+") as handle:
-                os.fsync(handle.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _storage_error(final: Path, error: Exception) -> StorageError | None:
-    """Say why a checkpoint could not be written; None for an error that is not the disk's.
-
-    A full disk makes the libraries raise errors of many kinds.
-    """
-    free = shutil.disk_usage(final.parent if final.parent.exists() else Path("/")).free
-    is_full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or free < 2**20
-    if not is_full and not isinstance(error, OSError | RuntimeError | SafetensorError):
-        return None
-    reason = "the disk is full" if is_full else str(error)
-    failure = StorageError(
-        f"checkpoint {final} could not be written: {reason} ({free / 2**20:,.0f} MiB free)",
-        hint="free some space; earlier checkpoints are whole and training goes on",
-    )
-    failure.is_full = is_full
-    return failure

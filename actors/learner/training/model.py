@@ -205,7 +205,7 @@ class Scorer:
         self, states_UD: Tensor, place_N: Tensor, targets_N: Tensor, entropy_gradient: bool
     ) -> tuple[Tensor, Tensor]:
         """Turn hidden states into the log-probs of the targets, and entropies."""
-        logits_UV = self._logits(states_UD).float()
+        logits_UV = self.logits(states_UD).float()
         if self._temperature != 1.0:
             logits_UV = logits_UV / self._temperature
         log_softmax_UV = logits_UV.log_softmax(-1)
@@ -259,7 +259,8 @@ class Scorer:
             return sliding
         return {"full_attention": full, "sliding_attention": sliding}
 
-    def _logits(self, states_UD: Tensor) -> Tensor:
+    def logits(self, states_UD: Tensor) -> Tensor:
+        """Return the logits of hidden states, or of logits where `full_logits` says so."""
         if self.full_logits:
             return states_UD
         with self._computing(autocast=self._autocast):

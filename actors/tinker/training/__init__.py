@@ -1,0 +1,1 @@
+"""The training of any number of LoRA adapters on one base model in memory."""

@@ -1,0 +1,218 @@
+"""One adapter in memory: its tensors, their gradients, and its optimiser.
+
+All tensors of an adapter are views of one row of numbers, and so are their gradients and moments:
+an update of the optimiser is one operation, whatever the number of layers. Each tensor begins at a
+multiple of 64 bytes, which products like; what lies between is 0 and stays so.
+"""
+
+# torch leaves some of its methods untyped.
+# pyright: reportUnknownMemberType=false
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from ....schemas.tinker.datum import AdamParams, LoraSpec
+from ....schemas.wire.errors import ConfigError
+from .layers import LayerShape, LowRank
+
+ALPHA = 32
+"""What an adapter adds is multiplied by ALPHA / rank, whatever its rank."""
+_ALIGNED = 16
+_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The state of an optimiser: AdamW's moments, by the names of the tensors."""
+
+    step: int
+    """Updates made."""
+    first: Mapping[str, Tensor]
+    second: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    layer: str
+    shape: tuple[int, int]
+    first: int
+
+    def of(self, row: Tensor) -> Tensor:
+        return row[self.first : self.first + math.prod(self.shape)].view(self.shape)
+
+
+class Adapter:
+    """A LoRA adapter that is trained; fresh, it changes nothing yet.
+
+    The same specification gives the same tensors, whatever else there is.
+    """
+
+    def __init__(
+        self,
+        model_id: str,
+        spec: LoraSpec,
+        layers: Mapping[str, LayerShape],
+        device: torch.device,
+    ) -> None:
+        """Make an adapter on all of `layers`; without a seed the model's id is one."""
+        seed = _seed_of(model_id) if spec.seed is None else spec.seed
+        self.spec = replace(spec, seed=seed)
+        places = list(_places(spec.rank, layers))
+        self._places = places
+        size = _end(places[-1])
+        self._weights = nn.Parameter(torch.zeros(size, device=device), requires_grad=False)
+        self._parameters = {one.name: nn.Parameter(one.of(self._weights.data)) for one in places}
+        self._optimizer = torch.optim.AdamW([self._weights], fused=True)
+        self._draw(seed)
+        self.by_layer = {
+            layer: LowRank(
+                self._parameters[_name(layer, "A")],
+                self._parameters[_name(layer, "B")],
+                ALPHA / spec.rank,
+            )
+            for layer in layers
+        }
+        """What each layer adds."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held: weights, and gradients and moments once there are some."""
+        rows = 1 + (self._weights.grad is not None) + 2 * bool(self._optimizer.state)
+        return rows * _BYTES * self._weights.numel()
+
+    @property
+    def num_steps(self) -> int:
+        """Updates that its optimiser has made."""
+        state = self._optimizer.state
+        return int(state[self._weights]["step"]) if state else 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of its tensors on the CPU, float32, by the names that PEFT gives them."""
+        return self._named(self._weights)
+
+    def put(self, tensors: Mapping[str, Tensor], moments: Moments | None) -> None:
+        """Take over tensors, by name, and the optimiser's state; without one it begins anew."""
+        self.clear()
+        self._optimizer.state.clear()
+        self._fill(self._weights.data, tensors)
+        if moments is None or not moments.step:
+            return
+        rows = [torch.zeros_like(self._weights.data) for _ in range(2)]
+        self._fill(rows[0], moments.first)
+        self._fill(rows[1], moments.second)
+        self._optimizer.state[self._weights] = {
+            "step": torch.tensor(float(moments.step), device=self._weights.device),
+            "exp_avg": rows[0],
+            "exp_avg_sq": rows[1],
+        }
+
+    def moments(self) -> Moments:
+        """Return copies of the optimiser's state."""
+        if not self._optimizer.state:
+            return Moments(0, {}, {})
+        state = self._optimizer.state[self._weights]
+        first, second = self._named(state["exp_avg"]), self._named(state["exp_avg_sq"])
+        return Moments(self.num_steps, first, second)
+
+    def begin_gradients(self) -> None:
+        """Make room for gradients, which then add up over backward passes."""
+        if self._weights.grad is not None:
+            return
+        row = torch.zeros_like(self._weights.data)
+        self._weights.grad = row
+        for one in self._places:
+            self._parameters[one.name].grad = one.of(row)
+
+    def clear(self) -> None:
+        """Forget gradients."""
+        if self._weights.grad is not None:
+            self._weights.grad.zero_()
+
+    def step(self, params: AdamParams) -> dict[str, float]:
+        """Make one update and forget the gradients; one that is not finite changes nothing.
+
+        Returns `grad_norm:mean`, before clipping, and `skipped:sum`.
+        """
+        self.begin_gradients()
+        clip = params.grad_clip_norm or math.inf
+        norm = float(nn.utils.clip_grad_norm_([self._weights], clip))
+        skipped = not math.isfinite(norm)
+        if not skipped:
+            self._optimizer.param_groups[0].update(
+                lr=params.learning_rate,
+                betas=(params.beta1, params.beta2),
+                eps=params.eps,
+                weight_decay=params.weight_decay,
+            )
+            self._optimizer.step()
+        self.clear()
+        return {"grad_norm:mean": norm, "skipped:sum": float(skipped)}
+
+    def _draw(self, seed: int) -> None:
+        """Draw the A of each layer as PEFT does, each by a generator of its own; B is 0."""
+        for one in self._places:
+            if one.name != _name(one.layer, "A"):
+                continue
+            generator = torch.Generator().manual_seed(_seed_of(f"{seed}:{one.layer}"))
+            bound = 1 / math.sqrt(one.shape[1])
+            drawn = torch.empty(one.shape).uniform_(-bound, bound, generator=generator)
+            one.of(self._weights.data).copy_(drawn)
+
+    def _named(self, row: Tensor) -> dict[str, Tensor]:
+        return {one.name: one.of(row.detach()).to("cpu", copy=True) for one in self._places}
+
+    def _fill(self, row: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        for one in self._places:
+            one.of(row).copy_(tensors[one.name])
+
+
+def check_adam(params: AdamParams) -> None:
+    """Raise ConfigError for a parameter of the optimiser that makes no sense."""
+    for name in ("beta1", "beta2"):
+        value = getattr(params, name)
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name} is {value}", hint="take a number from 0 to below 1")
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        value = getattr(params, name)
+        if not 0 <= value < math.inf:
+            raise ConfigError(
+                f"{name} is {value}", hint="take a finite number that is not negative"
+            )
+
+
+def num_bytes_of(spec: LoraSpec, layers: Mapping[str, LayerShape]) -> int:
+    """Return the most bytes that an adapter holds: weights, gradients and both moments."""
+    return 4 * _BYTES * _end(list(_places(spec.rank, layers))[-1])
+
+
+def tensor_shapes(rank: int, layers: Mapping[str, LayerShape]) -> dict[str, tuple[int, int]]:
+    """Return the shapes of an adapter's tensors by the names that PEFT gives them."""
+    return {one.name: one.shape for one in _places(rank, layers)}
+
+
+def _name(layer: str, matrix: str) -> str:
+    return f"base_model.model.{layer}.lora_{matrix}.weight"
+
+
+def _places(rank: int, layers: Mapping[str, LayerShape]) -> Iterator[_Place]:
+    first = 0
+    for layer, shape in layers.items():
+        for matrix, size in (("A", (rank, shape.num_in)), ("B", (shape.num_out, rank))):
+            place = _Place(_name(layer, matrix), layer, size, first)
+            yield place
+            first = _end(place)
+
+
+def _end(place: _Place) -> int:
+    end = place.first + math.prod(place.shape)
+    return -(-end // _ALIGNED) * _ALIGNED
+
+
+def _seed_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1

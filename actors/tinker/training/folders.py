@@ -1,0 +1,217 @@
+"""Adapters in folders: as PEFT reads them, with the optimiser's state in a file of its own.
+
+`adapter_model.safetensors` and `adapter_config.json` are PEFT's; `tinkermq.json` tells what made
+the adapter and how far it came, `optimizer.safetensors` holds the moments. A folder is written
+under a hidden name and renamed. One that another program wrote is read, too, if its tensors are
+those of an adapter of ours; an alpha of its own goes into B.
+"""
+
+# peft and safetensors leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ....schemas.config.lora import ADAPTER_CONFIG
+from ....schemas.tinker.datum import LoraSpec
+from ....schemas.wire.errors import ModelError, NotFoundError
+from ...models.digests import check_digests, write_digests
+from ...models.writing import flush, flush_entries, storage_error
+from .adapter import ALPHA, Moments
+
+_WEIGHTS = "adapter_model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+_OURS = "tinkermq.json"
+_FIRST, _SECOND = "exp_avg.", "exp_avg_sq."
+_BESIDE = (".base_layer.weight", ".embed_tokens.weight")
+"""What PEFT may add to an adapter of the output layer: copies of what the base has."""
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """What `tinkermq.json` says."""
+
+    base_model: str
+    spec: LoraSpec
+    optimizer_steps: int
+    """Updates up to now, whether or not the moments are there."""
+    has_optimizer: bool
+
+
+@dataclass(frozen=True)
+class StoredAdapter:
+    """An adapter as a folder holds it."""
+
+    folder: Path
+    base_model: str
+    """The name of its base, or the path that PEFT's file tells; empty where none does."""
+    rank: int
+    spec: LoraSpec | None
+    """What made it; None where another program did."""
+    tensors: Mapping[str, Tensor]
+    """float32, as with our alpha."""
+    moments: Moments | None
+    """None where they were not asked for."""
+
+
+def write_adapter(
+    folder: Path,
+    *,
+    base_model: str,
+    base_path: str,
+    targets: Sequence[str],
+    spec: LoraSpec,
+    tensors: Mapping[str, Tensor],
+    steps: int,
+    moments: Moments | None,
+) -> None:
+    """Write an adapter, and replace what the folder held; StorageError if that cannot be done."""
+    ours = AdapterFile(base_model, spec, steps, moments is not None)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file(dict(tensors), temporary / _WEIGHTS, metadata={"format": "pt"})
+        _write_json(temporary / ADAPTER_CONFIG, _peft_config(spec.rank, targets, base_path))
+        _write_json(temporary / _OURS, asdict(ours))
+        if moments is not None:
+            named = {_FIRST + name: value for name, value in moments.first.items()}
+            named |= {_SECOND + name: value for name, value in moments.second.items()}
+            save_file(named, temporary / _OPTIMIZER)
+        write_digests(temporary)
+        flush(temporary)
+        _put_in_place(temporary, folder)
+    except Exception as error:
+        failure = storage_error(folder, error)  # before room is made again
+        shutil.rmtree(temporary, ignore_errors=True)
+        if failure is None:
+            raise
+        raise failure from error
+
+
+def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
+    """Read an adapter, with the optimiser's state if that is asked for.
+
+    Raises NotFoundError for a folder that is none, StorageError for a damaged one, ModelError for
+    one that holds something else, or no state of an optimiser.
+    """
+    if not folder.exists() and _replaced(folder).exists():
+        folder = _replaced(folder)  # a write was killed between two renames
+    if not (folder / ADAPTER_CONFIG).is_file():
+        raise NotFoundError(f"there is no adapter in {folder}", hint="see what was saved")
+    check_digests(folder)
+    settings = _read_json(folder / ADAPTER_CONFIG)
+    ours = _read_ours(folder)
+    rank, alpha = _rank_and_alpha(folder, settings)
+    if with_optimizer and not (ours is not None and ours.has_optimizer):
+        raise ModelError(
+            f"the adapter in {folder} was saved without the optimiser's state",
+            hint="load it without, or save with `save_state`",
+        )
+    tensors = {
+        name: value.float() * (alpha / ALPHA) if ".lora_B." in name else value.float()
+        for name, value in _load(folder / _WEIGHTS).items()
+        if not name.endswith(_BESIDE)
+    }
+    return StoredAdapter(
+        folder=folder,
+        base_model=ours.base_model if ours else settings.get("base_model_name_or_path") or "",
+        rank=rank,
+        spec=ours.spec if ours else None,
+        tensors=tensors,
+        moments=_moments(folder, ours) if with_optimizer and ours else None,
+    )
+
+
+def _put_in_place(temporary: Path, folder: Path) -> None:
+    """Give a folder its name; what had the name counts until then."""
+    replaced = _replaced(folder)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    temporary.rename(folder)
+    flush_entries(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.replaced")
+
+
+def _peft_config(rank: int, targets: Sequence[str], base_path: str) -> dict[str, Any]:
+    from peft import LoraConfig
+
+    made = LoraConfig(
+        r=rank,
+        lora_alpha=ALPHA,
+        lora_dropout=0.0,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_path,
+        inference_mode=True,
+    )
+    return {**made.to_dict(), "target_modules": list(targets)}  # PEFT's own is in no order
+
+
+def _rank_and_alpha(folder: Path, settings: Mapping[str, Any]) -> tuple[int, float]:
+    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        if settings.get(key):
+            raise ModelError(
+                f"the adapter in {folder} has {key}, which is not trained here",
+                hint="take a LoRA adapter of one rank",
+            )
+    try:
+        return int(settings["r"]), float(settings["lora_alpha"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{folder} holds no LoRA adapter: its {ADAPTER_CONFIG} has no r or lora_alpha",
+            hint="take a LoRA adapter",
+        ) from error
+
+
+def _read_ours(folder: Path) -> AdapterFile | None:
+    file = folder / _OURS
+    if not file.is_file():
+        return None
+    try:
+        return TypeAdapter(AdapterFile).validate_json(file.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
+
+
+def _moments(folder: Path, ours: AdapterFile) -> Moments:
+    if not ours.optimizer_steps:
+        return Moments(0, {}, {})
+    named = _load(folder / _OPTIMIZER)
+    first, second = (
+        {name.removeprefix(one): value for name, value in named.items() if name.startswith(one)}
+        for one in (_FIRST, _SECOND)
+    )
+    return Moments(ours.optimizer_steps, first, second)
+
+
+def _load(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}", hint="copy the folder again") from error
+
+
+def _write_json(file: Path, value: Any) -> None:
+    file.write_text(json.dumps(value, indent=1, sort_keys=True, default=str), encoding="utf-8")

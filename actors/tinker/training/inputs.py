@@ -1,0 +1,205 @@
+"""Data as clients send it, checked as a whole before anything is computed.
+
+Shape letters: D datums, P positions of all datums one after the other, E their targets in the same
+order: one for each position, or K of a datum whose `target_tokens` are [T, K].
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....schemas.tinker.datum import Datum
+from ....schemas.wire.errors import DataError
+from .losses import LossFunction
+
+TARGETS = "target_tokens"
+WEIGHTS = "weights"
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DatumBatch:
+    """The data of one call."""
+
+    tokens: list[IntArray]
+    """Of each datum."""
+    shapes: list[Shape]
+    """Of the targets of each datum."""
+    count_P: IntArray
+    """Targets of each position."""
+    targets_E: IntArray
+    datum_E: IntArray
+    """The datum of each target."""
+    weights_E: FloatArray
+    given: dict[str, FloatArray]
+    """What else the loss reads, float32[E] by name."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each datum."""
+        return [len(tokens) for tokens in self.tokens]
+
+    def by_datum(self, values_E: FloatArray) -> list[FloatArray]:
+        """Return values of all targets as one array for each datum, in the shape of its targets."""
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])
+        parts = np.split(values_E, ends[:-1])
+        return [part.reshape(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class DataReader:
+    """Reads the data of calls for one model."""
+
+    def __init__(self, *, vocab: int, max_tokens: int | None) -> None:
+        """`vocab`: tokens that the model knows; `max_tokens`: those of a datum at most."""
+        self._vocab = vocab
+        self._max_tokens = max_tokens
+
+    def read(
+        self, data: Sequence[Datum], name: str, loss: LossFunction, *, backward: bool
+    ) -> DatumBatch:
+        """Check data for the loss called `name`, and lay it out.
+
+        What only tells log-probs needs no weights, and passes over inputs that its loss does not
+        have. Raises DataError that names the datum, the field and the value.
+        """
+        if not data:
+            raise DataError("a call without data", hint="send at least one datum")
+        read = [
+            self._read_one(number, one, name, loss, backward) for number, one in enumerate(data)
+        ]
+        inputs = {key: np.concatenate([one[key].ravel() for one in read]) for key in read[0]}
+        shapes = [one[TARGETS].shape for one in read]
+        sizes = np.array([int(np.prod(shape)) for shape in shapes], dtype=np.int64)
+        tokens = [np.asarray(one.tokens, dtype=np.int64) for one in data]
+        self._check_ids("tokens", np.concatenate(tokens), [one.shape for one in tokens])
+        self._check_ids(TARGETS, inputs[TARGETS], shapes)
+        floats = {key: _floats(key, inputs[key], shapes) for key in inputs if key != TARGETS}
+        lengths = np.array([len(one) for one in tokens])
+        return DatumBatch(
+            tokens=tokens,
+            shapes=shapes,
+            count_P=np.repeat(sizes // lengths, lengths),
+            targets_E=inputs[TARGETS].astype(np.int64),
+            datum_E=np.repeat(np.arange(len(data)), sizes),
+            weights_E=floats.pop(WEIGHTS),
+            given=floats,
+        )
+
+    def _read_one(
+        self, number: int, datum: Datum, name: str, loss: LossFunction, backward: bool
+    ) -> dict[str, NDArray[Any]]:
+        """Return the inputs of a datum by name, in one shape, with those that it may leave out."""
+        self._check_tokens(number, datum.tokens)
+        may_lack = set(loss.may_have) if backward else {*loss.may_have, WEIGHTS}
+        known = {TARGETS, *loss.needs, *loss.may_have}
+        missing = sorted(known - may_lack - datum.inputs.keys())
+        if missing:
+            raise DataError(
+                f"datum {number} has no {missing[0]}, which loss_fn {name} needs",
+                hint=f"it needs {', '.join(sorted(known - may_lack))}",
+            )
+        unknown = sorted(datum.inputs.keys() - known)
+        if unknown and backward:
+            raise DataError(
+                f"datum {number} has an input {unknown[0]!r}, which loss_fn {name} does not read",
+                hint=f"it reads {', '.join(sorted(known))}",
+            )
+        given = {key: datum.inputs[key] for key in sorted(known & datum.inputs.keys())}
+        _check_shapes(number, len(datum.tokens), given, name, loss)
+        for key in (WEIGHTS, *loss.may_have):
+            if key not in given:
+                given[key] = _default(key, given)
+        return given
+
+    def _check_tokens(self, number: int, tokens: NDArray[Any]) -> None:
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise DataError(
+                f"tokens of datum {number} are {tokens.dtype} of shape {list(tokens.shape)}",
+                hint="a row of token ids is read",
+            )
+        if not len(tokens):
+            raise DataError(f"datum {number} has no tokens", hint="leave it out")
+        if self._max_tokens is not None and len(tokens) > self._max_tokens:
+            raise DataError(
+                f"datum {number} has {len(tokens)} tokens, the model reads {self._max_tokens} at "
+                "most",
+                hint="cut it",
+            )
+
+    def _check_ids(self, field: str, ids: NDArray[Any], shapes: Sequence[Shape]) -> None:
+        """Refuse what is no token of the model."""
+        wrong = np.flatnonzero((ids < 0) | (ids >= self._vocab))
+        if len(wrong):
+            raise DataError(
+                f"{_place(field, int(wrong[0]), shapes)} is {ids[wrong[0]]}, and the model knows "
+                f"the tokens 0 to {self._vocab - 1}",
+                hint="use the model's own tokenizer",
+            )
+
+
+def _check_shapes(
+    number: int, num_tokens: int, given: Mapping[str, NDArray[Any]], name: str, loss: LossFunction
+) -> None:
+    """Refuse inputs that do not fit the tokens of their datum."""
+    targets = given[TARGETS]
+    if targets.dtype.kind not in "iu":
+        raise DataError(
+            f"{TARGETS} of datum {number} are {targets.dtype}", hint="they are token ids, integers"
+        )
+    if targets.ndim not in (1, 2) or targets.shape[0] != num_tokens or not targets.size:
+        raise DataError(
+            f"{TARGETS} of datum {number} have the shape {list(targets.shape)}, its tokens are "
+            f"{num_tokens}",
+            hint="give one target for each token, or a row of them",
+        )
+    if targets.ndim == 2 and not loss.takes_many:
+        raise DataError(
+            f"{TARGETS} of datum {number} have the shape {list(targets.shape)}, and loss_fn {name} "
+            "takes one target for each token",
+            hint="use cross_entropy for several",
+        )
+    for key, value in given.items():
+        if value.shape != targets.shape:
+            raise DataError(
+                f"{key} of datum {number} have the shape {list(value.shape)}, its {TARGETS} "
+                f"{list(targets.shape)}",
+                hint="give one number for each target",
+            )
+        if value.dtype.kind not in "biuf":
+            raise DataError(f"{key} of datum {number} are {value.dtype}", hint="numbers are read")
+
+
+def _default(key: str, given: Mapping[str, NDArray[Any]]) -> FloatArray:
+    """Return an input that was left out: no weights are 1, no mask marks what adds something."""
+    if key == WEIGHTS:
+        return np.ones(given[TARGETS].shape, dtype=np.float32)
+    return (given["advantages"] * given[WEIGHTS] != 0).astype(np.float32)
+
+
+def _floats(field: str, values: NDArray[Any], shapes: Sequence[Shape]) -> FloatArray:
+    """Return float32; DataError for what is no number, or none of that size."""
+    with np.errstate(over="ignore"):
+        result = values.astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(result))
+    if len(wrong):
+        raise DataError(
+            f"{_place(field, int(wrong[0]), shapes)} is {values[wrong[0]]}",
+            hint="send finite numbers; NaN is often a mean or a deviation over nothing",
+        )
+    return result
+
+
+def _place(field: str, at: int, shapes: Sequence[Shape]) -> str:
+    """Say which of the values of all data is at a place."""
+    for number, shape in enumerate(shapes):
+        size = int(np.prod(shape))
+        if at < size:
+            index = ", ".join(str(one) for one in np.unravel_index(at, shape))
+            return f"{field}[{index}] of datum {number}"
+        at -= size
+    raise IndexError(at)

@@ -1,0 +1,272 @@
+"""Any number of LoRA adapters, trained on one base model in memory.
+
+Each has a rank, layers, gradients and an optimiser of its own. They share the base and the code
+that computes it, one after the other: nothing that one of them does changes a bit of another. Not
+for several threads at once.
+"""
+
+# torch and transformers leave some of their methods untyped.
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ....schemas.config.job import LearnerConfig, ModelConfig
+from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
+from ....schemas.wire.errors import (
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
+from ...learner.training.model import Scorer, load_model
+from .adapter import Adapter, check_adam, num_bytes_of
+from .folders import read_adapter, write_adapter
+from .inputs import DataReader
+from .layers import adapt, linear_names
+from .loss_pass import LossPass, SharedBase
+from .losses import find_loss, read_config
+from .offer import MAX_RANK, AdapterOffer
+from .window import PendingWindow
+
+_LOGITS_BYTES = 64 * 2**20
+
+
+class AdapterTrainer:
+    """The adapters of many models on one base, by model id."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        base_model: str,
+        base_path: str = "",
+        microbatch_tokens: int = 16384,
+        max_rank: int = MAX_RANK,
+        share_prompts: bool = True,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        logits_bytes: int = _LOGITS_BYTES,
+    ) -> None:
+        """Take over a model, which is frozen and whose linear layers are wrapped.
+
+        `base_model` is its name, by which folders of adapters are told apart; `base_path` the
+        folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
+        backward pass, `logits_bytes` the logits that are held at once. `dtype` is computed in;
+        weights are kept as they are. Raises ModelError for a model that cannot be trained in packed
+        rows.
+        """
+        self.base_model = base_model
+        self._base_path = base_path or base_model
+        module = cast(nn.Module, model)
+        linear = linear_names(module)
+        in_use, layers = adapt(module)
+        self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
+        scorer = Scorer(model, temperature=1.0, dtype=dtype)
+        config: Any = cast(Any, model).config.get_text_config()
+        vocab = int(config.vocab_size)
+        self._base = SharedBase(
+            scorer,
+            in_use,
+            microbatch_tokens,
+            logits_columns=max(1, logits_bytes // (4 * vocab)),
+            share_prompts=share_prompts and not scorer.flat_rows,
+        )
+        self._reader = DataReader(
+            vocab=vocab, max_tokens=getattr(config, "max_position_embeddings", None)
+        )
+        self._adapters: dict[str, Adapter] = {}
+        self._windows: dict[str, PendingWindow] = {}
+
+    @classmethod
+    def open(
+        cls,
+        folder: str,
+        *,
+        base_model: str = "",
+        attn_implementation: Literal["sdpa", "flash_attention_2"] = "sdpa",
+        trust_remote_code: bool = False,
+        gradient_checkpointing: bool = False,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> "AdapterTrainer":
+        """Load a model folder, in float32, to a device; `options` as for the constructor.
+
+        Raises ModelError with the path and the reason when it cannot be loaded.
+        """
+        config = ModelConfig(
+            path=folder,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        learner = LearnerConfig(gradient_checkpointing=gradient_checkpointing)
+        model = load_model(config, learner)
+        if device is not None:
+            cast(nn.Module, model).to(device)
+        return cls(model, base_model=base_model or folder, base_path=folder, **options)
+
+    # -- adapters ------------------------------------------------------------------------------
+
+    def create(self, model_id: str, spec: LoraSpec) -> None:
+        """Give a model a fresh adapter, which changes nothing yet.
+
+        Its tensors depend on the seed, or without one on the model's id, and on nothing else.
+        Raises ConfigError for a rank or layers that are not offered, StateError if it has one.
+        """
+        self._offer.check(spec)
+        if model_id in self._adapters:
+            raise StateError(f"model {model_id} has an adapter", hint="evict it first")
+        self._adapters[model_id] = self._fresh(model_id, spec)
+        self._windows[model_id] = PendingWindow()
+
+    def evict(self, model_id: str) -> None:
+        """Forget a model's adapter, its gradients and optimiser; what is to be kept is saved."""
+        self._of(model_id)
+        del self._adapters[model_id], self._windows[model_id]
+
+    @property
+    def models(self) -> list[str]:
+        """The models whose adapters are in memory."""
+        return list(self._adapters)
+
+    def spec(self, model_id: str) -> LoraSpec:
+        """Return what makes a model's adapter, with the seed that it was drawn from."""
+        return self._of(model_id).spec
+
+    def window(self, model_id: str) -> PendingWindow:
+        """Return what is pending for a model's next optim_step."""
+        self._of(model_id)
+        return self._windows[model_id]
+
+    def num_steps(self, model_id: str) -> int:
+        """Return the updates that a model's optimiser has made."""
+        return self._of(model_id).num_steps
+
+    def num_bytes(self, model_id: str) -> int:
+        """Return the bytes that a model holds now: adapter, gradients, moments."""
+        return self._of(model_id).num_bytes
+
+    def num_bytes_of(self, spec: LoraSpec) -> int:
+        """Return the most bytes that such a model will hold; ConfigError for one not offered."""
+        self._offer.check(spec)
+        return num_bytes_of(spec, self._offer.layers_of(spec))
+
+    def tensors(self, model_id: str) -> dict[str, Tensor]:
+        """Return copies of a model's adapter on the CPU, float32, by PEFT's names."""
+        return self._of(model_id).tensors()
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def begin(
+        self,
+        model_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str] | None = None,
+        *,
+        backward: bool = True,
+        operation: str = "",
+    ) -> LossPass:
+        """Check a call and lay it out; whoever asked computes it by its micro-batches.
+
+        With `backward` its gradients add up with those since the last optim_step, and if it fails
+        that optim_step will; `operation` is how it is called there. Raises DataError or ConfigError
+        that says what is wrong, before anything is computed.
+        """
+        adapter, window = self._of(model_id), self._windows[model_id]
+        name = window.begin(operation) if backward else ""
+        try:
+            settings = read_config(loss_fn, config)
+            loss = find_loss(loss_fn)
+            batch = self._reader.read(data, loss_fn, loss, backward=backward)
+            at_end = partial(window.end, name) if backward else None
+            return LossPass(self._base, adapter, batch, loss, settings, at_end=at_end)
+        except TinkermqError as error:
+            if backward:
+                window.fail(name, error.message)
+            raise
+
+    def forward_backward(
+        self,
+        model_id: str,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float | str] | None = None,
+        *,
+        backward: bool = True,
+        operation: str = "",
+    ) -> LossResult:
+        """Compute a loss, and with `backward` add its gradients to the model's; see `begin`."""
+        some = self.begin(model_id, data, loss_fn, config, backward=backward, operation=operation)
+        while some.advance():
+            pass
+        return some.result()
+
+    def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
+        """Make one update of AdamW with all gradients since the last one, and forget them.
+
+        Returns `grad_norm:mean`, before clipping, and `skipped:sum`, 1 for a gradient that is not
+        finite: it changes nothing. Raises ConfigError for a setting that makes no sense, without
+        any effect; DataError if a forward_backward since the last one failed: the gradients are
+        forgotten.
+        """
+        adapter = self._of(model_id)
+        check_adam(params)
+        try:
+            self._windows[model_id].close()
+        except TinkermqError:
+            adapter.clear()
+            raise
+        return adapter.step(params)
+
+    # -- folders -------------------------------------------------------------------------------
+
+    def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Write a model's adapter as a PEFT folder, and the optimiser's state beside it.
+
+        Gradients that are pending are not written. Raises StorageError.
+        """
+        adapter = self._of(model_id)
+        write_adapter(
+            folder,
+            base_model=self.base_model,
+            base_path=self._base_path,
+            targets=self._offer.target_names(adapter.spec),
+            spec=adapter.spec,
+            tensors=adapter.tensors(),
+            steps=adapter.num_steps,
+            moments=adapter.moments() if with_optimizer else None,
+        )
+
+    def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Take a model's adapter from a folder; pending gradients are forgotten.
+
+        Without the optimiser's state that begins anew. A model without an adapter in memory gets
+        one as the folder says; if it was evicted, and had nothing pending, it is as it was to the
+        bit. Raises ModelError for an adapter of another base, rank or other layers, or without the
+        state that is asked for; NotFoundError where there is none.
+        """
+        stored = read_adapter(folder, with_optimizer=with_optimizer)
+        known = self._adapters.get(model_id)
+        spec = self._offer.spec_of(stored) if known is None else known.spec
+        self._offer.check_stored(stored, spec)
+        adapter = self._fresh(model_id, spec) if known is None else known
+        adapter.put(stored.tensors, stored.moments)
+        self._adapters[model_id] = adapter
+        self._windows[model_id] = PendingWindow()
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _of(self, model_id: str) -> Adapter:
+        if model_id not in self._adapters:
+            raise NotFoundError(
+                f"model {model_id} has no adapter in memory", hint="create or load it first"
+            )
+        return self._adapters[model_id]
+
+    def _fresh(self, model_id: str, spec: LoraSpec) -> Adapter:
+        return Adapter(model_id, spec, self._offer.layers_of(spec), self._base.scorer.device)

@@ -1,0 +1,478 @@
+"""What adapters are trained to, against transformers, PEFT and torch's AdamW on the same data."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
+from tinkermq.schemas.wire.errors import ConfigError, DataError, NotFoundError, StateError
+from torch import Tensor
+
+from tests.support.models import make_tiny_model
+from tests.support.tinker import (
+    TIED,
+    PlainPeft,
+    group,
+    open_trainer,
+    random_tokens,
+    same_bits,
+    supervised,
+)
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.filterwarnings(TIED)
+
+SPEC = LoraSpec(8, seed=7)
+STEPS = [
+    AdamParams(1e-4),
+    AdamParams(2e-4, beta1=0.8, beta2=0.9, eps=1e-8),
+    AdamParams(1e-4, weight_decay=0.1),
+    AdamParams(5e-5, grad_clip_norm=0.5),
+    AdamParams(1e-4),
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("trainer") / "base")
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer") / "untied"
+    model = make_model(kind="llama", width=32, seed=2)
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(0.1 * torch.randn(264, 32))
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(base: Path) -> AdapterTrainer:
+    """A trainer for tests that look at models of their own."""
+    return open_trainer(base)
+
+
+def cross_entropy(p: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return -(inputs["weights"] * p).sum()
+
+
+def importance_sampling(p: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+    return -((p - inputs["logprobs"]).exp() * inputs["advantages"]).sum()
+
+
+def ppo(p: Tensor, inputs: dict[str, Tensor], low: float = 0.8, high: float = 1.2) -> Tensor:
+    ratio, a = (p - inputs["logprobs"]).exp(), inputs["advantages"]
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
+
+
+def cispo(p: Tensor, inputs: dict[str, Tensor], low: float = 0.0, high: float = 4.0) -> Tensor:
+    ratio = (p - inputs["logprobs"]).exp().clamp(low, high).detach()
+    return -(ratio * p * inputs["advantages"]).sum()
+
+
+def dro(p: Tensor, inputs: dict[str, Tensor], beta: float = 0.01) -> Tensor:
+    apart = p - inputs["logprobs"]
+    return -(p * inputs["advantages"] - beta / 2 * apart**2).sum()
+
+
+def gspo(p: Tensor, inputs: dict[str, Tensor], low: float = 0.9997, high: float = 1.0004) -> Tensor:
+    a = inputs["advantages"]
+    ratio = (p - inputs["logprobs"])[a != 0].mean().detach().exp() * (p - p.detach()).exp()
+    return -torch.minimum(ratio * a, ratio.clamp(low, high) * a).sum()
+
+
+def train(trainer: AdapterTrainer, model: str, *seeds: int) -> list[np.ndarray]:
+    """Make some steps of RL; return the log-probs of the last one."""
+    result = trainer.forward_backward(model, group(0), "ppo")
+    for seed in seeds:
+        result = trainer.forward_backward(model, group(seed), "importance_sampling")
+        trainer.optim_step(model, AdamParams(1e-2))
+    return result.logprobs
+
+
+def random_rl(seed: int) -> list[Datum]:
+    """Return data whose advantages differ from token to token, some of them 0."""
+    rng = np.random.default_rng(seed)
+    data = group(seed)
+    for one in data:
+        shape = one.tokens.shape
+        one.inputs["advantages"][:] = rng.normal(size=shape) * (rng.random(shape) < 0.6)
+        one.inputs["logprobs"][:] = -np.log(264) + 0.3 * rng.normal(size=shape)
+    return data
+
+
+@pytest.mark.parametrize("model", ["base", "untied"])
+@pytest.mark.parametrize(
+    "spec", [SPEC, LoraSpec(3, train_attn=False), LoraSpec(5, train_mlp=False, train_unembed=False)]
+)
+def test_five_steps_are_those_of_peft_and_torch(
+    spec: LoraSpec, model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    folder: Path = request.getfixturevalue(model)
+    trainer = open_trainer(folder)
+    trainer.create("m", spec)
+    trainer.save("m", tmp_path / "begin", with_optimizer=False)
+    plain = PlainPeft(folder, tmp_path / "begin")
+    assert plain.tensors().keys() == trainer.tensors("m").keys()
+    rng = np.random.default_rng(0)
+    for params in STEPS:
+        data = [supervised(rng, int(rng.integers(4, 30))) for _ in range(4)]
+        ours = trainer.forward_backward("m", data, "cross_entropy")
+        theirs = plain.forward_backward(data, cross_entropy)
+        for one, other in zip(ours.logprobs, theirs, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+        expected = -sum(
+            float((one.inputs["weights"].astype(np.float64) * p).sum())
+            for one, p in zip(data, theirs, strict=True)
+        )
+        assert ours.metrics["loss:sum"] == pytest.approx(expected, abs=1e-3)
+        told = trainer.optim_step("m", params)
+        assert told["grad_norm:mean"] == pytest.approx(plain.optim_step(params), rel=1e-4)
+        assert told["skipped:sum"] == 0
+    for name, tensor in plain.tensors().items():
+        torch.testing.assert_close(trainer.tensors("m")[name], tensor, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "config"),
+    [
+        ("importance_sampling", importance_sampling, {}),
+        ("ppo", ppo, {}),
+        ("ppo", ppo, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}),
+        ("cispo", cispo, {}),
+        ("cispo", cispo, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+        ("dro", dro, {}),
+        ("dro", dro, {"beta": 0.5}),
+        ("gspo", gspo, {}),
+        ("gspo", gspo, {"clip_low_threshold": 0.95, "clip_high_threshold": 1.05}),
+    ],
+)
+def test_each_loss_is_its_formula(
+    shared: AdapterTrainer,
+    base: Path,
+    tmp_path: Path,
+    name: str,
+    plain: Any,
+    config: dict[str, Any],
+) -> None:
+    shared.create("loss", SPEC)
+    train(shared, "loss", 1, 2)
+    shared.save("loss", tmp_path / "begin", with_optimizer=False)
+    data = random_rl(3)
+    told = shared.forward_backward("loss", data, name, config)
+    norm = shared.optim_step("loss", AdamParams(0.0))["grad_norm:mean"]
+    shared.evict("loss")
+    reference = PlainPeft(base, tmp_path / "begin")
+    words = {
+        key.removeprefix("clip_").removesuffix("_threshold"): one for key, one in config.items()
+    }
+    losses: list[float] = []
+
+    def formula(p: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        loss = plain(p, inputs, **words)
+        losses.append(float(loss.detach()))
+        return loss
+
+    reference.forward_backward(data, formula)
+    assert told.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-4, abs=1e-4)
+    assert norm == pytest.approx(reference.optim_step(AdamParams(0.0)), rel=1e-4)
+    if name in ("ppo", "cispo", "gspo"):
+        assert 0 <= told.metrics["clipped:sum"] <= told.metrics["tokens:sum"]
+
+
+def gradient_of(trainer: AdapterTrainer, *calls: tuple[list[Datum], str]) -> dict[str, Tensor]:
+    """Return what a step of plain descent subtracts: the sign of Adam would hide the size."""
+    trainer.create("probe", SPEC)
+    train(trainer, "probe", 1)
+    before = trainer.tensors("probe")
+    for data, loss in calls:
+        trainer.forward_backward("probe", data, loss)
+    # A huge eps leaves the first moment over eps, times what the earlier step left of itself.
+    trainer.optim_step("probe", AdamParams(1e6, beta1=0.0, beta2=0.0, eps=1e6))
+    after = trainer.tensors("probe")
+    trainer.evict("probe")
+    return {name: before[name] - tensor for name, tensor in after.items()}
+
+
+def assert_near(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 1e-5) -> None:
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, atol=atol, rtol=1e-4)
+
+
+def test_weights_multiply_the_other_losses(shared: AdapterTrainer) -> None:
+    for loss in ("importance_sampling", "ppo", "cispo", "gspo"):
+        data = random_rl(4)
+        rng = np.random.default_rng(0)
+        marks = [(rng.random(len(one.tokens)) < 0.5).astype(np.float32) for one in data]
+        weighted = [
+            Datum(one.tokens, {**one.inputs, "weights": mark})
+            for one, mark in zip(data, marks, strict=True)
+        ]
+        masked = [
+            Datum(one.tokens, {**one.inputs, "advantages": one.inputs["advantages"] * mark})
+            for one, mark in zip(data, marks, strict=True)
+        ]
+        assert_near(gradient_of(shared, (weighted, loss)), gradient_of(shared, (masked, loss)))
+
+
+def test_a_sequence_mask_tells_over_which_tokens_gspo_takes_the_mean(
+    shared: AdapterTrainer,
+) -> None:
+    data = random_rl(5)
+    marked = [
+        Datum(
+            one.tokens,
+            {**one.inputs, "sequence_ratio_mask": (one.inputs["advantages"] != 0).astype("f4")},
+        )
+        for one in data
+    ]
+    everything = [
+        Datum(one.tokens, {**one.inputs, "sequence_ratio_mask": np.ones(len(one.tokens), "f4")})
+        for one in data
+    ]
+    plain, with_mask, with_all = (
+        gradient_of(shared, (each, "gspo")) for each in (data, marked, everything)
+    )
+    assert same_bits(plain, with_mask)
+    assert not same_bits(plain, with_all)
+
+
+def test_several_targets_of_a_position(shared: AdapterTrainer, base: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    data = [supervised(rng, 12, most=5), supervised(rng, 7), supervised(rng, 9, most=1)]
+    shared.create("many", SPEC)
+    train(shared, "many", 1)
+    shared.save("many", tmp_path / "begin", with_optimizer=False)
+    ours = shared.forward_backward("many", data, "cross_entropy")
+    norm = shared.optim_step("many", AdamParams(0.0))["grad_norm:mean"]
+    shared.evict("many")
+    plain = PlainPeft(base, tmp_path / "begin")
+    theirs = plain.forward_backward(data, cross_entropy)
+    assert [one.shape for one in ours.logprobs] == [(12, 5), (7,), (9, 1)]
+    for one, other in zip(ours.logprobs, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    assert norm == pytest.approx(plain.optim_step(AdamParams(0.0)), rel=1e-4)
+
+
+def test_calls_add_up_and_a_prompt_computed_once_changes_nothing(base: Path) -> None:
+    data = group(6, prompts=3, answers=4)
+    whole = open_trainer(base)
+    expected = gradient_of(whole, (data, "ppo"))
+    scale = max(float(tensor.abs().max()) for tensor in expected.values())
+    small = open_trainer(base, microbatch_tokens=48, logits_bytes=4 * 264 * 7)
+    apart = open_trainer(base, share_prompts=False)
+    parts = [(data[at : at + 5], "ppo") for at in range(0, len(data), 5)]
+    for trainer, calls in ((whole, parts), (small, [(data, "ppo")]), (apart, [(data, "ppo")])):
+        assert_near(expected, gradient_of(trainer, *calls), atol=1e-5 * scale)
+    for trainer in (whole, small, apart):
+        trainer.create("m", SPEC)
+    tells = [each.forward_backward("m", data, "gspo").logprobs for each in (whole, small, apart)]
+    for others in tells[1:]:
+        for one, other in zip(tells[0], others, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_shared_prompt_takes_its_columns_once_and_long_datums_their_own(base: Path) -> None:
+    rng = np.random.default_rng(0)
+    prompt = random_tokens(rng, 30)
+    data = [supervised(rng, 40) for _ in range(4)]
+    for one in data:
+        one.tokens[:30] = prompt
+    trainer = open_trainer(base, microbatch_tokens=64)
+    trainer.create("m", SPEC)
+    some = trainer.begin("m", data, "cross_entropy")
+    assert (some.num_left, some.next_tokens) == (2, 60)
+    with pytest.raises(RuntimeError, match="2 micro-batches are not computed"):
+        some.result()
+    assert some.advance()
+    assert not some.advance()
+    assert (some.num_left, some.next_tokens, some.advance()) == (0, 0, False)
+    longer = trainer.begin("m", [supervised(rng, 100), *data], "cross_entropy", backward=False)
+    assert longer.num_left == 3
+
+
+def test_other_adapters_change_nothing_to_the_bit(base: Path) -> None:
+    alone = open_trainer(base)
+    alone.create("m", SPEC)
+    expected = train(alone, "m", 1, 2, 3)
+    crowd = open_trainer(base)
+    crowd.create("a", LoraSpec(4))
+    crowd.create("m", SPEC)
+    crowd.create("z", LoraSpec(16, train_unembed=False))
+    passes = [crowd.begin(model, group(0), "ppo") for model in ("m", "z", "a")]
+    while [one for one in passes if one.advance()]:
+        pass
+    for seed in (1, 2, 3):
+        for model in ("a", "m", "z"):
+            passes = [
+                crowd.begin(model, group(seed), "importance_sampling"),
+                crowd.begin("a", group(9), "cispo", backward=False),
+            ]
+            while [one for one in passes if one.advance()]:
+                pass
+            crowd.optim_step(model, AdamParams(1e-2))
+            if (model, seed) == ("m", 3):
+                for one, other in zip(expected, passes[0].result().logprobs, strict=True):
+                    assert np.array_equal(one, other)
+    assert same_bits(alone.tensors("m"), crowd.tensors("m"))
+
+
+def test_fresh_adapters_depend_on_their_seed_alone(base: Path, shared: AdapterTrainer) -> None:
+    other = open_trainer(base)
+    other.create("first", LoraSpec(4, seed=1))
+    other.create("m", LoraSpec(4))
+    other.create("all", LoraSpec(4, seed=3))
+    for model, spec in (("m", LoraSpec(4)), ("all", LoraSpec(4, seed=3, train_mlp=False))):
+        shared.create(model, spec)
+        mine, theirs = shared.tensors(model), other.tensors(model)
+        assert same_bits(mine, {name: theirs[name] for name in mine})
+        assert shared.spec(model).seed == other.spec(model).seed
+        shared.evict(model)
+    first, second = other.tensors("first"), other.tensors("m")
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name]) == (".lora_B." in name)
+        assert (".lora_B." in name) == bool((tensor == 0).all())
+
+
+def test_the_output_layer_is_adapted_and_the_embeddings_are_not(base: Path, untied: Path) -> None:
+    for folder in (base, untied):
+        trainer = open_trainer(folder)
+        trainer.create("m", LoraSpec(8, train_attn=False, train_mlp=False))
+        [a, b] = sorted(trainer.tensors("m"))
+        assert a == "base_model.model.lm_head.lora_A.weight"
+        assert b == "base_model.model.lm_head.lora_B.weight"
+        before = trainer.forward_backward("m", group(1), "ppo", backward=False).logprobs
+        train(trainer, "m", 1, 2)
+        assert trainer.tensors("m")[b].abs().max() > 0
+        trainer.create("fresh", LoraSpec(2))
+        after = trainer.forward_backward("fresh", group(1), "ppo", backward=False).logprobs
+        assert all(np.array_equal(*pair) for pair in zip(before, after, strict=True))
+
+
+def test_a_gradient_that_is_not_finite_leaves_everything_as_it_is(shared: AdapterTrainer) -> None:
+    shared.create("m", SPEC)
+    train(shared, "m", 1)
+    before, steps = shared.tensors("m"), shared.num_steps("m")
+    data = group(2)
+    for one in data:
+        one.inputs["advantages"][:] = 3e38
+    told = shared.forward_backward("m", data, "importance_sampling")
+    assert not np.isfinite(told.metrics["loss:sum"]) or told.metrics["loss:sum"] < -1e38
+    told = shared.optim_step("m", AdamParams(1e-2))
+    assert told["skipped:sum"] == 1
+    assert not np.isfinite(told["grad_norm:mean"])
+    assert same_bits(before, shared.tensors("m"))
+    assert shared.num_steps("m") == steps
+    train(shared, "m", 3)
+    assert all(bool(tensor.isfinite().all()) for tensor in shared.tensors("m").values())
+    shared.evict("m")
+
+
+def test_a_step_without_data_goes_on_with_the_momentum(shared: AdapterTrainer) -> None:
+    shared.create("m", SPEC)
+    assert shared.optim_step("m", AdamParams(1.0)) == {"grad_norm:mean": 0.0, "skipped:sum": 0.0}
+    before = shared.tensors("m")
+    train(shared, "m", 1)
+    after = shared.tensors("m")
+    assert not same_bits(before, after)
+    shared.optim_step("m", AdamParams(1e-2))
+    assert not same_bits(after, shared.tensors("m"))
+    shared.evict("m")
+
+
+def test_bytes_are_known_before_and_while_they_are_held(shared: AdapterTrainer) -> None:
+    spec = LoraSpec(8)
+    most = shared.num_bytes_of(spec)
+    shared.create("m", spec)
+    assert shared.num_bytes("m") == most // 4
+    shared.forward_backward("m", group(0), "ppo")
+    assert shared.num_bytes("m") == most // 2
+    shared.optim_step("m", AdamParams(1e-3))
+    assert shared.num_bytes("m") == most
+    numbers = sum(tensor.numel() for tensor in shared.tensors("m").values())
+    assert most // 16 >= numbers > most // 17
+    assert shared.num_bytes_of(LoraSpec(8, train_unembed=False)) < most
+    shared.evict("m")
+    assert "m" not in shared.models
+
+
+def test_a_failed_call_fails_the_optim_step_behind_it(shared: AdapterTrainer) -> None:
+    shared.create("m", SPEC)
+    before = shared.tensors("m")
+    shared.forward_backward("m", group(0), "ppo")
+    with pytest.raises(DataError, match="a call without data"):
+        shared.forward_backward("m", [], "ppo", operation="forward_backward 17")
+    shared.forward_backward("m", group(1), "ppo")
+    with pytest.raises(DataError, match="since forward_backward 17 failed: a call without data"):
+        shared.optim_step("m", AdamParams(1e-2))
+    assert same_bits(before, shared.tensors("m"))
+    told = shared.optim_step("m", AdamParams(1e-2))
+    assert told["grad_norm:mean"] == 0, "what was added to the window is forgotten with it"
+
+    with pytest.raises(DataError):
+        shared.forward_backward("m", [], "ppo", backward=False)
+    shared.optim_step("m", AdamParams(1e-2))
+
+    shared.window("m").fail("forward_backward 4", "its body was lost")
+    shared.window("m").fail("forward_backward 5", "that one, too")
+    with pytest.raises(DataError, match="since forward_backward 4 failed: its body was lost"):
+        shared.optim_step("m", AdamParams(1e-2))
+
+    shared.begin("m", group(0), "ppo", operation="forward_backward 8")
+    assert shared.window("m").num_calls == 1
+    with pytest.raises(DataError, match="forward_backward 8 failed: it did not come to its end"):
+        shared.optim_step("m", AdamParams(1e-2))
+    shared.evict("m")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (LoraSpec(129), "rank 129 is not offered"),
+        (LoraSpec(0), "rank 0 is not offered"),
+        (LoraSpec(4, 0, False, False, False), "an adapter of no layers"),
+    ],
+)
+def test_an_adapter_that_is_not_offered_is_refused(
+    shared: AdapterTrainer, spec: LoraSpec, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        shared.create("m", spec)
+    with pytest.raises(ConfigError, match=message):
+        shared.num_bytes_of(spec)
+    assert "m" not in shared.models
+
+
+def test_a_model_is_made_once_and_known_by_its_name(shared: AdapterTrainer) -> None:
+    shared.create("m", SPEC)
+    with pytest.raises(StateError, match="model m has an adapter"):
+        shared.create("m", SPEC)
+    shared.evict("m")
+    with pytest.raises(NotFoundError, match="model m has no adapter in memory"):
+        shared.optim_step("m", AdamParams(1e-2))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (AdamParams(float("nan")), "learning_rate is nan"),
+        (AdamParams(-1.0), r"learning_rate is -1\.0"),
+        (AdamParams(1e-3, beta1=1.0), r"beta1 is 1\.0"),
+        (AdamParams(1e-3, grad_clip_norm=float("inf")), "grad_clip_norm is inf"),
+    ],
+)
+def test_an_optimiser_that_makes_no_sense_is_refused_without_effect(
+    shared: AdapterTrainer, params: AdamParams, message: str
+) -> None:
+    shared.create("m", SPEC)
+    shared.forward_backward("m", group(0), "ppo")
+    with pytest.raises(ConfigError, match=message):
+        shared.optim_step("m", params)
+    assert shared.optim_step("m", AdamParams(1e-3))["grad_norm:mean"] > 0
+    shared.evict("m")
