@@ -15,18 +15,21 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 
 
-def parse_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text without its tool calls, and the calls as OpenAI writes them."""
+def parse_tool_calls(text: str, name: str = "") -> tuple[str, list[dict[str, Any]]]:
+    """Return the text without its tool calls, and the calls as OpenAI writes them.
+
+    Their ids begin with `name`; without one they are new.
+    """
     rest, found = find_tool_calls(text)
     if not found:
         return text, []
     return rest.strip(), [
         {
-            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "id": f"{name}{number:03}" if name else f"call_{uuid.uuid4().hex[:24]}",
             "type": "function",
-            "function": {"name": name, "arguments": arguments},
+            "function": {"name": function, "arguments": arguments},
         }
-        for name, arguments in found
+        for number, (function, arguments) in enumerate(found)
     ]
 
 
@@ -65,9 +68,10 @@ def read_call(body: str) -> tuple[str, str] | None:
 class ToolText:
     """Text with tool calls that comes bit by bit: what may belong to a call is held back."""
 
-    def __init__(self, *, parse: bool) -> None:
-        """Without `parse` all text is told as it comes."""
+    def __init__(self, *, parse: bool, name: str = "") -> None:
+        """Without `parse` all text is told as it comes; the calls' ids begin with `name`."""
         self._parse = parse
+        self._name = name
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -83,7 +87,7 @@ class ToolText:
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """Return the rest of the text, and the calls."""
-        return parse_tool_calls(self._held) if self._parse else ("", [])
+        return parse_tool_calls(self._held, self._name) if self._parse else ("", [])
 
 
 def _start_of_open(text: str) -> int:

@@ -54,6 +54,10 @@ class ChatRequest(Message):
     """Tell tokens as they are generated, instead of all at the end."""
     logprobs: bool = False
     """Tell the text and the log-prob of each token as well."""
+    token_ids: bool = False
+    """Tell the tokens of the prompt as well."""
+    stateful: bool = False
+    """Continue what was said before by its tokens, where they are known, instead of its text."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the answer may take."""
 
@@ -73,6 +77,8 @@ class CompletionRequest(Message):
     """Tell tokens as they are generated, instead of all at the end."""
     logprobs: bool = False
     """Tell the text and the log-prob of each token as well."""
+    token_ids: bool = False
+    """Tell the tokens of the prompt as well."""
     deadline_s: float = Field(default=600.0, gt=0, le=MAX_DEADLINE_S)
     """Longest time that the answer may take."""
 
@@ -105,6 +111,14 @@ class InferPart(Part):
     """Tokens of the prompts; in the first part that carries anything, and in the last."""
     completion_tokens: int = 0
     """Tokens generated for all choices; in the last part."""
+    prompt_token_ids: list[list[int]] = Field(default_factory=list[list[int]])
+    """Tokens of each prompt, where they were asked for; in the first part that carries anything."""
+    reused_tokens: int = 0
+    """Of the prompt: those of earlier calls, as they were; with `prompt_tokens`."""
+    rendered: Literal["", "first", "unknown", "edited", "template", "fields"] | None = None
+    """Of a stateful chat: why what was said before is not, or not all, continued by its tokens:
+    nothing was (first), it is not known here (unknown), it was changed (edited), the template
+    cannot (template), or a message has fields of its own (fields); with `prompt_tokens`."""
 
 
 class PlayRequest(Message):

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ...broker.client.parts import Tell
 from ...schemas.images import images_of
@@ -20,6 +20,7 @@ from ...schemas.wire.errors import (
 from ..generator.engine.engine import Drawn, Engine, Generation, Sampling
 from ..generator.episodes.chat import ChatTokenizer
 from ..generator.episodes.text_stream import TextStream
+from .conversations import Conversations, StatefulPrompt
 
 Request = ChatRequest | CompletionRequest
 _SHOWN = 200
@@ -35,7 +36,8 @@ class Choice:
     chat: ChatTokenizer
     text: TextStream
     logprobs: bool = False
-    num_tokens: int = 0
+    drawn: list[Drawn] = field(default_factory=list[Drawn])
+    """All of its tokens, up to a stop text."""
     finish: Literal["stop", "length", "cancelled"] | None = None
     _fresh: list[Drawn] = field(default_factory=list[Drawn])
     _words: list[str] = field(default_factory=list[str])
@@ -45,7 +47,7 @@ class Choice:
         """Add the next token; nothing counts behind a stop text."""
         if self.text.stopped:
             return
-        self.num_tokens += 1
+        self.drawn.append(drawn)
         self._fresh.append(drawn)
         self._words.append(self.text.push(drawn.token_id))
 
@@ -57,10 +59,15 @@ class Choice:
     def set_whole(self, generation: Generation) -> None:
         """Take an answer that was not told token by token."""
         columns = (generation.token_ids, generation.logprobs, generation.versions)
-        self._fresh = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
-        self.num_tokens = len(self._fresh)
+        self.drawn = [Drawn(*drawn) for drawn in zip(*(c.tolist() for c in columns), strict=True)]
+        self._fresh = list(self.drawn)
         self._words = [self.chat.decode(generation.token_ids)]
         self.finish = generation.finish_reason
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it has."""
+        return len(self.drawn)
 
     def delta(self) -> Delta | None:
         """Return what is new since the last call, or None."""
@@ -79,6 +86,33 @@ class Choice:
         )
 
 
+@dataclass(frozen=True)
+class _Prompt:
+    """What the engine is given for one prompt."""
+
+    ids: list[int]
+    images: Sequence[bytes] = ()
+    stateful: StatefulPrompt | None = None
+    """Where it is continued by its tokens."""
+
+
+class _Head:
+    """What is told of the prompts, once."""
+
+    def __init__(self, request: Request, prompts: Sequence[_Prompt]) -> None:
+        self._fields: dict[str, Any] = {"prompt_tokens": sum(len(one.ids) for one in prompts)}
+        if isinstance(request, ChatRequest) and request.stateful:
+            stateful = prompts[0].stateful
+            self._fields["reused_tokens"] = stateful.num_reused if stateful else 0
+            self._fields["rendered"] = stateful.rendered if stateful else "fields"
+        self._ids = [one.ids for one in prompts] if request.token_ids else []
+
+    def told(self) -> dict[str, Any]:
+        """Return it for the next part."""
+        ids, self._ids = self._ids, []
+        return {**self._fields, "prompt_token_ids": ids}
+
+
 class Answers:
     """Answers the chats and completions of one server."""
 
@@ -90,8 +124,11 @@ class Answers:
         *,
         max_context: int,
         max_open: int,
+        conversations: Conversations | None = None,
     ) -> None:
         """`max_open` bounds the choices that are generated or wait at the same time."""
+        self.conversations = Conversations(chat) if conversations is None else conversations
+        """What can be continued by its tokens."""
         self._engine = engine
         self._chat = chat
         self._model_name = model_name
@@ -101,14 +138,20 @@ class Answers:
 
     async def chat(self, request: ChatRequest, tell: Tell[InferPart]) -> InferPart:
         """Continue a conversation."""
-        prompt, images = await asyncio.to_thread(self._read, request)
-        return await self._answer(request, [prompt], tell, images)
+        return await self._answer(request, [await self._prompt(request)], tell)
 
-    def _read(self, request: ChatRequest) -> tuple[list[int], Sequence[bytes]]:
+    async def _prompt(self, request: ChatRequest) -> _Prompt:
+        stateful = await self.conversations.prepare(request) if request.stateful else None
+        if stateful is None:
+            return await asyncio.to_thread(self._read, request)
+        prepared = stateful.prepared
+        return _Prompt(prepared.prompt_ids.tolist(), prepared.images, stateful)
+
+    def _read(self, request: ChatRequest) -> _Prompt:
         """Return the tokens and the images of a conversation; it may hold whatever msgpack can."""
         try:
             images = images_of(request.messages)
-            return self._chat.prompt(request.messages, request.tools), images
+            return _Prompt(self._chat.prompt(request.messages, request.tools), images)
         except TinkermqError:
             raise
         except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as error:
@@ -121,35 +164,34 @@ class Answers:
         """Continue texts as they are."""
         return await self._answer(request, await asyncio.to_thread(self._encode, request), tell)
 
-    def _encode(self, request: CompletionRequest) -> list[list[int]]:
+    def _encode(self, request: CompletionRequest) -> list[_Prompt]:
         return [
-            self._chat.encode(prompt) if isinstance(prompt, str) else prompt
+            _Prompt(self._chat.encode(prompt) if isinstance(prompt, str) else prompt)
             for prompt in request.prompts
         ]
 
     async def _answer(
         self,
         request: Request,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[_Prompt],
         tell: Tell[InferPart],
-        images: Sequence[bytes] = (),
     ) -> InferPart:
         copies = request.decoding.num_choices
-        samplings = [self._sampling(request.decoding, len(prompt)) for prompt in prompts]
+        samplings = [self._sampling(request.decoding, len(prompt.ids)) for prompt in prompts]
         with self._room(len(prompts) * copies):
             choices = [self._choice(request, n) for n in range(len(prompts) * copies)]
-            prompt_tokens = sum(map(len, prompts))
+            head = _Head(request, prompts)
             try:
                 async with asyncio.timeout(request.deadline_s), asyncio.TaskGroup() as group:
                     changed = asyncio.Event()
                     for choice in choices:
                         of = choice.number // copies
                         work = self._generate(
-                            request, choice, prompts[of], samplings[of], copies, changed, images
+                            request, choice, prompts[of], samplings[of], copies, changed
                         )
                         group.create_task(work, name=f"choice {choice.number}")
                     if request.stream:
-                        await self._stream(choices, changed, prompt_tokens, tell)
+                        await self._stream(choices, changed, head, tell)
             except TimeoutError:
                 raise DeadlineError(
                     f"the answer was not complete after {request.deadline_s:g} s",
@@ -160,7 +202,7 @@ class Answers:
         return InferPart(
             model=self._model_name(),
             deltas=_deltas(choices),
-            prompt_tokens=prompt_tokens,
+            **head.told(),
             completion_tokens=sum(choice.num_tokens for choice in choices),
         )
 
@@ -168,11 +210,10 @@ class Answers:
         self,
         request: Request,
         choice: Choice,
-        prompt: list[int],
+        prompt: _Prompt,
         sampling: Sampling,
         copies: int,
         changed: asyncio.Event,
-        images: Sequence[bytes],
     ) -> None:
         name = f"{request.request}.{choice.number}"
         bit_by_bit = request.stream or bool(request.decoding.stop)
@@ -186,23 +227,26 @@ class Answers:
         if sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + choice.number % copies)
         generation = await self._engine.generate(
-            prompt,
+            prompt.ids,
             sampling,
             request_id=name,
             on_token=note_token if bit_by_bit else None,
-            images=images,
+            images=prompt.images,
         )
         if bit_by_bit:
             choice.end(generation)
         else:
             choice.set_whole(generation)
+        if prompt.stateful is not None:
+            stateful, number = prompt.stateful, choice.number
+            await self.conversations.keep(stateful, number, choice.drawn, generation)
         changed.set()
 
     async def _stream(
         self,
         choices: Sequence[Choice],
         changed: asyncio.Event,
-        prompt_tokens: int,
+        head: _Head,
         tell: Tell[InferPart],
     ) -> None:
         """Tell what is new until every choice has ended; the rest goes with the last part."""
@@ -213,9 +257,7 @@ class Answers:
                 return
             deltas = _deltas(choices)
             if deltas:
-                await tell(
-                    InferPart(model=self._model_name(), deltas=deltas, prompt_tokens=prompt_tokens)
-                )
+                await tell(InferPart(model=self._model_name(), deltas=deltas, **head.told()))
                 await asyncio.sleep(_GATHER_S)
 
     def _choice(self, request: Request, number: int) -> Choice:

@@ -155,6 +155,11 @@ class ReplyReader:
         return told
 
 
+def call_name(request: str, choice: int = 0) -> str:
+    """Return what the ids of the calls in a served answer begin with, wherever they are read."""
+    return f"call_{request[:20]}" if not choice else f"call_{request[:17]}{choice:03}"
+
+
 def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) -> CanonicalMessage:
     """Read a whole answer; see `ReplyReader`."""
     reader = ReplyReader(name, calls=calls, thinking=thinking)

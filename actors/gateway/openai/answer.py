@@ -2,11 +2,13 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ....envs.agents.replies import call_name
 from ....envs.tool_calls import ToolText
 from ....schemas.infer import Delta, InferPart
+from .asking import headers_of
 from .body import ChatBody, CompletionBody
 
 DONE = "data: [DONE]\n\n"
@@ -22,23 +24,35 @@ class Answer:
         self._id = f"{'chatcmpl' if self._chat else 'cmpl'}-{name}"
         self._created = int(time.time())
         tools = isinstance(body, ChatBody) and body.uses_tools
-        self._choices = [_Choice(number, tools) for number in range(num_choices)]
+        self._num_choices = body.n
+        """Of each prompt."""
+        self._choices = [_Choice(number, tools, name) for number in range(num_choices)]
         self._wants_logprobs = body.logprobs is not None and body.logprobs is not False
+        self._wants_ids = body.return_token_ids
+        self._prompt_ids: list[list[int]] = []
         self._model = ""
-        self._usage = _usage(0, 0)
+        self._usage: dict[str, Any] = _usage(0, 0)
+        self.headers: dict[str, str] = {}
+        """What is told of a stateful answer besides."""
 
     def take(self, part: InferPart) -> None:
         """Take the next part."""
         self._model = part.model or self._model
+        self._prompt_ids = part.prompt_token_ids or self._prompt_ids
+        self.headers = headers_of(part) or self.headers
         if part.last:
             self._usage = _usage(part.prompt_tokens, part.completion_tokens)
+            if part.rendered is not None:
+                self._usage["prompt_tokens_details"] = {"cached_tokens": part.reused_tokens}
         for delta in part.deltas:
             self._choices[delta.choice].take(delta)
 
     def whole(self) -> dict[str, Any]:
         """Return the answer as one object."""
+        top = {"prompt_token_ids": self._prompt_ids[0]} if self._chat and self._prompt_ids else {}
         return {
             **self._head("chat.completion" if self._chat else "text_completion"),
+            **top,
             "choices": [
                 self._whole_chat(choice) if self._chat else self._whole_text(choice)
                 for choice in self._choices
@@ -46,11 +60,15 @@ class Answer:
             "usage": self._usage,
         }
 
-    def start(self) -> Iterator[str]:
+    def start(self, first: InferPart) -> Iterator[str]:
         """Yield the events before the first text: for a chat, whose turn it is."""
         if self._chat:
+            self._model, ids = first.model, first.prompt_token_ids
+            top = {"prompt_token_ids": ids[0]} if ids else {}
             for choice in self._choices:
-                yield self._event(choice, {"role": "assistant", "content": ""}, None, None)
+                begun = {"role": "assistant", "content": ""}
+                yield self._event(choice, begun, None, None, top=top)
+                top = {}
 
     def events(self, part: InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
@@ -68,8 +86,9 @@ class Answer:
     def _news(self, choice: "_Choice") -> Iterator[str]:
         text, deltas = choice.news()
         logprobs = self._logprobs(deltas, choice) if self._wants_logprobs and deltas else None
-        if text or logprobs is not None:
-            yield self._event(choice, {"content": text}, logprobs, None)
+        ids = self._ids(deltas, choice)
+        if text or logprobs is not None or ids.get("token_ids"):
+            yield self._event(choice, {"content": text}, logprobs, None, ids=ids)
         if choice.finish is not None and not choice.told_end:
             choice.told_end = True
             rest, calls = choice.tools.finish()
@@ -80,20 +99,28 @@ class Answer:
             yield self._event(choice, {}, None, _reason(choice.finish, bool(calls)))
 
     def _event(
-        self, choice: "_Choice", delta: dict[str, Any], logprobs: Any, finish: str | None
+        self,
+        choice: "_Choice",
+        delta: dict[str, Any],
+        logprobs: Any,
+        finish: str | None,
+        *,
+        ids: Mapping[str, Any] | None = None,
+        top: Mapping[str, Any] | None = None,
     ) -> str:
         usage = {"usage": None} if self._body.include_usage else {}
         said: dict[str, Any] = (
             {"delta": delta} if self._chat else {"text": delta.get("content", "")}
         )
         one = {"index": choice.number, **said, "logprobs": logprobs, "finish_reason": finish}
+        one |= ids or {}
         head = self._head("chat.completion.chunk" if self._chat else "text_completion")
-        return event({**head, "choices": [one], **usage})
+        return event({**head, **(top or {}), "choices": [one], **usage})
 
     def _whole_chat(self, choice: "_Choice") -> dict[str, Any]:
         before, deltas = choice.news()
         rest, calls = choice.tools.finish()
-        text = (before + rest).strip() if calls else before + rest
+        text = (before + rest).rstrip() if calls else before + rest
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
@@ -102,6 +129,7 @@ class Answer:
             "message": message,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, bool(calls)),
+            **self._ids(deltas, choice),
         }
 
     def _whole_text(self, choice: "_Choice") -> dict[str, Any]:
@@ -111,7 +139,18 @@ class Answer:
             "text": text,
             "logprobs": self._logprobs(deltas, choice) if self._wants_logprobs else None,
             "finish_reason": _reason(choice.finish, calls=False),
+            **self._ids(deltas, choice),
         }
+
+    def _ids(self, deltas: list[Delta], choice: "_Choice") -> dict[str, Any]:
+        """Return new tokens where vLLM has them; a completion has its prompt's once, too."""
+        if not self._wants_ids:
+            return {}
+        told: dict[str, Any] = {"token_ids": [one for delta in deltas for one in delta.token_ids]}
+        if not self._chat and self._prompt_ids and not choice.told_prompt:
+            choice.told_prompt = True
+            told["prompt_token_ids"] = self._prompt_ids[choice.number // self._num_choices]
+        return told
 
     def _logprobs(self, deltas: list[Delta], choice: "_Choice") -> dict[str, Any]:
         pairs = [
@@ -137,9 +176,10 @@ class Answer:
 class _Choice:
     """One choice, and what of it has not been told."""
 
-    def __init__(self, number: int, tools: bool) -> None:
+    def __init__(self, number: int, tools: bool, name: str) -> None:
         self.number = number
-        self.tools = ToolText(parse=tools)
+        self.tools = ToolText(parse=tools, name=call_name(name, number))
+        self.told_prompt = False
         self.finish: str | None = None
         self.told_end = False
         self.offset = 0

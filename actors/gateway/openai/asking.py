@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 LARGE = 64 << 10
 """Bytes of a body that is read in a thread: the loop answers others meanwhile."""
+STATEFUL = "x-tinkermq-stateful"
+"""A header that says what `stateful` does in a body."""
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
@@ -36,6 +38,19 @@ def ask(
         waiting_for=f"a server of {serving.record.name}",
         cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
     )
+
+
+def is_stateful(request: Request) -> bool:
+    """Whether a request's headers ask for a conversation that is continued by its tokens."""
+    return request.headers.get(STATEFUL, "").lower() in ("1", "true")
+
+
+def headers_of(part: InferPart) -> dict[str, str]:
+    """Return what is told of a stateful answer: how much was continued, or why not all was."""
+    if part.rendered is None:
+        return {}
+    told = {"x-tinkermq-reused": str(part.reused_tokens)}
+    return {**told, "x-tinkermq-rendered": part.rendered} if part.rendered else told
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

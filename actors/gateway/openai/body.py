@@ -73,6 +73,7 @@ class _Body(BaseModel):
     seed: int | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -110,6 +111,7 @@ class ChatBody(_Body):
     tool_choice: Literal["auto", "none"] | None = None
     logprobs: bool = False
     top_logprobs: Literal[0] | None = None
+    stateful: bool = False
 
     @property
     def uses_tools(self) -> bool:
@@ -128,6 +130,8 @@ class ChatBody(_Body):
             decoding=decoding,
             stream=self.stream,
             logprobs=self.logprobs,
+            token_ids=self.return_token_ids,
+            stateful=self.stateful,
         )
 
 
@@ -145,6 +149,7 @@ class CompletionBody(_Body):
             decoding=self.decoding(),
             stream=self.stream,
             logprobs=self.logprobs is not None,
+            token_ids=self.return_token_ids,
         )
 
 

@@ -7,10 +7,10 @@ values that ask for nothing are taken.
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, cast
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -20,14 +20,23 @@ from ....broker.client.connection import Broker
 from ....envs.agents.dialects.answer import Answered, AnswerHead, Usage
 from ....envs.agents.dialects.messages_api import MessagesAnswer, read_messages
 from ....envs.agents.dialects.neutral import is_label
-from ....envs.agents.dialects.request import ModelRequest, RequestError
+from ....envs.agents.dialects.request import Fields, ModelRequest, RequestError
 from ....envs.agents.dialects.responses import ResponseAnswer, read_response
 from ....envs.agents.messages import canonical_history
-from ....envs.agents.replies import Piece, ReplyReader
+from ....envs.agents.replies import Piece, ReplyReader, call_name
 from ....schemas.infer import ChatRequest, Decoding, InferPart
 from ....schemas.wire.codec import read_json
 from ....schemas.wire.errors import MessageError, TinkermqError
-from .asking import LARGE, STREAM_HEADERS, ask, first_of, read_body, unless_gone
+from .asking import (
+    LARGE,
+    STREAM_HEADERS,
+    ask,
+    first_of,
+    headers_of,
+    is_stateful,
+    read_body,
+    unless_gone,
+)
 from .serving_jobs import ServingJobs
 
 Words: TypeAlias = Callable[[TinkermqError, int], dict[str, Any]]
@@ -45,6 +54,8 @@ _WHY = {
     "thinking": "how much a model thinks is set by its chat template: leave it out",
     "truncation": "a conversation that is too long is refused: shorten it",
 }
+_EXTRAS = {"return_token_ids": "token_ids", "stateful": "stateful"}
+"""What may stand in a body besides, and what it is called in a server's request."""
 _SAMPLED = ("temperature", "top_p", "top_k", "seed")
 
 
@@ -59,8 +70,10 @@ class WordedAnswer(Protocol):
         """Take more of the answer; yield it as events."""
         ...
 
-    def finish(self, answered: Answered, usage: Usage) -> Iterator[str]:
-        """End the answer."""
+    def finish(
+        self, answered: Answered, usage: Usage, extra: Mapping[str, Any] | None = None
+    ) -> Iterator[str]:
+        """End the answer; `extra` is told besides."""
         ...
 
     def fail(self, told: dict[str, Any]) -> str:
@@ -99,27 +112,36 @@ class Dialects:
         """Answer one request as `broker`'s user."""
         raw = await read_body(request)
         large = len(raw) > LARGE
-        asked = await asyncio.to_thread(_read, raw, dialect) if large else _read(raw, dialect)
+        read = await asyncio.to_thread(_read, raw, dialect) if large else _read(raw, dialect)
+        asked, extras = read
         serving = await self._serving.find(broker, asked.model)
-        query = _query(asked).model_copy(update={"adapter": serving.adapter})
+        update = {**extras, "adapter": serving.adapter}
+        if is_stateful(request):
+            update["stateful"] = True
+        query = _query(asked).model_copy(update=update)
         parts = ask(broker, serving, query)
         if not asked.stream:
-            work = _whole(parts, dialect, query)
-            return JSONResponse(await unless_gone(request, work))
+            told, headers = await unless_gone(request, _whole(parts, dialect, query))
+            return JSONResponse(told, headers=headers)
         first = await first_of(parts)
         return StreamingResponse(
             _stream(first, parts, dialect, query, words),
             media_type="text/event-stream",
-            headers=STREAM_HEADERS,
+            headers={**STREAM_HEADERS, **headers_of(first)},
         )
 
 
-def _read(raw: bytes, dialect: Dialect) -> ModelRequest:
-    """Read a body; RequestError names what would be without effect."""
+def _read(raw: bytes, dialect: Dialect) -> tuple[ModelRequest, dict[str, bool]]:
+    """Read a body, and what this server takes besides; RequestError names what has no effect."""
     try:
         value: Any = read_json(raw)
     except MessageError as error:
         raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    extras: dict[str, bool] = {}
+    if isinstance(value, dict):
+        body = cast("dict[str, Any]", value)
+        extras = {field: _flag(body, name) for name, field in _EXTRAS.items() if name in body}
+        value = {name: given for name, given in body.items() if name not in _EXTRAS}
     asked = dialect.read(value)
     unknown = [name for name in asked.overruled or {} if name not in _SAMPLED]
     for name in (*asked.without_effect, *unknown):
@@ -141,7 +163,11 @@ def _read(raw: bytes, dialect: Dialect) -> ModelRequest:
             param="messages",
             hint="end with a message of the user, or continue the text with /v1/completions",
         )
-    return asked
+    return asked, extras
+
+
+def _flag(body: dict[str, Any], name: str) -> bool:
+    return Fields(body).flag(name)
 
 
 def _query(asked: ModelRequest) -> ChatRequest:
@@ -170,25 +196,43 @@ class _Reading:
         self.answer = dialect.answer(head)
         self.usage = Usage(0, 0)
         self.answered: Answered = "stop"
-        self._reader = ReplyReader(f"call_{query.request[:20]}", calls=bool(query.tools))
+        self.headers: dict[str, str] = {}
+        self._reader = ReplyReader(call_name(query.request), calls=bool(query.tools))
+        self._tokens: dict[str, list[int]] | None = None
+        if query.token_ids:
+            self._tokens = {"prompt_token_ids": [], "token_ids": []}
 
     def start(self, part: InferPart) -> Iterator[str]:
         """Yield the first events, which the first part has the counts for."""
-        self.usage = Usage(part.prompt_tokens, 0)
+        self.usage = Usage(part.prompt_tokens, 0, part.reused_tokens)
         yield from self.answer.start(self.usage)
 
     def push(self, part: InferPart) -> Iterator[str]:
         """Take a part; yield what is new as events."""
+        self.headers = headers_of(part) or self.headers
+        if self._tokens is not None and part.prompt_token_ids:
+            self._tokens["prompt_token_ids"] = part.prompt_token_ids[0]
         for delta in part.deltas:
+            if self._tokens is not None:
+                self._tokens["token_ids"] += delta.token_ids
             self.answered = delta.finish or self.answered
             yield from self._said(self._reader.push(delta.text))
         if part.last:
-            self.usage = Usage(part.prompt_tokens, part.completion_tokens)
+            self.usage = Usage(part.prompt_tokens, part.completion_tokens, part.reused_tokens)
 
     def end(self) -> Iterator[str]:
         """Yield the last events."""
         yield from self._said(self._reader.finish())
-        yield from self.answer.finish(self.answered, self.usage)
+        yield from self.answer.finish(self.answered, self.usage, self.extra)
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What is told besides, as episodes tell it."""
+        if self._tokens is None:
+            return {}
+        prompt, said = self._tokens["prompt_token_ids"], self._tokens["token_ids"]
+        told = {"reused": self.usage.reused, "prompt_token_ids": prompt}
+        return {"tinkermq": {**told, "answers": [{"token_ids": said}]}}
 
     def _said(self, pieces: list[Piece]) -> Iterator[str]:
         for piece in pieces:
@@ -197,7 +241,8 @@ class _Reading:
 
 async def _whole(
     parts: AsyncGenerator[InferPart, None], dialect: Dialect, query: ChatRequest
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an answer as one object, and the headers that go with it."""
     reading: _Reading | None = None
     async with aclosing(parts):
         async for part in parts:
@@ -205,7 +250,8 @@ async def _whole(
             _exhaust(reading.push(part))
     reading = reading or _Reading(dialect, query, "")
     _exhaust(reading.end())
-    return reading.answer.whole(reading.answered, reading.usage)
+    whole = reading.answer.whole(reading.answered, reading.usage)
+    return {**whole, **reading.extra}, reading.headers
 
 
 async def _stream(

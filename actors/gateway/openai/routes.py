@@ -18,10 +18,19 @@ from starlette.routing import Route
 from ....broker.client.connection import Broker
 from ....envs.agents.dialects.messages_api import messages_error
 from ....envs.agents.dialects.request import RequestError, text_of
-from ....schemas.infer import CompletionRequest, InferPart
+from ....schemas.infer import ChatRequest, CompletionRequest, InferPart
 from ....schemas.wire.errors import TinkermqError
 from .answer import Answer, event
-from .asking import LARGE, STREAM_HEADERS, ask, first_of, read_body, unless_gone
+from .asking import (
+    LARGE,
+    STREAM_HEADERS,
+    ask,
+    first_of,
+    headers_of,
+    is_stateful,
+    read_body,
+    unless_gone,
+)
 from .body import BodyError, ChatBody, CompletionBody, parse_body, query_of
 from .dialects import MESSAGES, RESPONSES, Dialects, Words
 from .serving_jobs import Serving, ServingJobs
@@ -97,14 +106,19 @@ class OpenAI:
         body = await _parsed(await read_body(request), model)
         serving = await self._serving.find(broker, body.model)
         query = query_of(body).model_copy(update={"adapter": serving.adapter})
+        if isinstance(query, ChatRequest) and is_stateful(request):
+            query = query.model_copy(update={"stateful": True})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
         parts = ask(broker, serving, query)
         if not body.stream:
-            return JSONResponse(await unless_gone(request, _whole(parts, answer)))
+            told = await unless_gone(request, _whole(parts, answer))
+            return JSONResponse(told, headers=answer.headers)
         first = await first_of(parts)
         return StreamingResponse(
-            _stream(first, parts, answer), media_type="text/event-stream", headers=STREAM_HEADERS
+            _stream(first, parts, answer),
+            media_type="text/event-stream",
+            headers={**STREAM_HEADERS, **headers_of(first)},
         )
 
 
@@ -159,7 +173,7 @@ async def _stream(
 ) -> AsyncGenerator[str, None]:
     """Yield the events of an answer; the server stops when the reader goes away."""
     async with aclosing(parts):
-        for text in (*answer.start(), *answer.events(first)):
+        for text in (*answer.start(first), *answer.events(first)):
             yield text
         try:
             async for part in parts:

@@ -130,9 +130,9 @@ class CallTree:
 
     def attach(self, history: Sequence[CanonicalMessage], context: bytes) -> Attachment:
         """Find the call that a request continues: the deepest whose messages begin its history."""
-        prefixes = list(_prefixes(context, history))
+        digests = list(prefixes(context, history))
         for length in range(len(history), 0, -1):
-            known = self._by_prefix.get(prefixes[length - 1], ())
+            known = self._by_prefix.get(digests[length - 1], ())
             fitting = [call for call in known if _agree(call.path_messages, history)]
             if fitting:
                 parent = max(fitting, key=lambda call: _likelihood(call, history))
@@ -160,7 +160,7 @@ class CallTree:
                 call.delivered = True
         before = parent.digest if parent is not None else attachment.context
         tokens = given_ids.tobytes() + b"|" + generated.token_ids.tobytes()
-        *_, prefix = _prefixes(
+        *_, prefix = prefixes(
             parent.prefix if parent is not None else attachment.context,
             (*attachment.given, reply),
         )
@@ -223,7 +223,8 @@ def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
     )
 
 
-def _prefixes(start: bytes, messages: Iterable[CanonicalMessage]) -> Iterator[bytes]:
+def prefixes(start: bytes, messages: Iterable[CanonicalMessage]) -> Iterator[bytes]:
+    """Yield the digest of each beginning of a history: that of a call is its `prefix`."""
     digest = start
     for message in messages:
         digest = _digest(digest, message.key)

@@ -97,9 +97,9 @@ class ExactCalls:
         not take.
         """
         before = previous.path_messages if previous is not None else []
-        history = [*before, *self._facts.shaped(canonical_history(messages))]
+        history = [*before, *self.shaped(messages)]
         prefill = history.pop().text if is_prefill else ""
-        context = _digest(tools)
+        context = digest_of(tools)
         attachment = self.tree.attach(history, context)
         given = self._given(attachment, tools)
         if given is None and attachment.parent is not None:
@@ -109,6 +109,10 @@ class ExactCalls:
         if prefill:
             given = np.concatenate([given, np.array(self._chat.encode(prefill), np.int32)])
         return self._prepared(attachment, given, tools, prefill)
+
+    def shaped(self, messages: Sequence[CanonicalMessage]) -> list[CanonicalMessage]:
+        """Return messages as they are compared and shown: canonical, and as the template can."""
+        return self._facts.shaped(canonical_history(messages))
 
     def _given(self, attachment: Attachment, tools: Tools) -> IntVector | None:
         """Return int32[G]: what stands for the new messages behind the parent; None: nothing."""
@@ -162,7 +166,7 @@ class ExactCalls:
         return name
 
 
-def _digest(tools: Tools) -> bytes:
-    """Return what tells sets of tools apart: the same tools in another order are others."""
+def digest_of(tools: Tools) -> bytes:
+    """Return a call's context, which tells sets of tools apart; other orders are other sets."""
     told = json.dumps([dict(tool) for tool in tools], sort_keys=True)
     return blake2b(told.encode(), digest_size=16).digest()

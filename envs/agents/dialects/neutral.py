@@ -38,6 +38,7 @@ _NEUTRAL: Mapping[str, Iterable[Any]] = {
     "store": _OFF,
     "top_logprobs": (0,),
     "verbosity": ("medium",),
+    "stateful": (True,),  # of episodes: they always are
     # Responses
     "background": _OFF,
     "include": (["reasoning.encrypted_content"],),  # reasoning is told whole: it needs no cipher

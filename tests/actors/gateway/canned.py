@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker
@@ -40,10 +41,16 @@ class Canned:
         self.asked.append(request)
         if self.error is not None:
             raise self.error
+        told: dict[str, Any] = {"prompt_tokens": 3}
+        if request.token_ids:
+            told["prompt_token_ids"] = [[5, 6, 7]]
+        if isinstance(request, ChatRequest) and request.stateful:
+            told |= {"reused_tokens": 2, "rendered": "edited"}
         for number, word in enumerate(self.words):
             ids, logprobs = [number], [-0.5 * number]
             delta = Delta(choice=0, text=word, token_ids=ids, tokens=[word], logprobs=logprobs)
-            await tell(InferPart(model="my-run@4", deltas=[delta]))
+            await tell(InferPart(model="my-run@4", deltas=[delta], **told))
+            told.pop("prompt_token_ids", None)
         if self.fails_late is not None:
             raise self.fails_late
         try:
@@ -52,7 +59,7 @@ class Canned:
             self.cancelled.set()
             raise
         end = Delta(choice=0, finish="stop")
-        return InferPart(model="my-run@4", deltas=[end], prompt_tokens=3, completion_tokens=2)
+        return InferPart(model="my-run@4", deltas=[end], completion_tokens=2, **told)
 
 
 @pytest.fixture

@@ -129,6 +129,22 @@ NOTHING_MESSAGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_tokens_and_stateful_conversations_are_told_as_of_episodes(
+    responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned, stream: bool
+) -> None:
+    body = {"return_token_ids": True, "stateful": True}
+    made = await respond(responses, stream=stream, extra_body=body)
+    assert made.usage.input_tokens_details.cached_tokens == 2
+    told = {"reused": 2, "prompt_token_ids": [5, 6, 7], "answers": [{"token_ids": [0, 1, 2, 3, 4]}]}
+    assert made.to_dict()["tinkermq"] == told
+    if not stream:  # this client's last message has no room for it
+        other = await message(messages, extra_body=body)
+        assert other.to_dict()["tinkermq"] == told
+        assert (other.usage.input_tokens, other.usage.cache_read_input_tokens) == (1, 2)
+    assert all(isinstance(one, ChatRequest) and one.stateful for one in canned.asked)
+
+
 async def test_values_that_ask_for_nothing_are_taken(
     responses: AsyncOpenAI, messages: AsyncAnthropic, canned: Canned
 ) -> None:

@@ -18,6 +18,7 @@ from tests.actors.gateway.http import openai_client, serving
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+STATEFUL = {"x-tinkermq-stateful": "1"}
 ASKED: Any = [{"role": "user", "content": "hi"}]
 
 
@@ -110,6 +111,51 @@ async def test_completions_continue_texts_and_token_ids(
     stream = await client.completions.create(model="my-run@4", prompt=[1, 2], stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello"
     assert canned.asked[-1].to_map()["prompts"] == [[1, 2]]
+
+
+async def test_tokens_stand_where_vllm_has_them(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "my-run@4", "extra_body": {"return_token_ids": True}}
+    chat: Any = await client.chat.completions.create(messages=ASKED, **asked)
+    assert (chat.prompt_token_ids, chat.choices[0].token_ids) == ([5, 6, 7], [0, 1])
+    text: Any = (await client.completions.create(prompt="Oh ", **asked)).choices[0]
+    assert (text.prompt_token_ids, text.token_ids) == ([5, 6, 7], [0, 1])
+    plain: Any = await client.chat.completions.create(model="my-run@4", messages=ASKED)
+    assert not {"prompt_token_ids", "token_ids"} & {*plain.model_extra, *plain.choices[0].to_dict()}
+
+
+async def test_tokens_are_streamed_with_their_text(client: AsyncOpenAI) -> None:
+    asked: Any = {"model": "my-run@4", "extra_body": {"return_token_ids": True}, "stream": True}
+    stream: Any = await client.chat.completions.create(messages=ASKED, **asked)
+    chunks = [chunk.to_dict() async for chunk in stream]
+    assert [chunk["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in chunk] == [
+        [5, 6, 7]
+    ]
+    assert [one["choices"][0].get("token_ids") for one in chunks] == [None, [0], [1], None]
+    stream = await client.completions.create(prompt="Oh ", **asked)
+    texts = [chunk.choices[0].to_dict() async for chunk in stream]
+    assert [text.get("prompt_token_ids") for text in texts] == [[5, 6, 7], None, None]
+    assert [text.get("token_ids") for text in texts] == [[0], [1], None]
+
+
+@pytest.mark.parametrize("how", [{"extra_body": {"stateful": True}}, {"extra_headers": STATEFUL}])
+async def test_a_stateful_chat_says_what_of_it_was_continued(
+    client: AsyncOpenAI, canned: Canned, how: dict[str, Any]
+) -> None:
+    completions = client.chat.completions.with_raw_response
+    asked: Any = {"model": "my-run@4", "messages": ASKED, **how}
+    answer = await completions.create(**asked)
+    assert canned.asked[-1].to_map()["stateful"]
+    assert answer.headers["x-tinkermq-reused"] == "2"
+    assert answer.headers["x-tinkermq-rendered"] == "edited"
+    usage = answer.parse().usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 2
+    stream = await completions.create(stream=True, **asked)
+    assert stream.headers["x-tinkermq-rendered"] == "edited"
+    _ = [chunk async for chunk in stream.parse()]
+    plain = await completions.create(model="my-run@4", messages=ASKED)
+    assert "x-tinkermq-reused" not in plain.headers
 
 
 async def test_an_unknown_model_is_404_and_names_those_there_are(client: AsyncOpenAI) -> None:
