@@ -40,6 +40,7 @@ NAMES = (
     "tree_packing",
     "agent_memory",
     "lora",
+    "tinker_step",
     "overhead",
     "memory",
     "long_run",

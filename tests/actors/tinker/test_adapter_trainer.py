@@ -11,6 +11,7 @@ from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from tinkermq.schemas.wire.errors import ConfigError, DataError, NotFoundError, StateError
 from torch import Tensor
+from transformers import GraniteConfig, GraniteForCausalLM
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import (
@@ -107,9 +108,13 @@ def random_rl(seed: int) -> list[Datum]:
     return data
 
 
-@pytest.mark.parametrize("model", ["base", "untied"])
 @pytest.mark.parametrize(
-    "spec", [SPEC, LoraSpec(3, train_attn=False), LoraSpec(5, train_mlp=False, train_unembed=False)]
+    ("model", "spec"),
+    [
+        ("base", SPEC),
+        ("base", LoraSpec(5, train_mlp=False, train_unembed=False)),
+        ("untied", LoraSpec(3, train_attn=False)),
+    ],
 )
 def test_five_steps_are_those_of_peft_and_torch(
     spec: LoraSpec, model: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -267,15 +272,54 @@ def test_calls_add_up_and_a_prompt_computed_once_changes_nothing(base: Path) -> 
     scale = max(float(tensor.abs().max()) for tensor in expected.values())
     small = open_trainer(base, microbatch_tokens=48, logits_bytes=4 * 264 * 7)
     apart = open_trainer(base, share_prompts=False)
+    again = open_trainer(base, gradient_checkpointing=True)
     parts = [(data[at : at + 5], "ppo") for at in range(0, len(data), 5)]
-    for trainer, calls in ((whole, parts), (small, [(data, "ppo")]), (apart, [(data, "ppo")])):
-        assert_near(expected, gradient_of(trainer, *calls), atol=1e-5 * scale)
+    assert_near(expected, gradient_of(whole, *parts), atol=1e-5 * scale)
+    for trainer in (small, apart, again):
+        assert_near(expected, gradient_of(trainer, (data, "ppo")), atol=1e-5 * scale)
     for trainer in (whole, small, apart):
         trainer.create("m", SPEC)
     tells = [each.forward_backward("m", data, "gspo").logprobs for each in (whole, small, apart)]
     for others in tells[1:]:
         for one, other in zip(tells[0], others, strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_bfloat16_is_computed_in_and_not_kept(base: Path) -> None:
+    exact, rough = open_trainer(base), open_trainer(base, dtype="bfloat16")
+    for trainer in (exact, rough):
+        trainer.create("m", SPEC)
+    for one, other in zip(train(exact, "m", 1, 2), train(rough, "m", 1, 2), strict=True):
+        assert not np.array_equal(one, other)
+        np.testing.assert_allclose(one, other, atol=0.2)
+    assert {tensor.dtype for tensor in rough.tensors("m").values()} == {torch.float32}
+
+
+def test_a_model_whose_logits_are_more_than_its_output_layer(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = GraniteConfig(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        logits_scaling=4.0,
+        pad_token_id=0,
+    )
+    GraniteForCausalLM(config).save_pretrained(tmp_path / "base")
+    trainer = open_trainer(tmp_path / "base", logits_bytes=4 * 264 * 7)
+    trainer.create("m", SPEC)
+    train(trainer, "m", 1)
+    trainer.save("m", tmp_path / "begin", with_optimizer=False)
+    plain = PlainPeft(tmp_path / "base", tmp_path / "begin")
+    data = random_rl(2)
+    ours = trainer.forward_backward("m", data, "importance_sampling").logprobs
+    theirs = plain.forward_backward(data, importance_sampling)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+    norm = trainer.optim_step("m", AdamParams(0.0))["grad_norm:mean"]
+    assert norm == pytest.approx(plain.optim_step(AdamParams(0.0)), rel=1e-4)
 
 
 def test_a_shared_prompt_takes_its_columns_once_and_long_datums_their_own(base: Path) -> None:
