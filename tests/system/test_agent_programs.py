@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI
+from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import (
     AgentEnvironment,
     AgentEpisode,
@@ -18,7 +19,7 @@ from tinkermq.clients import (
 from tests.support.configs import small_job
 from tests.support.gateway import run_gateway
 from tests.support.proofs import assert_every_task_once, assert_replay_is_identical
-from tests.support.stack import Stack
+from tests.support.stack import Job, Stack
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -63,13 +64,26 @@ async def trained(stack: Stack, config: dict[str, Any], program: Any, tmp_path: 
         return await scheduler.job_status(job["job_id"])
 
 
+async def two_turns_and_their_rewards(task: dict[str, Any], model: AgentEpisode) -> float:
+    """Ask twice, and reward the first call and the branch that begins with the second."""
+    reward = await two_turns(task, model)
+    model.reward(0.25, call=0)
+    model.reward(reward - 1, branch=1)
+    return reward
+
+
 async def test_a_function_is_trained_with_the_openai_sdk(
     stack: Stack, model: Path, tmp_path: Path
 ) -> None:
-    ended = await trained(stack, agent_job(model), two_turns, tmp_path)
+    credit = {"advantage": "grpo_per_turn", "branch_credit": "own", "gamma": 0.9}
+    job = agent_job(model, algorithm=credit)
+    ended = await trained(stack, job, two_turns_and_their_rewards, tmp_path)
     assert ended["status"] == "COMPLETED"
     lines = (Path(ended["run_dir"]) / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["step"] == 2
+    last = json.loads(lines[-1])
+    assert (last["step"], last["agent/reward_of_calls"]) == (2, 0.25)
+    record = await JobStore(stack.broker).get("local", ended["job_id"])
+    await assert_replay_is_identical(Job(stack, record))
 
 
 _AGENT = """
