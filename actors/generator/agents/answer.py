@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -85,8 +85,14 @@ class GrowingChoice:
             generation = _generation(self.drawn, "stop" if is_stop else "length")
         self.answered = LoggedAnswer(self.prepared, generation, told, request)
 
-    def replay(self, answered: LoggedAnswer) -> None:
-        """Become an answer that was given before."""
+    @classmethod
+    def known(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
+        """Return an answer that was given before."""
+        choice = cls(answered.prepared, chat, ())
+        choice._replay(answered)
+        return choice
+
+    def _replay(self, answered: LoggedAnswer) -> None:
         generated = answered.generated
         columns = (generated.token_ids, generated.logprobs, generated.versions)
         self.drawn = [Drawn(*one) for one in zip(*(c.tolist() for c in columns), strict=True)]
@@ -112,6 +118,17 @@ def _generation(drawn: Sequence[Drawn], finish: Literal["stop", "length"]) -> Ge
         np.array([one.version for one in drawn], np.int32),
         finish,
     )
+
+
+def under_known_names(
+    asked: Sequence[PreparedCall], begun: CallPart | None, numbers: range
+) -> list[PreparedCall]:
+    """Return choices of these numbers under the names that the program knows, if it does."""
+    names = begun.names if begun is not None else []
+    return [
+        replace(one, name=names[number]) if number < len(names) else one
+        for one, number in zip(asked, numbers, strict=True)
+    ]
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from ....schemas.wire.errors import BusyError, EngineError, NotFoundError, root_
 from ..engine.engine import Drawn, Engine, Sampling, nothing
 from ..episodes.agent_loop import EpisodeSampling
 from ..episodes.chat import ChatTokenizer
-from .answer import GrowingAnswer, GrowingChoice
+from .answer import GrowingAnswer, GrowingChoice, under_known_names
 from .call_limits import CallDrawing, CallLimits, LimitHit
 from .call_log import CallLog, LoggedAnswer, PastAnswers, request_digest, restored
 from .call_tree import CallTree
@@ -202,12 +202,16 @@ class CallAnswers:
         running = self._open.get(digest)
         if running is not None and (again or not running.num_listeners):
             return running
-        if past := self._past.take(digest):
-            self.num_replayed += len(past.generated.token_ids)
-            return self._replay(request, prepared, past, digest)
+        if past := self._past.take(digest, request.num_choices):
+            self.num_replayed += sum(len(one.generated.token_ids) for one in past)
+            self._count_sample(prepared, len(past))
+            given = [replace(prepared, name=one.prepared.name) for one in past]
+            known = [replace(one, prepared=at) for one, at in zip(past, given, strict=True)]
+            return self._begin(request, prepared, digest, known)
         done = self._last.get(digest)
         if done and (again or all(self.tree.calls[n].delivered is False for n in done)):
-            return self._told_again(request, prepared, done)
+            known = [self._answered[number] for number in done]
+            return self._begin(request, prepared, digest, known, done)
         return None
 
     def _opening(self, request: CallRequest, prepared: Sequence[PreparedCall]) -> CallPart:
@@ -227,26 +231,49 @@ class CallAnswers:
 
     # -- an answer ---------------------------------------------------------------------------------
 
-    def _begin(self, request: CallRequest, prepared: PreparedCall, digest: bytes) -> GrowingAnswer:
-        """Begin to generate; raises EpisodeLimit."""
+    def _begin(
+        self,
+        request: CallRequest,
+        prepared: PreparedCall,
+        digest: bytes,
+        known: Sequence[LoggedAnswer] = (),
+        numbers: Sequence[int] = (),
+    ) -> GrowingAnswer:
+        """Begin an answer: the first choices are `known`, the others are generated.
+
+        Some are known where a generator died between two of them; `numbers` are of those that are
+        in the tree. Raises EpisodeLimit where one would be generated and must not be.
+        """
+        choices = [GrowingChoice.known(one, self._chat) for one in known]
+        if numbers:  # what was asked then, so that all choices are answers to one request
+            prepared = replace(prepared, attachment=known[0].prepared.attachment)
+        more = range(len(known), request.num_choices)
+        asked = [self._exact.another(prepared) if number else prepared for number in more]
+        choices += [
+            GrowingChoice(one, self._chat, request.stop, request.tools)
+            for one in under_known_names(asked, request.begun, more)
+        ]
+        answer = GrowingAnswer(self._opening(request, [one.prepared for one in choices]), choices)
+        samplings: list[Sampling] = []
+        if more:
+            room = self._room(request, prepared)
+            prompt, drawn = self._count_sample(prepared, len(more))
+            at_once = range(drawn, drawn + len(more))
+            samplings = [self._drawing.sampling(request, room, prompt, one) for one in at_once]
+        for begun in request.begun.deltas if request.begun is not None else ():
+            if begun.choice in more:
+                for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
+                    choices[begun.choice].add(Drawn(*token))
+        if len(numbers) == len(choices):
+            answer.task = asyncio.create_task(_there(list(numbers)))
+            return answer
+        work = self._generate_all(answer, samplings, digest, numbers)
+        return self._started(answer, work, digest)
+
+    def _room(self, request: CallRequest, prepared: PreparedCall) -> int:
         num_calls = len(self.tree.calls) + sum(len(one.choices) for one in self._open.values())
         num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
-        room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
-        asked = [prepared]
-        asked += [self._exact.another(prepared) for _ in range(request.num_choices - 1)]
-        if request.begun is not None:
-            asked = _named(asked, request.begun)
-        choices = [GrowingChoice(one, self._chat, request.stop, request.tools) for one in asked]
-        answer = GrowingAnswer(self._opening(request, asked), choices)
-        prompt, drawn = self._count_sample(prepared, len(choices))
-        for begun in request.begun.deltas if request.begun is not None else ():
-            for token in zip(begun.token_ids, begun.logprobs, begun.versions, strict=True):
-                choices[begun.choice].add(Drawn(*token))
-        samplings = [
-            self._drawing.sampling(request, room, prompt, drawn + number)
-            for number in range(len(choices))
-        ]
-        return self._started(answer, self._generate_all(answer, samplings, digest), digest)
+        return self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
 
     def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
@@ -275,22 +302,30 @@ class CallAnswers:
             self.failed.set_exception(error)
 
     async def _generate_all(
-        self, answer: GrowingAnswer, samplings: Sequence[Sampling], digest: bytes
+        self,
+        answer: GrowingAnswer,
+        samplings: Sequence[Sampling],
+        digest: bytes,
+        numbers: Sequence[int],
     ) -> list[int]:
-        """Generate all choices and write them down; return their numbers."""
+        """Generate the last choices, and write down what is not; return the numbers of all.
+
+        `numbers` are of the first ones, which are written down.
+        """
+        more = answer.choices[len(answer.choices) - len(samplings) :]
         started = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as group:
-                for choice, sampling in zip(answer.choices, samplings, strict=True):
+                for choice, sampling in zip(more, samplings, strict=True):
                     group.create_task(self._generate(answer, choice, sampling, digest))
         except BaseExceptionGroup as raised:
             raise root_cause(raised) from raised
         finally:
             self.generate_s += time.perf_counter() - started
-        numbers = await self._commit(answer.choices)
+        calls = [*numbers, *await self._commit(answer.choices[len(numbers) :])]
         if not answer.num_listeners:
-            self.note_delivered(CallDelivered(calls=numbers, whole=False))
-        return numbers
+            self.note_delivered(CallDelivered(calls=calls, whole=False))
+        return calls
 
     async def _generate(
         self, answer: GrowingAnswer, choice: GrowingChoice, sampling: Sampling, digest: bytes
@@ -346,37 +381,6 @@ class CallAnswers:
                 numbers.append(call.number)
         return numbers
 
-    # -- answers that were given before ------------------------------------------------------------
-
-    def _replay(
-        self, request: CallRequest, prepared: PreparedCall, past: LoggedAnswer, digest: bytes
-    ) -> GrowingAnswer:
-        """Answer as the program was answered before it started again."""
-        self._count_sample(prepared)
-        given = replace(prepared, name=past.prepared.name)
-        choice = GrowingChoice(given, self._chat, ())
-        choice.replay(replace(past, prepared=given))
-        answer = GrowingAnswer(self._opening(request, [given]), [choice])
-        return self._started(answer, self._commit(answer.choices), digest)
-
-    def _told_again(
-        self, request: CallRequest, prepared: PreparedCall, numbers: list[int]
-    ) -> GrowingAnswer:
-        """Tell calls once more whose answers did not arrive."""
-        choices: list[GrowingChoice] = []
-        for number in numbers:
-            answered = self._answered[number]
-            choices.append(choice := GrowingChoice(answered.prepared, self._chat, ()))
-            choice.replay(answered)
-        told = [choice.prepared for choice in choices]
-        answer = GrowingAnswer(self._opening(request, told), choices)
-
-        async def there() -> list[int]:
-            return numbers
-
-        answer.task = asyncio.create_task(there())
-        return answer
-
     def _keep_for_a_while(self, answer: GrowingAnswer) -> None:
         """Let an answer whose program has hung up go on, in case that it asks again."""
         if not answer.task.done():
@@ -388,7 +392,5 @@ def _give_up(answer: GrowingAnswer) -> None:
         answer.task.cancel()
 
 
-def _named(asked: Sequence[PreparedCall], begun: CallPart) -> list[PreparedCall]:
-    """Return the choices of a request under the names that its program knows."""
-    named = zip(asked, begun.names, strict=False)
-    return [replace(one, name=name) for one, name in named] if begun.names else list(asked)
+async def _there(numbers: list[int]) -> list[int]:
+    return numbers

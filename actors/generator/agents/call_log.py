@@ -181,10 +181,19 @@ class PastAnswers:
         for one in answered:
             self._by_request[one.request].append(one)
 
-    def take(self, request: bytes) -> LoggedAnswer | None:
-        """Return the next answer to the same request, once."""
+    def take(self, request: bytes, num_choices: int) -> list[LoggedAnswer]:
+        """Return the next answer to the same request, once: its choices, as many as there are."""
         waiting = self._by_request.get(request)
-        return waiting.popleft() if waiting else None
+        taken: list[LoggedAnswer] = []
+        while waiting and len(taken) < num_choices and _is_choice(waiting[0], taken):
+            taken.append(waiting.popleft())
+        return taken
+
+
+def _is_choice(one: LoggedAnswer, others: Sequence[LoggedAnswer]) -> bool:
+    """Whether an answer is a choice of the same request as others."""
+    seen = {other.prepared.attachment.num_seen for other in others}
+    return not seen or one.prepared.attachment.num_seen in seen
 
 
 def request_digest(prompt_ids: Any, *limits: Any) -> bytes:

@@ -37,9 +37,10 @@ class Asking:
         *,
         max_turn: int = MAX_TURN,
         message_bytes: int | None = None,
+        episode: str = "e",
         **agent: Any,
     ) -> CallAnswers:
-        """Return what answers the calls of an episode."""
+        """Return what answers the calls of an episode; `episode` names it in the engine."""
         config = JobConfig.model_validate(
             {
                 "model": {"path": str(self.folder)},
@@ -59,7 +60,7 @@ class Asking:
         sampling = EpisodeSampling(1.0)
         time_use = TimeUse("generate", "environment", rest="other")
         return CallAnswers(
-            "e",
+            episode,
             self.engine,
             self.chat,
             config,
@@ -89,14 +90,10 @@ def text_of(part: CallPart, choice: int = 0) -> str:
     return next(delta.text for delta in part.deltas if delta.choice == choice)
 
 
-def a_task() -> Task:
-    """Return a task of one episode."""
-    return Task(task=3, seed=5, group_size=1)
-
-
-def held(broker: Broker, scope: JobScope, delivery: int) -> TaskCalls:
-    """Return what writes a delivery of the task down."""
-    return TaskCalls(broker, scope, None, a_task(), delivery, f"holder-{delivery}")  # type: ignore[arg-type]
+def held(broker: Broker, scope: JobScope, delivery: int, task: int = 3) -> TaskCalls:
+    """Return what writes a delivery of a task of one episode down."""
+    of = Task(task=task, seed=5, group_size=1)
+    return TaskCalls(broker, scope, None, of, delivery, f"holder-{delivery}")  # type: ignore[arg-type]
 
 
 async def opened(holder: TaskCalls) -> CallLog:
