@@ -42,6 +42,8 @@ class LoggedCall(Message):
     """Why it is not the only continuation of its parent."""
     request: bytes
     """Digest of what was asked for, prompt and limits: the same again may be answered by it."""
+    asked: str = Field(default="", max_length=64)
+    """Id of the request, as the program's proxy made it: by it the proxy may ask again."""
 
 
 class Segment(Message):

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ....broker.client.parts import Tell
-from ....schemas.agent import CallDelta, CallPart
+from ....schemas.agent import CallDelta, CallPart, CallRequest
 from ..engine.engine import Drawn, Generation
 from ..episodes.chat import ChatTokenizer
 from ..episodes.text_stream import TextStream
@@ -65,7 +65,7 @@ class GrowingChoice:
             if not self._tools:
                 self.text = self._plain
 
-    def end(self, generation: Generation, request: bytes) -> None:
+    def end(self, generation: Generation, request: bytes, asking: str) -> None:
         """Take note of the end; tokens that reach into a stop text are not kept."""
         told = None
         if self.stopped:
@@ -83,7 +83,7 @@ class GrowingChoice:
             ended = generation.finish_reason
             is_stop = ended == "cancelled" or ended == "stop"  # cancelled: it had ended before
             generation = _generation(self.drawn, "stop" if is_stop else "length")
-        self.answered = LoggedAnswer(self.prepared, generation, told, request)
+        self.answered = LoggedAnswer(self.prepared, generation, told, request, asking)
 
     @classmethod
     def known(cls, answered: LoggedAnswer, chat: ChatTokenizer) -> "GrowingChoice":
@@ -137,11 +137,19 @@ class GrowingAnswer:
 
     opening: CallPart
     choices: list[GrowingChoice]
+    askings: list[str]
+    """Ids by which proxies asked for it; the first began it."""
     task: "asyncio.Task[list[int]]" = field(init=False)
     """Generates it and writes it down; its result is the numbers of the calls."""
     num_listeners: int = 0
     """Who is being told; a program that hangs up may come back for the answer."""
     on_change: "set[asyncio.Event]" = field(default_factory=set["asyncio.Event"])
+
+    def is_answer_to(self, request: CallRequest, asking: str) -> bool:
+        """Whether a request that comes while this is generated asks for this, and no new sample."""
+        begun = request.begun.names if request.begun is not None else []
+        named = any(choice.prepared.name in begun for choice in self.choices)
+        return asking in self.askings or named or request.is_retry or not self.num_listeners
 
     def changed(self) -> None:
         """Let those know who are told of it."""

@@ -30,6 +30,7 @@ from .call_limits import CallDrawing, CallLimits, LimitHit
 from .call_log import CallLog, LoggedAnswer, PastAnswers, request_digest, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
+from .known_answers import KnownAnswers, asking_of
 from .template_facts import TemplateFacts, facts_of
 
 MAX_OPEN = 64
@@ -80,11 +81,8 @@ class CallAnswers:
         self._conversations: set[str] = set()
         self._begin_tree()
         self._answered = restored(log.found, self._exact)
+        self._known.restore(self._answered)
         for call, answered in zip(self.tree.calls, self._answered, strict=True):
-            call.delivered = True  # or its program's proxy asks for it once more
-            last = self._last.get(answered.request, [])
-            is_choice = bool(last) and self.tree.calls[last[0]].num_seen == call.num_seen
-            self._last[answered.request] = [*last, call.number] if is_choice else [call.number]
             self._count_sample(answered.prepared)
             self._limits.show(pictures_of(call.given))
 
@@ -94,8 +92,7 @@ class CallAnswers:
         )
         self._past = PastAnswers()
         self._open: dict[bytes, GrowingAnswer] = {}
-        self._last: dict[bytes, list[int]] = {}
-        """Numbers of the calls that answered a request last."""
+        self._known = KnownAnswers(self.tree)
         self._num_drawn: dict[bytes, int] = {}
         """How many samples of a prompt were begun."""
 
@@ -198,20 +195,25 @@ class CallAnswers:
         self, request: CallRequest, prepared: PreparedCall, digest: bytes
     ) -> GrowingAnswer | None:
         """Return the answer that this request has already; None: it is a new sample."""
-        again = request.is_retry or request.begun is not None
+        asking = asking_of(request)
         running = self._open.get(digest)
-        if running is not None and (again or not running.num_listeners):
+        if running is not None and running.task.done():  # what is called then has yet to be
+            self._ended(running, digest, running.task)
+            running = None
+        if running is not None and running.is_answer_to(request, asking):
+            running.askings.append(asking)
             return running
         if past := self._past.take(digest, request.num_choices):
             self.num_replayed += sum(len(one.generated.token_ids) for one in past)
             self._count_sample(prepared, len(past))
             given = [replace(prepared, name=one.prepared.name) for one in past]
-            known = [replace(one, prepared=at) for one, at in zip(past, given, strict=True)]
+            pairs = zip(past, given, strict=True)
+            known = [replace(one, prepared=at, asked=asking) for one, at in pairs]
             return self._begin(request, prepared, digest, known)
-        done = self._last.get(digest)
-        if done and (again or all(self.tree.calls[n].delivered is False for n in done)):
-            known = [self._answered[number] for number in done]
-            return self._begin(request, prepared, digest, known, done)
+        if numbers := self._known.find(request, digest):
+            self._known.tell_again(numbers)
+            known = [self._answered[number] for number in numbers]
+            return self._begin(request, prepared, digest, known, numbers)
         return None
 
     def _opening(self, request: CallRequest, prepared: Sequence[PreparedCall]) -> CallPart:
@@ -253,10 +255,14 @@ class CallAnswers:
             GrowingChoice(one, self._chat, request.stop, request.tools)
             for one in under_known_names(asked, request.begun, more)
         ]
-        answer = GrowingAnswer(self._opening(request, [one.prepared for one in choices]), choices)
+        opening = self._opening(request, [one.prepared for one in choices])
+        answer = GrowingAnswer(opening, choices, [asking_of(request)])
         samplings: list[Sampling] = []
         if more:
-            room = self._room(request, prepared)
+            num_calls = len(self.tree.calls) - len(numbers)
+            num_calls += sum(len(one.choices) for one in self._open.values())
+            num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
+            room = self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
             prompt, drawn = self._count_sample(prepared, len(more))
             at_once = range(drawn, drawn + len(more))
             samplings = [self._drawing.sampling(request, room, prompt, one) for one in at_once]
@@ -266,14 +272,10 @@ class CallAnswers:
                     choices[begun.choice].add(Drawn(*token))
         if len(numbers) == len(choices):
             answer.task = asyncio.create_task(_there(list(numbers)))
+            self._known.add(digest, answer.askings, (), numbers)
             return answer
         work = self._generate_all(answer, samplings, digest, numbers)
         return self._started(answer, work, digest)
-
-    def _room(self, request: CallRequest, prepared: PreparedCall) -> int:
-        num_calls = len(self.tree.calls) + sum(len(one.choices) for one in self._open.values())
-        num_tokens = sum(len(call.generated.token_ids) for call in self.tree.calls)
-        return self._limits.room(request, prepared.num_prompt, num_calls, num_tokens)
 
     def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
@@ -297,7 +299,8 @@ class CallAnswers:
             return
         error = task.exception()
         if error is None:
-            self._last[digest] = task.result()
+            names = [choice.prepared.name for choice in answer.choices]
+            self._known.add(digest, answer.askings, names, task.result())
         elif isinstance(error, Fenced) and not self.failed.done():
             self.failed.set_exception(error)
 
@@ -357,7 +360,7 @@ class CallAnswers:
             )
             if generation.finish_reason == "cancelled" and not choice.stopped:
                 raise EngineError(f"the engine ended request {name} without an answer")
-        choice.end(generation, digest)
+        choice.end(generation, digest, answer.askings[0])
         answer.changed()
 
     def _conversation(self, prepared: PreparedCall) -> str:

@@ -41,6 +41,8 @@ class LoggedAnswer:
     """What was told where the tokens say less."""
     request: bytes
     """Digest of what was asked for."""
+    asked: str = ""
+    """Id by which the program's proxy asked for it first."""
 
 
 class CallLog(EpisodeRecorder):
@@ -135,6 +137,7 @@ def _logged(answered: LoggedAnswer) -> LoggedCall:
         num_seen=attachment.num_seen,
         branch=attachment.branch,
         request=answered.request,
+        asked=answered.asked,
     )
 
 
@@ -160,6 +163,7 @@ def answered_call(segment: Segment, tree: CallTree) -> LoggedAnswer:
         ),
         call.text,
         call.request,
+        call.asked,
     )
 
 

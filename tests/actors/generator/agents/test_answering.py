@@ -216,6 +216,53 @@ async def test_a_program_that_starts_again_is_answered_from_the_log(
     assert (later.episode, len(later.found)) == ("e-2", 3)
 
 
+async def test_several_choices_are_told_to_a_program_that_starts_again(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    first = await calls.answer(request("hi", num_choices=3), asking.tell)
+    await calls.start_again()
+    log.hold("e-2", "other", anew=True)
+    again = await calls.answer(request("hi", num_choices=3), asking.tell)
+    assert [text_of(again, n) for n in range(3)] == [text_of(first, n) for n in range(3)]
+    assert (again.calls, again.names) == ([0, 1, 2], first.names)
+
+
+async def test_choices_that_a_dead_generator_has_not_written_down_are_generated(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    calls = asking.calls(log)
+    whole = await calls.answer(request("hi", num_choices=3, request="r"), asking.tell)
+    for num_written in range(3):
+        found = await opened(held(broker, recorded, 2 + num_written))
+        found.found = found.found[:num_written]  # it died behind the first of them
+        later = asking.calls(found, episode=f"e{num_written}")
+        asked = request("hi", num_choices=3, request="r-1", is_retry=True)
+        again = await later.answer(asked, asking.tell)
+        assert again.calls == [0, 1, 2]
+        assert [text_of(again, n) for n in range(3)] == [text_of(whole, n) for n in range(3)]
+        assert [call.branch for call in later.tree.calls] == [""] * 3
+        once_more = asked.model_copy(update={"request": "r-2"})
+        assert (await later.answer(once_more, asking.tell)).calls == [0, 1, 2]
+
+
+async def test_a_proxy_that_asks_again_before_anything_began_gets_a_new_sample(
+    asking: Asking, broker: Broker, recorded: JobScope
+) -> None:
+    log = await opened(held(broker, recorded, 1))
+    log.hold("e-1", "host", anew=True)
+    first = await asking.calls(log).answer(request("hi", request="a"), asking.tell)
+    later = asking.calls(await opened(held(broker, recorded, 2)), episode="e1")
+    lacking = request("hi", request="b-1", is_retry=True)
+    other = await later.answer(lacking, asking.tell)
+    same = await later.answer(request("hi", request="a-1", is_retry=True), asking.tell)
+    assert (other.calls, same.calls, text_of(same)) == ([1], [0], text_of(first))
+
+
 async def a_program(ask: Callable[..., Awaitable[str]]) -> None:
     """Work with two conversations, a branch, and two samples of one request."""
     first = await ask("hi")

@@ -105,15 +105,20 @@ class Proxied:
     async def ask(self, asked: CallRequest, events: Sequence[tuple[str, int]]) -> list[str]:
         """Return what each choice says in the end."""
         gathered = GatheredAnswer(asked.num_choices)
-        again = asked
-        for event, num_parts in events:
+        name = f"r{next(_tasks)}"
+        again = asked = asked.model_copy(update={"request": name})
+        events = _possible(events)
+        for attempt, (event, num_parts) in enumerate(events, 1):
             told = await self._until(event, num_parts, again, gathered)
             if told:
                 break
-            again = asked.model_copy(update={"begun": gathered.begun(), "is_retry": True})
+            more = {"request": f"{name}-{attempt}", "begun": gathered.begun(), "is_retry": True}
+            again = asked.model_copy(update=more)
             if event in ("marked", "unheard"):
                 gathered = GatheredAnswer(asked.num_choices)
-                again = asked.model_copy(update={"is_retry": event == "marked"})
+                name = f"r{next(_tasks)}"
+                more = {"request": name, "is_retry": event == "marked"}
+                again = asked = asked.model_copy(update=more)
         if not gathered.is_whole:
             await self._told(again, gathered, most=1 << 30)
         self.given += gathered.calls
@@ -176,6 +181,16 @@ class Proxied:
             if holder.failed.done():
                 assert isinstance(holder.failed.exception(), Fenced)
         return self.holders[-1]
+
+
+def _possible(events: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
+    """Return events of one call that leave somebody who knows what became of it."""
+    names = [event for event, _ in events]
+    if "marked" in names:
+        return [("marked", 1)]  # its proxy has died, and with it whatever else it knew
+    if "unheard" in names:  # only the generator knows
+        return events[: names.index("unheard") + 1]
+    return events
 
 
 async def play(steps: Sequence[Step], proxied: Proxied, *, disturbed: bool) -> list[list[str]]:
@@ -271,8 +286,8 @@ def _property(num_examples: int, *, derandomize: bool) -> Callable[..., Any]:
 
 
 test_a_program_notices_nothing_and_is_trained_as_if_nothing_had_happened = _property(
-    8, derandomize=True
+    4, derandomize=True
 )
 test_nor_does_any_of_very_many = pytest.mark.long(
-    pytest.mark.timeout(900)(_property(300, derandomize=False))
+    pytest.mark.timeout(900)(_property(120, derandomize=False))
 )
