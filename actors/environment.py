@@ -4,12 +4,16 @@ The work is done by `envs/serving/host.py`, which a client runs inside its own p
 """
 
 import asyncio
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
-from ..envs.agents.programs.hosted import program_runner
-from ..envs.agents.programs.runner import ProgramRunner
+from ..broker.client.rpc import Service
+from ..envs.agents.asked_for import AskedEpisodes
+from ..envs.agents.programs.hosted import asked_runner, program_runner
+from ..envs.running.runner import PlacedRunner
 from ..envs.serving.host import EnvironmentHost
+from ..schemas.agent import GiveRequest
 from .runtime import JobContext, run_job_actor, settle_memory
 
 BEAT_S = 1.0
@@ -18,32 +22,49 @@ BEAT_S = 1.0
 async def serve_games(context: JobContext) -> None:
     """Host the games of the context's job until it stops."""
     await context.serve_control()
+    programs, asked = _programs(context)
     host = EnvironmentHost(
         context.broker,
         context.scope,
         context.config.env,
         seed=context.config.seed,
         judge_job=context.record.judge,
-        programs=_programs(context),
+        programs=programs,
     )
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks, _giving(context, asked):
         beating = tasks.create_task(_report(context, host), name="env_beat")
         await host.run(context.stopping)
         beating.cancel()
 
 
-def _programs(context: JobContext) -> ProgramRunner | None:
-    """Return what runs the programs of an agent job; ConfigError where it cannot."""
-    config = context.config
+def _programs(context: JobContext) -> tuple[PlacedRunner | None, AskedEpisodes | None]:
+    """Return what runs the programs of an agent job, and who asks to run them himself.
+
+    Raises ConfigError where they cannot be run.
+    """
+    config, broker, scope = context.config, context.broker, context.scope
+    tries = config.rollout.max_tries
+    if config.agent.client:
+        return asked_runner(config.agent, broker, scope, max_tries=tries)
     if not config.agent.command:
-        return None
-    return program_runner(
-        config.agent,
-        context.broker,
-        context.scope,
-        max_tries=config.rollout.max_tries,
-        private=[context.run_dir],
-    )
+        return None, None
+    private = [context.run_dir]
+    return program_runner(config.agent, broker, scope, max_tries=tries, private=private), None
+
+
+@contextlib.asynccontextmanager
+async def _giving(context: JobContext, asked: AskedEpisodes | None) -> AsyncIterator[None]:
+    """Answer those who ask for episodes."""
+    if asked is None:
+        yield
+        return
+
+    description = f"episodes for users of job {context.scope.job}"
+    async with await Service.start(
+        context.broker, name="tinkermq-given", description=description
+    ) as service:
+        await service.endpoint("give", context.scope.env_give, GiveRequest, asked.answer)
+        yield
 
 
 async def _report(context: JobContext, host: EnvironmentHost) -> None:

@@ -14,6 +14,8 @@ from tinkermq.schemas.agent import (
     EpisodePost,
     EpisodePosted,
     EpisodeSecret,
+    GiveReply,
+    GiveRequest,
 )
 from tinkermq.schemas.batch import BatchRecord
 from tinkermq.schemas.control import (
@@ -237,6 +239,7 @@ TOPICS: tuple[Topic, ...] = (
         DescribeReply,
         "learner, evaluator → any environment host",
     ),
+    _job(_SCOPE.env_give, GiveRequest, GiveReply, "gateway → the host in the pool"),
     _job(_SCOPE.env_reset, ResetRequest, ResetReply, "generator, evaluator → any environment host"),
     _job(
         _SCOPE.env("<host>", "reset"),

@@ -196,6 +196,34 @@ class EpisodePosted(Part):
     """Why no call of the program is answered any more; empty while calls are."""
 
 
+class GiveRequest(Message):
+    """Ask a host in the pool for an episode, on `env.give`; for jobs with `agent.client`."""
+
+    name: str = Field(default="", max_length=256)
+    """Made by who asks: the same name gets the same episode while that is under way."""
+    wait_s: float = Field(default=5.0, ge=0, le=10)
+    """How long the host may hold its answer back."""
+
+
+class GiveReply(Message):
+    """An episode to be run by who asked, or none yet."""
+
+    episode: str = ""
+    """Its id; empty: none has come."""
+    key: str = ""
+    """What its program proves itself by, at any gateway."""
+    task: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """The row of the data without its gold answer."""
+    prompt: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
+    """The chat messages by which the task is known."""
+    seed: int = 0
+    """The same for all episodes of a task."""
+    split: Literal["train", "val"] = "train"
+    """Whether it is trained or only counted."""
+    left_s: float = 0.0
+    """How long it may still take."""
+
+
 class RewardedBranch(Message):
     """A branch of a program's calls that was given a reward of its own."""
 

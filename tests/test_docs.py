@@ -191,7 +191,7 @@ def test_every_configuration_key_exists(page: Path) -> None:
     keys |= {key.rpartition(".")[0] for key in keys}  # sections within sections
     sections = "|".join(key for key in JobConfig.model_fields if f"{key}." in " ".join(keys))
     named = re.findall(rf"`((?:{sections})\.[a-z_]+)\b[=:` ]", page.read_text())
-    subjects = {"env.describe", "env.reset", "env.step", "env.close", "weights.join"}
+    subjects = {"env.describe", "env.give", "env.reset", "env.step", "env.close", "weights.join"}
     assert not set(named) - keys - subjects
 
 

@@ -31,6 +31,7 @@ from .guard import Guard
 from .openai import routes as openai
 from .pages import routes as pages
 from .pages.render import STATIC, VERSION, make_templates
+from .programs import user_episodes
 from .programs.episodes import ProgramEpisodes
 from .programs.routes import ProgramRequests
 from .rest import routes as rest
@@ -67,6 +68,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/api/openapi.json", openapi_document),
             *rest.routes(),
             *openai.routes(_Brokers()),
+            *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
             *users.routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),

@@ -74,6 +74,7 @@ def user_permissions(user: str) -> Permissions:
             f"{own}.ctl.>",
             f"{own}.infer.>",
             f"{own}.env.describe",
+            f"{own}.env.give",
             f"{own}.episode.>",
             f"_INBOX_job.{user}.>",
         ),

@@ -35,6 +35,18 @@ class OuterEndpoint(ModelEndpoint, Protocol):
         ...
 
 
+class Places(Protocol):
+    """What bounds the episodes of a host: a semaphore, or who asks for them."""
+
+    async def acquire(self) -> object:
+        """Wait for a place."""
+        ...
+
+    def release(self) -> None:
+        """Give a place back."""
+        ...
+
+
 @dataclass(eq=False)
 class GivenEpisode:
     """One try of an episode, for whoever runs it; of the host's event loop."""
@@ -69,8 +81,12 @@ class GivenOutRunner:
         *,
         max_tries: int = 1,
         job: str = "",
+        places: Places | None = None,
     ) -> None:
-        """`give` is called on the event loop with each episode that starts."""
+        """`give` is called on the event loop with each episode that starts.
+
+        `places` are waited for in place of as many as `agent.per_host` says.
+        """
         self._config = config
         self._endpoint = endpoint
         self._give = give
@@ -79,7 +95,7 @@ class GivenOutRunner:
         self._opened = contextlib.AsyncExitStack()
         self.places = config.per_host
         """Episodes at the same time."""
-        self._places = asyncio.Semaphore(config.per_host)
+        self._places = asyncio.Semaphore(config.per_host) if places is None else places
         self._running: dict[str, asyncio.Task[StepResult]] = {}
 
     async def start(self) -> GameFacts:
@@ -99,11 +115,17 @@ class GivenOutRunner:
         except TimeoutError:
             raise NoPlace(
                 f"no place for an episode became free within {config.setup_timeout_s:g} s: "
-                f"agent.per_host={config.per_host} are under way",
+                f"agent.per_host={config.per_host} are under way, or nobody asks for more",
                 hint="end them sooner, or raise agent.per_host",
             ) from None
-        prompt = prompt_of(opening)
-        name = opening.episode
+        try:
+            return self._begin(opening)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def _begin(self, opening: Opening) -> list[ChatMessage]:
+        config, prompt, name = self._config, prompt_of(opening), opening.episode
         episode = ProgramEpisode(name, task_input(opening), opening.seed, opening.split, self._job)
         episode.key = self._endpoint.new_key(name)
         episode.deadline = time.monotonic() + config.timeout_s
@@ -143,8 +165,8 @@ class GivenOutRunner:
 
     async def _live(self, given: GivenEpisode) -> StepResult:
         episode = given.episode
-        self._endpoint.open(episode)
         try:
+            self._endpoint.open(episode)
             self._give(given)
             how = await self._until_over(episode)
         finally:

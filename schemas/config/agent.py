@@ -21,8 +21,9 @@ class AgentConfig(Section):
     and `{python}` stand for the task's last user message, the folder that it runs in, the file with
     the task's row, and the pool's interpreter. Empty: no agent job, or `client`."""
     client: bool = False
-    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function; `env.hosts` is
-    0 then."""
+    """Episodes are run by whoever calls `AgentEpisodes` or hosts a Python function, with
+    `env.hosts=0`, the default then; with `env.hosts=1` by whoever asks a gateway for them at
+    `/v1/episodes`."""
     files: str | None = Field(default=None, json_schema_extra=when("command"))
     """Folder whose copy is the program's folder, a fresh one for each try; default: an empty
     folder. Like all folders here it is relative to where the job is submitted, or, with
@@ -132,7 +133,13 @@ def settle_agent(values: Mapping[str, Any]) -> dict[str, Any]:
         "rollout": {"max_turns": agent.max_calls},
     }
     if agent.client:
-        implied["env"]["hosts"] = 0
+        hosts = _section(tree, "env").get("hosts", 0)
+        if hosts not in (0, 1):
+            raise ValueError(
+                f"env.hosts={hosts} cannot be with agent.client: give 0 where a process of yours "
+                "hosts the episodes, 1 where they are asked for at a gateway"
+            )
+        implied["env"]["hosts"] = hosts
     for name, keys in implied.items():
         section = _section(tree, name)
         for key, value in keys.items():

@@ -232,6 +232,11 @@ class JobScope:
         """Subject on which one of the environment hosts starts an episode."""
         return self._subject("env.reset")
 
+    @property
+    def env_give(self) -> str:
+        """Subject on which a host in the pool gives an episode to a user who runs its program."""
+        return self._subject("env.give")
+
     def env(self, host: str, verb: str) -> str:
         """Subject of `step` or `close` at the host that holds the episode."""
         return self._subject(f"env.{host}.{verb}")

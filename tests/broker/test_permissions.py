@@ -235,6 +235,7 @@ def test_users_ask_servers_and_host_their_games_in_sessions() -> None:
     user, server = user_permissions("ada"), of_role("server")
     assert may_publish(user, f"{JOB}.infer.play")
     assert may_publish(user, f"{JOB}.env.describe")
+    assert may_publish(user, f"{JOB}.env.give")
     assert not may_publish(user, f"{JOB}.env.reset")
     assert any(covers(one, f"{JOB}.play.s1.env.reset") for one in user.subscribe)
     assert any(covers(one, f"{JOB}.infer.play") for one in server.subscribe)

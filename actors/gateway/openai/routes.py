@@ -132,7 +132,7 @@ def guarded(
         try:
             return await endpoint(request)
         except TinkermqError as error:
-            headers = {"Retry-After": "1"} if error.status == 429 else None
+            headers = {"Retry-After": "1"} if error.status in (425, 429) else None
             return JSONResponse(told(error, error.status), error.status, headers=headers)
         except HTTPException as error:
             said = told(RequestError(str(error.detail)), error.status_code)

@@ -6,7 +6,12 @@ from pathlib import Path
 from ....broker.client.connection import Broker
 from ....schemas.config.agent import AgentConfig
 from ....schemas.wire.subjects import JobScope
+from ..asked_for import AskedEpisodes
+from ..given_out import GivenOutRunner
 from .runner import ProgramRunner
+
+_ANYWHERE = "http://gateway"
+"""Programs find the gateway by the address at which their user has asked for them."""
 
 
 def program_runner(
@@ -25,3 +30,17 @@ def program_runner(
 
     proxy = ModelProxy(broker, scope)
     return ProgramRunner(config, proxy, max_tries=max_tries, job=scope.job, private=private)
+
+
+def asked_runner(
+    config: AgentConfig, broker: Broker, scope: JobScope, *, max_tries: int = 1
+) -> tuple[GivenOutRunner, AskedEpisodes]:
+    """Return what gives the episodes of a job to those who ask for them, and who does."""
+    from ..proxy.proxy import ModelProxy  # hosts of games need no HTTP server
+
+    asked = AskedEpisodes(config.per_host)
+    proxy = ModelProxy(broker, scope, gateway=_ANYWHERE)
+    runner = GivenOutRunner(
+        config, proxy, asked.give, max_tries=max_tries, job=scope.job, places=asked
+    )
+    return runner, asked

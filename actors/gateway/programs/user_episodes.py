@@ -1,0 +1,207 @@
+"""`/v1/episodes`: users take episodes of their jobs, and say what they are worth, over HTTP.
+
+The job's host in the pool gives them out. What is said of an episode under its user's key goes the
+way of what its program says of it under its own, so it means the same, and any gateway can pass it
+on. This one knows the keys of the episodes that it gave out.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ....broker.client.connection import Broker
+from ....broker.client.rpc import call
+from ....broker.jobs import JobStore
+from ....envs.agents.dialects.request import Fields, RequestError
+from ....envs.agents.episode import EpisodeOver, ProgramEpisode
+from ....envs.agents.proxy.environment import model_environment
+from ....envs.agents.proxy.errors import KeyRefused
+from ....envs.agents.remote.remote_episode import RemoteEpisode
+from ....schemas.agent import GiveReply, GiveRequest
+from ....schemas.job import FINAL_STATES, JobRecord
+from ....schemas.wire.codec import read_json
+from ....schemas.wire.errors import (
+    ConfigError,
+    MessageError,
+    NobodyAnswersError,
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
+from ..openai.asking import read_body, unless_gone
+from ..openai.routes import UserBrokers, guarded
+from .episodes import ProgramEpisodes
+
+MAX_WAIT_S = 300.0
+_WAIT_S = 60.0
+_ASK_S = 5.0
+_ANSWER_S = 15.0
+_NAME_CHARS = 200
+_MAX_KNOWN = 4096
+_POSTS = ("reward", "end", "note")
+
+
+class NoEpisodeYet(TinkermqError):
+    """A job that gives no episode out now: the same request is welcome later."""
+
+    code = "no_episode_yet"
+    status = 425
+
+
+def routes(users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> list[Route]:
+    """Return the endpoints, for the gateway's application."""
+    api = UserEpisodes(users, programs)
+    one = "/v1/episodes/{episode}"
+    return [
+        Route("/v1/episodes", guarded(api.open), methods=["POST"]),
+        Route(one, guarded(api.relay), methods=["GET"]),
+        *(Route(f"{one}/{what}", guarded(api.relay), methods=["POST"]) for what in _POSTS),
+    ]
+
+
+class UserEpisodes:
+    """The endpoints."""
+
+    def __init__(self, users: UserBrokers, programs: Callable[[Request], ProgramEpisodes]) -> None:
+        """Serve those whom `users` knows; `programs` finds episodes by their keys."""
+        self._users = users
+        self._programs = programs
+        self._keys: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    async def open(self, request: Request) -> Response:
+        """Take the next episode of a job: its task, and where its program finds the model."""
+        broker = await self._users.broker(request)
+        name, wait_s = _asked(await read_body(request))
+        record = await JobStore(broker).get(broker.user, name)
+        _check(record)
+        idempotency = request.headers.get("idempotency-key", "")[:_NAME_CHARS]
+        given = await unless_gone(request, _take(broker, record, idempotency, wait_s))
+        self._keys[broker.user, given.episode] = given.key
+        while len(self._keys) > _MAX_KNOWN:
+            self._keys.popitem(last=False)
+        return JSONResponse(_told(record, given, str(request.base_url).rstrip("/")), 201)
+
+    async def relay(self, request: Request) -> Response:
+        """Let the host of an episode answer, as it answers the episode's program."""
+        broker = await self._users.broker(request)
+        name = str(request.path_params["episode"])
+        key = self._keys.get((broker.user, name))
+        if key is None:
+            raise NotFoundError(
+                f"no episode {name!r:.80} was taken here",
+                hint="ask the gateway at which it was, or use the episode's own key at any of them",
+            )
+        try:
+            episode = await self._programs(request).of_key(key)
+        except KeyRefused as error:
+            raise EpisodeOver(
+                f"episode {name!r} is over, or begins anew at another host"
+            ) from error
+        what = request.url.path.split("/")[4:]
+        return _Relayed(episode, "/".join(("/v1/episode", *what)), key)
+
+
+class _Relayed(Response):
+    """The answer of an episode's own endpoint."""
+
+    def __init__(self, episode: RemoteEpisode, path: str, key: str) -> None:
+        super().__init__()
+        self._episode = episode
+        self._path = path
+        self._key = key
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask as the episode's program."""
+        others = ("authorization", "x-api-key", "api-key", "cookie")
+        headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name.decode("latin-1") not in others
+        ]
+        headers.append((b"authorization", f"Bearer {self._key}".encode()))
+        await self._episode({**scope, "path": self._path, "headers": headers}, receive, send)
+
+
+async def _take(broker: Broker, record: JobRecord, name: str, wait_s: float) -> GiveReply:
+    """Ask the job's host for an episode until there is one.
+
+    Raises NoEpisodeYet when none comes in time.
+    """
+    deadline = time.monotonic() + wait_s
+    why = "the next tasks wait for what is trained, or for its generators"
+    while True:
+        left_s = max(0.0, deadline - time.monotonic())
+        asked = GiveRequest(name=name, wait_s=min(_ASK_S, left_s))
+        try:
+            given = await call(
+                broker,
+                record.scope.env_give,
+                asked,
+                GiveReply,
+                timeout_s=asked.wait_s + _ANSWER_S,
+                waiting_for=f"the host of {record.name}",
+            )
+            if given.episode:
+                return given
+        except NobodyAnswersError:
+            why = "its host is not there yet"
+        if time.monotonic() >= deadline:
+            raise NoEpisodeYet(
+                f"job {record.name} gave no episode out for {wait_s:g} s: {why}", hint="ask again"
+            )
+
+
+def _check(record: JobRecord) -> None:
+    if record.state in FINAL_STATES:
+        raise StateError(f"job {record.name} is {record.state}: it gives no episodes out")
+    config: dict[str, dict[str, Any]] = record.config
+    if not config.get("agent", {}).get("client") or not config.get("env", {}).get("hosts"):
+        raise ConfigError(
+            f"job {record.name} gives no episodes out here",
+            hint="submit it with agent.client=true and env.hosts=1",
+        )
+
+
+def _asked(raw: bytes) -> tuple[str, float]:
+    """Return the job that is named, and how long its episode is waited for."""
+    try:
+        fields = Fields(read_json(raw or b"{}"))
+    except MessageError as error:
+        raise RequestError(f"the body is not valid JSON: {error.message}") from error
+    job, wait_s = fields.text("job"), fields.any("wait_s")
+    for name in fields.unread():
+        raise RequestError(f"{name!r:.80} is not supported here", param=name, hint="leave it out")
+    if not job:
+        raise RequestError("job is missing", param="job", hint="name the job: its name or id")
+    if wait_s is None:
+        return job, _WAIT_S
+    is_number = isinstance(wait_s, int | float) and not isinstance(wait_s, bool)
+    if not is_number or not 0 <= wait_s <= MAX_WAIT_S:
+        raise RequestError(f"wait_s must be between 0 and {MAX_WAIT_S:g} seconds", param="wait_s")
+    return job, float(wait_s)
+
+
+def _told(record: JobRecord, given: GiveReply, url: str) -> dict[str, Any]:
+    episode = ProgramEpisode(
+        given.episode, given.task, given.seed, given.split, record.job, key=given.key
+    )
+    return {
+        "id": given.episode,
+        "object": "episode",
+        "job": record.job,
+        "task": given.task,
+        "prompt": given.prompt,
+        "seed": given.seed,
+        "split": given.split,
+        "api_key": given.key,
+        "openai_base_url": f"{url}/v1",
+        "anthropic_base_url": url,
+        "variables": model_environment(episode, url),
+        "left": {"seconds": round(given.left_s, 1)},
+    }
