@@ -75,6 +75,16 @@ from tinkermq.schemas.secret import (
 )
 from tinkermq.schemas.segment import Segment
 from tinkermq.schemas.task import DeadLetter, Task
+from tinkermq.schemas.tinker.operation import (
+    AboutModel,
+    AwaitResult,
+    ModelInfo,
+    ModelOperation,
+    OperationResult,
+    OperationTaken,
+    TrainerOffers,
+)
+from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -157,12 +167,18 @@ def _users(method: str, message: type[Message], reply: type[Message], who: str =
     return Topic(subject, "request", message, reply, f"{who} → auth service")
 
 
+def _tinker(method: str, message: type[Message], reply: type[Message], to: str) -> Topic:
+    subject = subjects.rpc("<u>", "tinker-<j>", method)
+    return Topic(subject, "request", message, reply, f"gateway → {to} of the service")
+
+
 TOPICS: tuple[Topic, ...] = (
     _scheduler("submit", SubmitRequest, JobReply),
     _scheduler("configure", ConfigureRequest, JobReply),
     _scheduler("get", JobRequest, JobReply),
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
+    _scheduler("trainers", Empty, TrainerOffers),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", JobRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),
@@ -207,6 +223,21 @@ TOPICS: tuple[Topic, ...] = (
     _stored(_SCOPE.task("<n>"), Task, "learner → one generator"),
     _stored(_SCOPE.rollout("<n>"), Group, "generator, external agent → learner"),
     _stored(_SCOPE.segment("<n>", "<e>"), Segment, "generator → the next holder of its task"),
+    _tinker("submit", ModelOperation, OperationTaken, "trainer"),
+    _tinker("result", AwaitResult, OperationResult, "trainer"),
+    _tinker("info", AboutModel, ModelInfo, "trainer"),
+    _tinker("sample", SampleRequest, SampleTaken, "any sampler"),
+    _tinker("sampled-<actor>", AwaitSample, OperationResult, "that sampler"),
+    _stored(
+        _SCOPE.operation("<user>", "session", "<n>", "<seq>").replace("session", "<session>"),
+        ModelOperation,
+        "trainer → its own restart",
+    ),
+    _stored(
+        _SCOPE.result("<user>", "session", "<n>", "<seq>").replace("session", "<session>"),
+        OperationResult,
+        "trainer → who asks for it",
+    ),
     Topic(
         _shown(_SCOPE.appended),
         "announcement",
@@ -317,6 +348,20 @@ STORES: tuple[Store, ...] = (
         "`segment.<n>.<e>`; only with `generator.segment_tokens`",
         Segment,
         "until the task's group is in the log, up to `limits.segment_bytes`, a day at most",
+    ),
+    Store(
+        _shown(_SCOPE.stream_operation),
+        "stream",
+        "`op.<user>.<session>.<n>.<seq>`, one message each; only of a Tinker service",
+        ModelOperation,
+        "until the model's state on disk is behind it",
+    ),
+    Store(
+        _shown(_SCOPE.stream_result),
+        "stream",
+        "`result.<user>.<session>.<n>.<seq>`, one message each; only of a Tinker service",
+        OperationResult,
+        "a day, up to `limits.operation_bytes`: the oldest go first",
     ),
     Store(_shown(_SCOPE.stream_batch), "stream", "`batch`", BatchRecord, "for good"),
     Store(

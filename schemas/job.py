@@ -18,7 +18,7 @@ FINAL_STATES: frozenset[str] = frozenset({"COMPLETED", "FAILED", "CANCELLED"})
 LAST_STEP = "last"
 """Stands for a step in `run@step`: that of the run's newest checkpoint."""
 Removal = Literal["no", "archive", "unarchive", "delete"]
-Role = Literal["learner", "generator", "evaluator", "environment", "server"]
+Role = Literal["learner", "generator", "evaluator", "environment", "server", "trainer", "sampler"]
 MAY_FOLLOW: dict[str, frozenset[str]] = {
     "QUEUED": frozenset({"STARTING", "CANCELLED", "FAILED"}),
     "STARTING": frozenset({"RUNNING", "QUEUED", "FAILED", "CANCELLED", "LOST"}),
@@ -70,7 +70,7 @@ class JobRecord(Message):
     """Readable name of the run; also the name of its folder."""
     user: str
     """Owner."""
-    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What it does."""
     state: JobState
     """Where it stands."""
@@ -174,7 +174,7 @@ class SubmitRequest(Request):
 
     request_id: str = Field(min_length=1, max_length=64)
     """Made by the client; the same id returns the same job."""
-    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What the job does."""
     config: dict[str, Any]
     """Configuration, checked against JobConfig."""

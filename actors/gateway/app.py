@@ -38,6 +38,7 @@ from .rest import routes as rest
 from .rest.openapi import description
 from .scheduler import Scheduler
 from .sessions import LogInError, Sessions, Visitor, server_info
+from .tinker import routes as tinker
 from .web import Gateway, Json, error_fields, gateway_of, visitor_of
 
 _MAX_LIVE_JOBS = 500
@@ -69,6 +70,7 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             *rest.routes(),
             *openai.routes(_Brokers()),
             *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
+            *tinker.routes(),
             *users.routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),

@@ -37,7 +37,7 @@ class SubmitBody(Body):
         default_factory=list[str], max_length=500
     )
     """Keys that differ: `learner.lr=1e-5`."""
-    kind: Literal["train", "infer", "eval", "sft"] = "train"
+    kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train"
     """What the job does."""
     fork_of: str | None = None
     """`run@step` whose checkpoint the job starts from, or `run@last`."""

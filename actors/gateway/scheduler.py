@@ -45,6 +45,6 @@ class Scheduler(SchedulerCalls):
         return records
 
     async def _ask(self, method: str, request: Message, reply: type[R]) -> R:
-        if method not in ("get", "list", "nodes"):
+        if method not in ("get", "list", "nodes", "trainers"):
             self._visitor.listed = None
         return await super()._ask(method, request, reply)

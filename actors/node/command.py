@@ -18,9 +18,13 @@ ENVIRONMENT = {
 """What every process of the pool gets."""
 
 
+_MODULES = {"trainer": "tinker", "sampler": "tinker.sampling"}
+"""Roles whose module has another name."""
+
+
 def actor_module(wanted: WantedActor) -> str:
     """Return the module that is run."""
-    return f"tinkermq.actors.{wanted.role}"
+    return f"tinkermq.actors.{_MODULES.get(wanted.role, wanted.role)}"
 
 
 def actor_argv(wanted: WantedActor) -> list[str]:

@@ -217,6 +217,7 @@ class Reconciler:
                 config.limits,
                 ack_wait_s=config.generator.ack_wait_s,
                 segments=config.keeps_segments,
+                operations=record.kind == "tinker",
             )
         except BrokerError as error:
             await self._move(record, Transition("FAILED", str(error)))

@@ -23,6 +23,7 @@ from ...schemas.job import (
 )
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
+from ...schemas.tinker.operation import TrainerOffers
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
@@ -89,6 +90,7 @@ class SchedulerRequests:
             ("unpause", JobRequest, self.unpause),
             ("nodes", Empty, self.nodes),
             ("quota", Empty, self.quota),
+            ("trainers", Empty, self.trainers),
             ("archive", JobRequest, partial(self._remove, removal="archive")),
             ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
             ("delete", JobRequest, partial(self._remove, removal="delete")),
@@ -149,6 +151,10 @@ class SchedulerRequests:
         """Return what the user's jobs may hold, and do hold."""
         quota = {name: getattr(self._view.quota(context.user), name) for name in Quota.model_fields}
         return QuotaReply(**quota, held=self._view.held(context.user))
+
+    async def trainers(self, _: Empty) -> TrainerOffers:
+        """Return the base models that anybody may train on through the Tinker API."""
+        return TrainerOffers(offers=self._view.offers())
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""

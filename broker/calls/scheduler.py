@@ -19,6 +19,7 @@ from ...schemas.job import (
 )
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
+from ...schemas.tinker.operation import TrainerOffer, TrainerOffers
 from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
 from ...schemas.wire.ids import new_id
@@ -67,7 +68,7 @@ class SchedulerCalls:
         self,
         config: Mapping[str, Any],
         *,
-        kind: Literal["train", "infer", "eval", "sft"] = "train",
+        kind: Literal["train", "infer", "eval", "sft", "tinker"] = "train",
         configured: bool = True,
         fork_of: str | None = None,
         weights_only: bool = False,
@@ -149,6 +150,10 @@ class SchedulerCalls:
     async def nodes(self) -> list[NodeStatus]:
         """Return the nodes of the pool, by name."""
         return (await self._ask("nodes", Empty(), NodeList)).nodes
+
+    async def trainers(self) -> list[TrainerOffer]:
+        """Return the base models that anybody may train on through the Tinker API."""
+        return (await self._ask("trainers", Empty(), TrainerOffers)).offers
 
     async def damaged(self) -> DamagedRecords:
         """Return the user's records that cannot be read; of the whole pool for admins."""

@@ -18,10 +18,11 @@ from .listening import Listening
 class SharedInbox:
     """One subscription for the answers to many requests: each `Inbox` made with it is cheap."""
 
-    def __init__(self, broker: Broker) -> None:
-        """Prepare; the first request subscribes."""
+    def __init__(self, broker: Broker, prefix: str = "") -> None:
+        """Prepare; the first request subscribes, below `prefix` or the connection's own."""
         self._broker = broker
-        self._prefix = broker.nc.new_inbox()
+        own = broker.nc.new_inbox()
+        self._prefix = f"{prefix}.{own.rpartition('.')[2]}" if prefix else own
         self._numbers = itertools.count(1)
         self._takers: dict[str, Callable[[Msg], None]] = {}
         self._listening: Listening | None = None

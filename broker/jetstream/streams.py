@@ -43,6 +43,7 @@ BATCH_BYTES = 1 << 30
 DEAD_BYTES = 64 << 20
 MANIFEST_BYTES = 256 << 20
 WEIGHTS_BYTES = 64 << 30
+RESULT_TTL_S = 24 * 3600
 SEGMENT_TTL_S = 24 * 3600
 BUCKET_BYTES = 256 << 20
 PRESENCE_BYTES, EVALUATION_BYTES, REQUEST_BYTES, SECRETS_BYTES = (
@@ -70,17 +71,20 @@ async def create_job_streams(
     weights_bytes: int = WEIGHTS_BYTES,
     ack_wait_s: float | None = None,
     segments: bool = False,
+    operations: bool = False,
 ) -> None:
     """Make all streams of a job; harmless when they are there.
 
     With `ack_wait_s` also the consumer of its tasks, which generators have no right to make; with
-    `segments` also the stream of running episodes.
+    `segments` also the stream of running episodes, with `operations` those of users' operations and
+    their results.
 
     Raises BrokerError when the server refuses one, DeadlineError.
     """
     configs = job_streams(scope, limits, weights_bytes)
-    if not segments:
-        configs = [config for config in configs if config["name"] != scope.stream_segment]
+    wanted = {scope.stream_segment: segments}
+    wanted |= dict.fromkeys((scope.stream_operation, scope.stream_result), operations)
+    configs = [config for config in configs if wanted.get(config["name"], True)]
     await asyncio.gather(*(ensure_stream(broker, config) for config in configs))
     if ack_wait_s is not None:
         await ensure_task_consumer(broker, scope, ack_wait_s)
@@ -238,6 +242,20 @@ def job_streams(scope: JobScope, limits: LimitsConfig, weights_bytes: int) -> li
             [scope.batch],
             BATCH_BYTES,
             discard="new",
+        ),
+        stream_config(
+            scope.stream_operation,
+            f"Operations on models of {job} behind their states",
+            [scope.all_operations],
+            limits.operation_bytes,
+            **once,
+        ),
+        stream_config(
+            scope.stream_result,
+            f"Results of operations of {job}",
+            [scope.all_results],
+            limits.operation_bytes,
+            max_age=RESULT_TTL_S * NS,
         ),
         stream_config(scope.stream_dead, f"Tasks of {job} given up", [scope.dead], DEAD_BYTES),
         stream_config(

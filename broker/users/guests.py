@@ -11,7 +11,7 @@ from ...schemas.wire.subjects import (
     JobScope,
 )
 
-STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log")
+STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log", "op", "result")
 """Kinds of streams that a job has."""
 _JOB_KINDS = frozenset({*STREAMS, "weights"})
 SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
@@ -77,6 +77,8 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "generator": (BUCKET_JOBS,),
             "evaluator": (BUCKET_JOBS, BUCKET_EVALS),
             "server": (BUCKET_JOBS,),
+            "trainer": (BUCKET_JOBS,),
+            "sampler": (BUCKET_JOBS,),
         }.get(guest.role, ())
         own_beat = bucket == BUCKET_ACTORS
         return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()

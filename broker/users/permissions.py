@@ -30,6 +30,7 @@ from ...schemas.wire.subjects import (
     inbox,
     node,
     rpc,
+    tinker_inbox,
 )
 from ..client.keys import EpisodeIdentity, JobIdentity
 from .guests import SHARED, STREAMS
@@ -80,6 +81,7 @@ def user_permissions(user: str) -> Permissions:
         ),
         subscribe=(
             f"{inbox(user)}.>",
+            f"{tinker_inbox(user)}.>",
             f"{own}.env.>",
             f"{own}.play.*.env.>",
             f"{own}.episode.*.post",
@@ -134,6 +136,8 @@ def job_permissions(
         "evaluator": _evaluator,
         "environment": _environment,
         "server": _server,
+        "trainer": _trainer,
+        "sampler": _sampler,
     }[identity.role](scope, actor)
     hears = {
         "learner": (scope.appended, scope.weights, scope.weights_join),
@@ -144,6 +148,11 @@ def job_permissions(
         "generator": (scope.weights, scope.episodes),
         "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
+        "trainer": (rpc("*", f"tinker-{scope.job}", "*"),),
+        "sampler": (
+            rpc("*", f"tinker-{scope.job}", "sample"),
+            rpc("*", f"tinker-{scope.job}", f"sampled-{actor}"),
+        ),
     }.get(identity.role, (scope.weights,))
     if follow is not None and identity.role == "server":
         followed = JobScope(scope.user, follow)
@@ -222,6 +231,24 @@ def _evaluator(scope: JobScope, actor: str) -> tuple[str, ...]:
 def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
     games = f"{PREFIX}.job.{scope.user}.{scope.job}.play.*.env.>"
     return (*_common(scope, actor), _env(scope), games)
+
+
+def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
+    return (*_common(scope, actor), f"{inbox('tinker')}.>")
+
+
+def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
+    """Return the right to its logs: of operations, whoever sent them, and of their results."""
+    streams = (scope.stream_operation, scope.stream_result)
+    return (
+        *_common(scope, actor),
+        scope.all_operations,
+        scope.all_results,
+        scope.metric,
+        *(f"$JS.API.STREAM.PURGE.{stream}" for stream in streams),
+        *_readable(*streams),
+        f"{inbox('tinker')}.>",
+    )
 
 
 def _environment(scope: JobScope, actor: str) -> tuple[str, ...]:

@@ -56,6 +56,11 @@ _GROUPS: dict[str, list[_Command]] = {
         _Command("serve", "models.infer:serve", "Serve a model: a folder, a run, or RUN@STEP."),
         _Command("infer", "models.infer:infer", "Play a game with a model and tell how it did."),
     ],
+    "Programs of others": [
+        _Command(
+            "tinker up", "tinker.up:up", "Let programs that speak the Tinker API train adapters."
+        ),
+    ],
     "Looking into a run": [
         _Command("logs", "runs.logs:logs", "Print what the actors of a run wrote."),
         _Command("rollouts", "runs.rollouts:rollouts", "Read a run's rollouts."),
@@ -118,6 +123,7 @@ _FAMILIES = {
     "agent": ("Writing one", "Make, check, play and host agent programs."),
     "config": ("Writing one", "Look at the configuration of a job."),
     "data": ("Writing one", "Prepare data."),
+    "tinker": ("Programs of others", "Serve programs that speak the Tinker API."),
     "deploy": ("Stack", "Look after a machine that systemd runs the pool on."),
     "env": ("Writing one", "Make, check, play, evaluate and serve games."),
     "user": ("Users", "Manage the users of a pool with authentication."),

@@ -35,14 +35,14 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
     if is_token(run) and (folder is None or await pool.knows(run)):
         return await _run_source(pool, name)
     if folder is not None:
-        return ModelSource(_model_config(name, folder))
+        return ModelSource(model_config(name, folder))
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "/", "~"))
     if not is_hub_name and is_local_pool(pool.broker.url):
         raise ModelError(
             f"there is no model folder {name!r}",
             hint="give a Hugging Face folder, a model of the hub (owner/name), a run, or RUN@STEP",
         )
-    return ModelSource(_model_config(name, None))  # the pool's own folder, or the hub's
+    return ModelSource(model_config(name, None))  # the pool's own folder, or the hub's
 
 
 def _folder(name: str) -> Path | None:
@@ -73,9 +73,15 @@ async def _run_source(pool: Pool, name: str) -> ModelSource:
     return ModelSource(config, fork_of=f"{record.job}@{step or LAST_STEP}")
 
 
-def _model_config(name: str, folder: Path | None) -> dict[str, Any]:
-    """Return the configuration of a plain model, without a game."""
-    context = min(DEFAULT_CONTEXT, _positions(folder))
+def model_config(
+    name: str, folder: Path | None, longest: int | None = DEFAULT_CONTEXT
+) -> dict[str, Any]:
+    """Return the configuration of a plain model, without a game.
+
+    Its context is that of the model, up to `longest`; None: whatever that is.
+    """
+    positions = _positions(folder)
+    context = positions if longest is None else min(longest, positions)
     return {
         "model": {"path": str(folder.resolve()) if folder else name},
         "env": {"game": "", "hosts": 0, "num_val": 0},

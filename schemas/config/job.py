@@ -19,6 +19,7 @@ from .rules import broken_rules
 from .section import MAX_WAIT_S, Section, when
 from .self_play import SelfPlayConfig
 from .sft import SftConfig, settle_sft
+from .tinker import TinkerConfig, settle_tinker
 
 MAX_STREAM_BYTES = 1 << 44
 LoggerName = Literal["console", "jsonl", "tensorboard", "wandb", "wandb-offline", "trackio"]
@@ -213,6 +214,9 @@ class LimitsConfig(Section):
     segment_bytes: int = Field(default=256 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Running episodes, with `generator.segment_tokens` or programs; what does not fit is not
     written down."""
+    operation_bytes: int = Field(default=4 << 30, ge=1 << 20, le=MAX_STREAM_BYTES)
+    """Operations of programs that use the Tinker API, and their results, each; results are kept for
+    a day, the oldest go first."""
     log_bytes: int = Field(default=64 << 20, ge=1 << 16, le=MAX_STREAM_BYTES)
     """Log lines of the actors, metrics and events, and traces, each; the oldest go first."""
     max_restarts: int = Field(default=5, ge=0, le=1000)
@@ -249,6 +253,7 @@ class JobConfig(Section):
     learner: LearnerConfig = Field(default_factory=LearnerConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     policies: dict[Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]{0,31}$")], str] = Field(
@@ -289,7 +294,7 @@ class JobConfig(Section):
         """Fill in what an SFT or agent job implies, and refuse what would have no effect in one."""
         if not isinstance(values, dict):
             return values
-        return settle_agent(settle_sft(cast("dict[str, Any]", values)))
+        return settle_tinker(settle_agent(settle_sft(cast("dict[str, Any]", values))))
 
     @model_validator(mode="after")
     def _no_broken_rule(self) -> Self:

@@ -29,7 +29,7 @@ REFUSALS = f"{PREFIX}.refusals"
 TASK_CONSUMER = "generators"
 SERVICES = ("auth", "scheduler", "node", "gateway")
 """Services of the pool, each with credentials of its own."""
-RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys"})
+RESERVED_USERS = frozenset({*SERVICES, "job", "pool", "invited", "sys", "tinker"})
 """Names that no user may have: they stand for something else in subjects, keys and inboxes."""
 
 _USER = re.compile(r"[a-z0-9][a-z0-9_]{0,31}")
@@ -82,6 +82,14 @@ def user_name(value: str) -> str:
 def inbox(user: str) -> str:
     """Prefix of the inboxes of a user or service; nobody else may listen there."""
     return f"_INBOX_{user}"
+
+
+def tinker_inbox(user: str) -> str:
+    """Prefix of the inboxes in which a user hears the trainers of others; nobody else may listen.
+
+    The trainers of the pool may answer there, and nowhere else of a user.
+    """
+    return f"{inbox('tinker')}.{user}"
 
 
 def user_store(user: str, caller: str = "") -> str:
@@ -208,6 +216,24 @@ class JobScope:
         """Subject of the traces by step."""
         return self._subject("trace")
 
+    def operation(self, user: str, session: str, number: int | str, seq: int | str) -> str:
+        """Subject of one operation of a user's model (`*` for all of its)."""
+        return self._subject(f"op.{user}.{token(session, what='session')}.{number}.{seq}")
+
+    @property
+    def all_operations(self) -> str:
+        """Subjects of all operations."""
+        return self._subject("op.>")
+
+    def result(self, user: str, session: str, number: int | str, seq: int | str) -> str:
+        """Subject of the result of an operation."""
+        return self._subject(f"result.{user}.{token(session, what='session')}.{number}.{seq}")
+
+    @property
+    def all_results(self) -> str:
+        """Subjects of all results."""
+        return self._subject("result.>")
+
     def log(self, actor: str) -> str:
         """Subject of one actor's log lines (`*` for all)."""
         return self._subject(f"log.{actor}")
@@ -318,6 +344,16 @@ class JobScope:
     def stream_dead(self) -> str:
         """Log stream of tasks given up."""
         return self._stream("dead")
+
+    @property
+    def stream_operation(self) -> str:
+        """Log stream of the operations on users' models."""
+        return self._stream("op")
+
+    @property
+    def stream_result(self) -> str:
+        """Limited stream of their results."""
+        return self._stream("result")
 
     @property
     def stream_feed(self) -> str:

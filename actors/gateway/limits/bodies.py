@@ -11,6 +11,6 @@ _CONFIGS = frozenset({"/submit", "/api/v1/jobs", "/api/v1/check"})
 
 def max_body_bytes(path: str) -> int:
     """Return the size of the largest body that is read: conversations may hold images."""
-    if path.startswith("/v1/"):
+    if path.startswith(("/v1/", "/tinker/")):
         return MAX_INFERENCE_BYTES
     return MAX_CONFIG_BYTES if path in _CONFIGS else MAX_FORM_BYTES

@@ -13,7 +13,7 @@ from ....schemas.job import ActorPlacement, JobRecord, Role
 from ....schemas.node import WantedActor
 from ....schemas.wire.errors import ConfigError
 
-KINDS = ("train", "sft", "eval", "infer")
+KINDS = ("train", "sft", "eval", "infer", "tinker")
 """Kinds of jobs that this pool runs."""
 
 
@@ -33,6 +33,13 @@ def actors_for(config: JobConfig, kind: str) -> list[ActorPlacement]:
         return [ActorPlacement(name="evaluator-0", role="evaluator", slots=1), *hosts]
     if kind == "infer":
         return [*_servers(config.generator), *hosts]
+    if kind == "tinker":
+        if not config.tinker.base:
+            raise ConfigError(
+                "a service for the Tinker API was submitted without the name of its base model",
+                hint="set tinker.base, or submit it with `tinkermq tinker up --model NAME=FOLDER`",
+            )
+        return [_actor("trainer", "trainer", config.learner.slots), *_samplers(config.generator)]
     if kind == "sft" and not config.sft.data:
         raise ConfigError(
             "an SFT job was submitted without data",
@@ -56,6 +63,10 @@ def _servers(config: GeneratorConfig) -> list[ActorPlacement]:
             "(`tinkermq serve --servers 1`)",
         )
     return [_actor("server", f"server-{i}", config.slots) for i in range(config.count)]
+
+
+def _samplers(config: GeneratorConfig) -> list[ActorPlacement]:
+    return [_actor("sampler", f"sampler-{i}", config.slots) for i in range(config.count)]
 
 
 def main_actor(actors: Sequence[ActorPlacement]) -> ActorPlacement:
@@ -107,6 +118,8 @@ def wanted_actor(record: JobRecord, actor: ActorPlacement, config: JobConfig) ->
         "learner": config.learner.threads,
         "generator": config.generator.threads,
         "server": config.generator.threads,
+        "trainer": config.learner.threads,
+        "sampler": config.generator.threads,
     }
     data = [*config.env.train_data, *config.env.val_data]
     return WantedActor(

@@ -10,6 +10,7 @@ from ....broker.users.records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
 from ....schemas.job import ActorPlacement, JobRecord
+from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire.errors import NotFoundError
 from ....schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, DEFAULT_USER
@@ -129,6 +130,22 @@ class JobsView:
             if found is not None:
                 return found
         return self.get(user, name)
+
+    def offers(self) -> list[TrainerOffer]:
+        """Return the base models of the services for the Tinker API that have not ended."""
+        found: list[TrainerOffer] = []
+        for record in self.live.values():
+            if record.kind == "tinker" and record.configured and not is_final(record):
+                config = self.config(record)
+                found.append(
+                    TrainerOffer(
+                        job=record.job,
+                        base=config.tinker.base,
+                        max_context=config.generator.max_context or 0,
+                        max_rank=config.tinker.max_rank,
+                    )
+                )
+        return sorted(found, key=lambda offer: offer.base)
 
     def records(self, user: str | None = None) -> list[JobRecord]:
         """Return the jobs of a user, or of all, newest first."""

@@ -6,10 +6,32 @@ system, who can read every run folder.
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 from ....schemas.config.job import JobConfig
-from ....schemas.wire.errors import ConfigError
+from ....schemas.tinker.operation import TrainerOffer
+from ....schemas.wire.errors import AuthError, ConfigError
 from ...folders.links import foreign, hard_links, inodes_below, leads
+
+
+def refuse_second_service(
+    config: Mapping[str, Any], offers: Iterable[TrainerOffer], *, is_admin: bool
+) -> None:
+    """Raise AuthError or ConfigError for a service for the Tinker API that a user may not start.
+
+    It trains for everybody: it is the pool's.
+    """
+    if not is_admin:
+        raise AuthError(
+            "a service for the Tinker API is for all users of the pool: admins start it",
+            hint="ask an admin for `tinkermq tinker up --model NAME=FOLDER`",
+        )
+    base = cast("Mapping[str, Any]", config.get("tinker") or {}).get("base")
+    if any(offer.base == base for offer in offers):
+        raise ConfigError(
+            f"there is a service for {base} already",
+            hint="give another name, or stop that one (`tinkermq ps`)",
+        )
 
 
 def refuse_code_of_others(config: JobConfig) -> None:

@@ -36,7 +36,7 @@ from ..jobs.holdings import (
 from ..jobs.secrets import SecretStore
 from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
-from .access import refuse_code_of_others, refuse_runs_of_others
+from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
 from .naming import run_name
 from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
 
@@ -97,6 +97,9 @@ class Submission:
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
+        if request.kind == "tinker":
+            is_admin = self._view.is_admin(user) or not self._has_users
+            refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
         fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
         followed = self._followed(user, request)
         adapters = await self._adapters(user, request)

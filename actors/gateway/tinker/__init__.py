@@ -1,0 +1,1 @@
+"""The Tinker API over HTTP, for programs written with its SDK."""

@@ -1,0 +1,355 @@
+"""The endpoints of the Tinker API, under `/tinker/api/v1`.
+
+Nothing is kept here: which operation a request id stands for is computed, and what is sent twice
+finds what the first has done. So any gateway answers any request.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ....schemas.tinker.names import CheckpointName, ModelName, OperationName
+from ....schemas.tinker.operation import (
+    AwaitResult,
+    ModelOperation,
+    OperationKind,
+)
+from ....schemas.tinker.sampling import (
+    MAX_SAMPLE_BYTES,
+    AwaitSample,
+    SampleName,
+    SampleRequest,
+    SamplerName,
+)
+from ....schemas.wire.errors import (
+    BrokerError,
+    DeadlineError,
+    MessageError,
+    NotFoundError,
+    TinkermqError,
+)
+from ..sessions import Visitor
+from .reading import (
+    LARGE,
+    PROTOBUF,
+    answered,
+    in_thread,
+    json_body,
+    name_of_json,
+    name_of_protobuf,
+    new_model,
+    not_ready,
+    number_in_body,
+    raw_body,
+    text_in,
+    visitor_of_key,
+)
+from .trainers import Trainers
+
+PREFIX = "/tinker/api/v1"
+_GONE = 410
+_CHUNK_BYTES = 2_000_000
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def routes() -> list[Route]:
+    """Return the endpoints, for the gateway's application."""
+    api = TinkerApi()
+    posts: dict[str, Handler] = {
+        "client/config": api.config,
+        "client/dynamic_config": api.dynamic_config,
+        "telemetry": api.telemetry,
+        "create_session": api.create_session,
+        "session_heartbeat": api.heartbeat,
+        "sessions/{session}/finish": api.finish,
+        "create_model": api.create_model,
+        "get_info": api.get_info,
+        "forward_backward": api.forward_backward,
+        "load_weights": api.load_weights,
+        "retrieve_future": api.retrieve_future,
+        "create_sampling_session": api.create_sampling_session,
+        "asample": api.sample,
+    }
+    kinds: tuple[OperationKind, ...] = ("optim_step", "save_weights", "save_weights_for_sampler")
+    for kind in kinds:
+        posts[kind] = partial(api.operation, kind)
+    gets: dict[str, Handler] = {
+        "healthz": api.health,
+        "get_server_capabilities": api.capabilities,
+        "samplers/{sampler}": api.sampler,
+    }
+    return [
+        *(
+            Route(f"{PREFIX}/{path}", _guarded(one), methods=["POST"])
+            for path, one in posts.items()
+        ),
+        *(Route(f"{PREFIX}/{path}", _guarded(one), methods=["GET"]) for path, one in gets.items()),
+        Route(
+            PREFIX + "/{path:path}",
+            _guarded(_not_offered),
+            methods=["GET", "POST", "PUT", "DELETE"],
+        ),
+    ]
+
+
+class TinkerApi:
+    """The endpoints."""
+
+    def __init__(self) -> None:
+        """Know of no trainer yet."""
+        self._trainers = Trainers()
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    async def config(self, request: Request) -> Response:
+        """Tell a client how large its requests may be, and that it may compress them."""
+        del request
+        return JSONResponse(
+            {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES}
+        )
+
+    async def dynamic_config(self, request: Request) -> Response:
+        """Tell a client what may change while it runs."""
+        del request
+        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+
+    async def telemetry(self, request: Request) -> Response:
+        """Take what a client tells of itself, and forget it."""
+        del request
+        return JSONResponse({"status": "accepted"})
+
+    async def health(self, request: Request) -> Response:
+        """Say that somebody answers."""
+        del request
+        return JSONResponse({"status": "ok"})
+
+    async def capabilities(self, request: Request) -> Response:
+        """List the base models."""
+        visitor = await visitor_of_key(request)
+        offers = await self._trainers.offers(visitor.broker)
+        return JSONResponse(
+            {
+                "supported_models": [
+                    {
+                        "model_name": offer.base,
+                        "max_context_length": offer.max_context,
+                        "trainable": True,
+                        "sampleable": True,
+                    }
+                    for offer in offers
+                ]
+            }
+        )
+
+    async def create_session(self, request: Request) -> Response:
+        """Begin a session: a name for what a client makes."""
+        await visitor_of_key(request)
+        return JSONResponse({"type": "create_session", "session_id": f"s{secrets.token_hex(8)}"})
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Say that a session goes on."""
+        await visitor_of_key(request)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        """Note that a session is over."""
+        await visitor_of_key(request)
+        return JSONResponse({})
+
+    # -- models ------------------------------------------------------------------------------------
+
+    async def create_model(self, request: Request) -> Response:
+        """Make a model on a base."""
+        visitor = await visitor_of_key(request)
+        raw, body = await json_body(request)
+        model = new_model(body)
+        base = text_in(body, "base_model")
+        job = await self._trainers.job_of_base(visitor.user, visitor.broker, base)
+        return await self._submit(visitor, job, "create_model", OperationName(model, 0), raw)
+
+    async def load_weights(self, request: Request) -> Response:
+        """Make a model from a checkpoint, or load one into a model."""
+        visitor = await visitor_of_key(request)
+        raw, body = await json_body(request)
+        if body.get("model_id") is not None:
+            return await self._operate(visitor, "load_weights", name_of_json(body), raw)
+        name = OperationName(new_model(body), 0)
+        source = ModelName.parse(text_in(body, "path").removeprefix("tinker://").split("/")[0])
+        job = await self._trainers.job_of_model(visitor.user, visitor.broker, source)
+        return await self._submit(visitor, job, "load_weights", name, raw)
+
+    async def get_info(self, request: Request) -> Response:
+        """Tell what a model is."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        model = ModelName.parse(text_in(body, "model_id"))
+        job = await self._trainers.job_of_model(visitor.user, visitor.broker, model)
+        info = await self._trainers.info(visitor.user, visitor.broker, model, job)
+        return JSONResponse(
+            {
+                "type": "get_info",
+                "model_id": info.model,
+                "model_name": info.base,
+                "is_lora": True,
+                "lora_rank": info.rank,
+                "optimizer_config": {"type": "adamw"},
+                "model_data": {
+                    "arch": info.arch,
+                    "model_name": info.base,
+                    "tokenizer_id": info.folder,
+                },
+            }
+        )
+
+    # -- operations --------------------------------------------------------------------------------
+
+    async def forward_backward(self, request: Request) -> Response:
+        """Take a loss to compute; what is wrong with its data is told by its result."""
+        visitor = await visitor_of_key(request)
+        if not request.headers.get("content-type", "").startswith(PROTOBUF):
+            raise MessageError(
+                "forward_backward is taken as protobuf", hint="upgrade the SDK: tinker>=0.25"
+            )
+        raw = await raw_body(request)
+        encoding = request.headers.get("content-encoding", "")
+        if encoding not in ("", "identity", "zstd"):
+            raise MessageError(f"the body is encoded as {encoding!r}", hint="send zstd, or plain")
+        name = await in_thread(len(raw) > LARGE, lambda: name_of_protobuf(raw, encoding == "zstd"))
+        return await self._operate(
+            visitor, "forward_backward", name, raw, is_zstd=encoding == "zstd"
+        )
+
+    async def operation(self, kind: OperationKind, request: Request) -> Response:
+        """Take another operation on a model."""
+        visitor = await visitor_of_key(request)
+        raw, body = await json_body(request)
+        return await self._operate(visitor, kind, name_of_json(body), raw)
+
+    async def retrieve_future(self, request: Request) -> Response:
+        """Answer with a result as soon as it is there, or 408 after a while."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        text = text_in(body, "request_id")
+        if (sample := SampleName.parse(text)) is not None:
+            return await self._sampled(visitor, sample)
+        name = OperationName.parse(text)
+        wanted = AwaitResult(model=str(name.model), seq=name.seq)
+        try:
+            job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
+            result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
+        except (BrokerError, DeadlineError) as error:  # it is restarted; what it took is in its log
+            await asyncio.sleep(1.0)
+            return not_ready(str(name), error.message)
+        return answered(str(name), result)
+
+    # -- sampling ----------------------------------------------------------------------------------
+
+    async def create_sampling_session(self, request: Request) -> Response:
+        """Begin to sample from a checkpoint, or from a base model."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        number = number_in_body(body.get("sampling_session_seq_id"), "sampling_session_seq_id", 0)
+        session = text_in(body, "session_id")
+        if body.get("model_path") is not None:
+            path = CheckpointName.parse(text_in(body, "model_path"))
+            name = SamplerName(session, number, str(path))
+        else:
+            name = SamplerName.of_base(session, number, text_in(body, "base_model"))
+        await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
+        told = {"type": "create_sampling_session", "sampling_session_id": str(name)}
+        return JSONResponse(told)
+
+    async def sampler(self, request: Request) -> Response:
+        """Tell from what a session samples."""
+        visitor = await visitor_of_key(request)
+        name = SamplerName.parse(request.path_params["sampler"])
+        if (base := name.base) is None:
+            model = name.checkpoint.model
+            job = await self._trainers.job_of_model(visitor.user, visitor.broker, model)
+            base = (await self._trainers.info(visitor.user, visitor.broker, model, job)).base
+        path = None if name.base is not None else name.source
+        return JSONResponse({"sampler_id": str(name), "base_model": base, "model_path": path})
+
+    async def sample(self, request: Request) -> Response:
+        """Hand a prompt to a sampler; its continuations are asked for by `retrieve_future`."""
+        visitor = await visitor_of_key(request)
+        raw, body = await json_body(request)
+        if len(raw) > MAX_SAMPLE_BYTES:
+            raise HTTPException(413, f"a prompt may have {MAX_SAMPLE_BYTES:,} bytes")
+        sampler = SamplerName.parse(text_in(body, "sampling_session_id"))
+        seq = number_in_body(body.get("seq_id"), "seq_id", 0, 10**19)
+        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, sampler)
+        wanted = SampleRequest(source=sampler.source, request=f"{sampler}:{seq}", body=raw)
+        taken = await self._trainers.sample(visitor.user, visitor.broker, job, wanted)
+        name = SampleName(sampler, seq, taken.actor)
+        ids = [f"{sampler}:{seq}:{number}" for number in range(taken.num_samples)]
+        return JSONResponse({"request_id": str(name), "sample_sequence_ids": ids})
+
+    async def _sampled(self, visitor: Visitor, name: SampleName) -> Response:
+        """Answer with continuations; where their sampler has died the client samples again."""
+        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
+        wanted = AwaitSample(request=f"{name.sampler}:{name.seq}")
+        try:
+            result = await self._trainers.sampled(
+                visitor.user, visitor.broker, job, name.actor, wanted
+            )
+        except (NotFoundError, DeadlineError) as error:
+            return JSONResponse({"detail": error.message}, _GONE)
+        return answered(str(name), result)
+
+    async def _operate(
+        self,
+        visitor: Visitor,
+        kind: OperationKind,
+        name: OperationName,
+        raw: bytes,
+        *,
+        is_zstd: bool = False,
+    ) -> Response:
+        job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
+        return await self._submit(visitor, job, kind, name, raw, is_zstd=is_zstd)
+
+    async def _submit(
+        self,
+        visitor: Visitor,
+        job: str,
+        kind: OperationKind,
+        name: OperationName,
+        raw: bytes,
+        *,
+        is_zstd: bool = False,
+    ) -> Response:
+        operation = ModelOperation(
+            kind=kind, model=str(name.model), seq=name.seq, body=raw, is_zstd=is_zstd
+        )
+        taken = await self._trainers.submit(visitor.user, visitor.broker, job, operation)
+        self._trainers.remember(visitor.user, name.model, job)
+        return JSONResponse({"request_id": taken.request_id, "model_id": str(name.model)})
+
+
+def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    """Return an endpoint whose errors come in the API's words."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except TinkermqError as error:
+            said = f"{error.message} ({error.hint})" if error.hint else error.message
+            return JSONResponse({"detail": said}, error.status)
+        except HTTPException as error:
+            return JSONResponse({"detail": error.detail}, error.status_code)
+
+    return answer
+
+
+async def _not_offered(request: Request) -> Response:
+    path = request.path_params["path"]
+    raise NotFoundError(f"this service does not offer {request.method} /{path}")

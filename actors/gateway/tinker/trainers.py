@@ -1,0 +1,186 @@
+"""Which trainers there are, which of them has a model, and what they are asked for a user."""
+
+import asyncio
+import time
+from collections import OrderedDict
+from typing import TypeVar
+from weakref import WeakKeyDictionary
+
+from ....broker.calls.scheduler import SchedulerCalls
+from ....broker.client.connection import Broker, Msg
+from ....broker.client.headers import ERROR_CODE, NO_RESPONDERS, header, status_of
+from ....broker.client.inbox import SharedInbox
+from ....broker.client.rpc import error_of
+from ....schemas.tinker.names import ModelName
+from ....schemas.tinker.operation import (
+    AboutModel,
+    AwaitResult,
+    ModelInfo,
+    ModelOperation,
+    OperationResult,
+    OperationTaken,
+    TrainerOffer,
+)
+from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
+from ....schemas.wire.errors import DeadlineError, NobodyAnswersError, NotFoundError
+from ....schemas.wire.message import Message
+from ....schemas.wire.subjects import rpc, tinker_inbox
+
+R = TypeVar("R", bound=Message)
+_KEPT_S = 2.0
+_MAX_KNOWN = 10_000
+_TIMEOUT_S = 30.0
+
+
+class Trainers:
+    """The trainers of the pool, as users see them; which model is where never changes."""
+
+    def __init__(self) -> None:
+        """Know of none yet."""
+        self._offers: tuple[float, list[TrainerOffer]] = (float("-inf"), [])
+        self._jobs: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._replies: WeakKeyDictionary[Broker, _Replies] = WeakKeyDictionary()
+
+    async def offers(self, broker: Broker) -> list[TrainerOffer]:
+        """Return the base models of the pool, asked anew every few seconds.
+
+        Whether their trainers run at this moment is not said: one that was killed comes back.
+        """
+        asked, offers = self._offers
+        if time.monotonic() - asked < _KEPT_S and offers:
+            return offers
+        offers = await SchedulerCalls(broker).trainers()
+        self._offers = (time.monotonic(), offers)
+        return offers
+
+    async def job_of_base(self, user: str, broker: Broker, base: str) -> str:
+        """Return the job that trains on a base model; raises NotFoundError."""
+        offers = await self.offers(broker)
+        for offer in offers:
+            if offer.base == base:
+                return offer.job
+        there = ", ".join(offer.base for offer in offers) or "none"
+        raise NotFoundError(
+            f"there is no base model {base[:200]!r} here", hint=f"this pool offers {there}"
+        )
+
+    async def job_of_model(self, user: str, broker: Broker, model: ModelName) -> str:
+        """Return the job that has a user's model; raises NotFoundError, NobodyAnswersError."""
+        key = (user, str(model))
+        if key not in self._jobs:
+            for offer in await self.offers(broker):
+                try:
+                    await self.info(user, broker, model, offer.job)
+                except NotFoundError:
+                    continue
+                self.remember(user, model, offer.job)
+                break
+            else:
+                raise NotFoundError(
+                    f"there is no model {model}", hint="create_model returns a model's id"
+                )
+        return self._jobs[key]
+
+    def remember(self, user: str, model: ModelName, job: str) -> None:
+        """Note which job has a user's model."""
+        self._jobs[user, str(model)] = job
+        while len(self._jobs) > _MAX_KNOWN:
+            self._jobs.popitem(last=False)
+
+    async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
+        """Return what a trainer knows of a model; raises NotFoundError."""
+        return await self._ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
+
+    async def submit(
+        self, user: str, broker: Broker, job: str, operation: ModelOperation
+    ) -> OperationTaken:
+        """Hand an operation to a trainer; returns once it is in the log."""
+        return await self._ask(user, broker, job, "submit", operation, OperationTaken)
+
+    async def result(
+        self, user: str, broker: Broker, job: str, request: AwaitResult
+    ) -> OperationResult:
+        """Return the result of an operation, or what it waits for."""
+        timeout_s = request.wait_s + _TIMEOUT_S
+        return await self._ask(user, broker, job, "result", request, OperationResult, timeout_s)
+
+    async def sample(
+        self, user: str, broker: Broker, job: str, request: SampleRequest
+    ) -> SampleTaken:
+        """Hand a request to one of a job's samplers."""
+        return await self._ask(user, broker, job, "sample", request, SampleTaken)
+
+    async def sampled(
+        self, user: str, broker: Broker, job: str, actor: str, request: AwaitSample
+    ) -> OperationResult:
+        """Return what a sampler has made of a request, or that it is not done."""
+        timeout_s = request.wait_s + _TIMEOUT_S
+        return await self._ask(
+            user, broker, job, f"sampled-{actor}", request, OperationResult, timeout_s
+        )
+
+    async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
+        """Return the job that samples for a session; raises NotFoundError."""
+        if name.base is not None:
+            return await self.job_of_base(user, broker, name.base)
+        return await self.job_of_model(user, broker, name.checkpoint.model)
+
+    async def _ask(
+        self,
+        user: str,
+        broker: Broker,
+        job: str,
+        method: str,
+        request: Message,
+        reply: type[R],
+        timeout_s: float = _TIMEOUT_S,
+    ) -> R:
+        subject = rpc(user, f"tinker-{job}", method)
+        replies = self._replies_of(user, broker)
+        return await replies.ask(subject, request, reply, job=job, timeout_s=timeout_s)
+
+    def _replies_of(self, user: str, broker: Broker) -> "_Replies":
+        if broker not in self._replies:
+            self._replies[broker] = _Replies(broker, user)
+        return self._replies[broker]
+
+
+class _Replies:
+    """The one subscription in which a visitor's connection hears trainers, whoever they are of."""
+
+    def __init__(self, broker: Broker, user: str) -> None:
+        self._broker = broker
+        self._inbox = SharedInbox(broker, tinker_inbox(user))
+
+    async def ask(
+        self, subject: str, request: Message, reply: type[R], *, job: str, timeout_s: float
+    ) -> R:
+        """Return the reply of a job's trainer.
+
+        Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
+        """
+        found: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        inbox = await self._inbox.new_subject(lambda message: _settle(found, message))
+        try:
+            await self._broker.send(subject, request.to_bytes(), reply=inbox)
+            async with asyncio.timeout(timeout_s):
+                message = await found
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainer of job {job} did not answer within {timeout_s:g} s",
+                hint="see what it does: `tinkermq logs`",
+            ) from None
+        finally:
+            self._inbox.forget(inbox)
+        if status_of(message) == NO_RESPONDERS:
+            raise NobodyAnswersError(
+                f"the trainer of job {job} is not there", hint="it starts again; see `tinkermq ps`"
+            )
+        if header(message, ERROR_CODE):
+            raise error_of(message)
+        return reply.from_bytes(message.data)
+
+
+def _settle(future: "asyncio.Future[Msg]", message: Msg) -> None:
+    if not future.done():
+        future.set_result(message)

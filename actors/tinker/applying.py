@@ -1,0 +1,149 @@
+"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import structlog
+
+from ...schemas.tinker.names import CheckpointName
+from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationKind, OperationResult
+from ...schemas.tinker.sampling import SamplerName
+from ...schemas.wire.errors import (
+    ConfigError,
+    ModelError,
+    NotFoundError,
+    StateError,
+    TinkermqError,
+)
+from .adapters import Adapters
+from .models import TrainedModel
+from .states import States
+from .wire.bodies import CreateModelBody, LoadWeightsBody, OptimStepBody, SaveWeightsBody
+from .wire.training import plain_body, read_request, write_result
+
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Applying:
+    """Does operations with one set of adapters."""
+
+    def __init__(self, adapters: Adapters, states: States, offer: ModelInfo) -> None:
+        """Make models on the base that `offer` tells of."""
+        self._adapters = adapters
+        self._states = states
+        self._offer = offer
+        self._do: dict[OperationKind, Callable[[TrainedModel, ModelOperation], bytes]] = {
+            "create_model": self._create,
+            "load_weights": self._load,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights": self._save,
+            "save_weights_for_sampler": self._save,
+            "missing": self._missing,
+        }
+
+    def apply(self, model: TrainedModel, operation: ModelOperation) -> OperationResult:
+        """Do an operation; an error of the client's or ours is its result."""
+        try:
+            if model.info is None and operation.kind not in ("create_model", "load_weights"):
+                raise StateError(
+                    f"{operation.model} was never made", hint="see why its create_model failed"
+                )
+            body = self._do[operation.kind](model, operation)
+            is_proto = operation.kind == "forward_backward"
+            return OperationResult(state="done", body=body, is_proto=is_proto)
+        except TinkermqError as error:
+            return as_failure(error)
+        except Exception as error:  # noqa: BLE001  one model's operation: the others go on
+            _log.exception("operation_failed", model=model.key, seq=operation.seq)
+            said = f"the trainer failed: {type(error).__name__}; its log has the details"
+            return OperationResult(state="failed", error=said, category="server")
+
+    def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = CreateModelBody.parse(operation.body)
+        if body.base_model != self._offer.base:
+            raise NotFoundError(
+                f"there is no base model {body.base_model!r} here",
+                hint=f"this trainer has {self._offer.base}",
+            )
+        spec = body.lora_config.spec()
+        self._adapters.create(model.key, spec)
+        model.info = self._offer.model_copy(
+            update={
+                "model": operation.model,
+                "rank": spec.rank,
+                "train_attn": spec.train_attn,
+                "train_mlp": spec.train_mlp,
+                "train_unembed": spec.train_unembed,
+            }
+        )
+        return _json({"type": "create_model", "model_id": operation.model})
+
+    def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = LoadWeightsBody.parse(operation.body)
+        source = body.source()
+        info = self._states.info_of(model.user, source)
+        if info.base != self._offer.base:
+            raise ModelError(
+                f"{source} is an adapter of {info.base}, not of {self._offer.base}",
+                hint="load it into a model of its own base",
+            )
+        if source.kind != "weights" and body.optimizer:
+            raise ConfigError(
+                f"{source} holds no optimiser", hint="load one that save_weights made"
+            )
+        place = self._states.place_of(model.user, source)
+        self._adapters.load(model.key, place, with_optimizer=body.optimizer)
+        model.info = info.model_copy(update={"model": operation.model})
+        told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
+        return _json(told)
+
+    def _forward_backward(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        request = read_request(plain_body(operation.body, is_zstd=operation.is_zstd))
+        result = self._adapters.forward_backward(
+            model.key,
+            request.data,
+            request.loss_fn,
+            request.config,
+            backward=not request.forward_only,
+            operation=f"operation {operation.seq}",
+        )
+        return write_result(result)
+
+    def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = OptimStepBody.parse(operation.body)
+        return _json({"metrics": self._adapters.optim_step(model.key, body.params())})
+
+    def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
+        body = SaveWeightsBody.parse(operation.body)
+        kind = "weights" if operation.kind == "save_weights" else "sampler_weights"
+        session = body.sampling_session_seq_id
+        passing = kind == "sampler_weights" and session is not None
+        name = f"passing-{operation.seq}" if passing else body.name()
+        checkpoint = CheckpointName(operation.name.model, kind, name)
+        told = body.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})
+        told |= {"passing": passing, "time": operation.time}
+        self._states.checkpoint(self._adapters, model, checkpoint, operation.seq, told)
+        if session is None or not passing:
+            return _json({"type": operation.kind, "path": str(checkpoint)})
+        sampler = SamplerName(operation.name.model.session, session, str(checkpoint))
+        told = {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
+        return _json(told)
+
+    def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:
+        raise StateError(
+            f"operation {operation.seq} of {operation.model} never came",
+            hint="the client died, or left a number out; those behind it go on",
+        )
+
+
+def as_failure(error: TinkermqError) -> OperationResult:
+    """Return the result of what an error has ended."""
+    said = f"{error.message} ({error.hint})" if error.hint else error.message
+    mistake = error.is_mistake or 400 <= error.status < 500
+    return OperationResult(state="failed", error=said, category="user" if mistake else "server")
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()

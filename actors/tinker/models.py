@@ -1,0 +1,142 @@
+"""The models of one trainer: which of their operations have taken effect, and which wait.
+
+Pure. An operation's turn comes when all before it have taken effect, in whichever order they came;
+of the models whose turn it is, the user goes first who has had the least.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...schemas.tinker.names import ModelName
+from ...schemas.tinker.operation import ModelInfo, ModelOperation
+from ...schemas.wire.errors import BusyError, QuotaError, StateError
+
+MAX_AHEAD = 10_000
+"""How far a number may be ahead of the one whose turn it is."""
+MAX_WAITING_BYTES = 256 << 20
+"""Of one user's operations that wait."""
+MAX_MODELS = 256
+"""Of one user."""
+
+
+@dataclass
+class TrainedModel:
+    """One model of a user."""
+
+    user: str
+    name: ModelName
+    applied: int = -1
+    """The newest operation that has taken effect."""
+    saved: int = -1
+    """The newest one that is in its state on disk."""
+    waiting: dict[int, ModelOperation] = field(default_factory=dict[int, ModelOperation])
+    tail_bytes: int = 0
+    """Of the operations since the saved one."""
+    info: ModelInfo | None = None
+    """What it is, once it has been made."""
+    used: float = 0.0
+    """When an operation last took effect."""
+
+    @property
+    def key(self) -> str:
+        """Its name among the models of all users."""
+        return f"{self.user}/{self.name}"
+
+    @property
+    def next(self) -> ModelOperation | None:
+        """The operation whose turn it is, if it has come."""
+        return self.waiting.get(self.applied + 1)
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether operations wait for one that has not come."""
+        return bool(self.waiting) and self.next is None
+
+
+class Models:
+    """All models, by user and name, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self._models: dict[tuple[str, ModelName], TrainedModel] = {}
+        self._had: dict[str, float] = {}
+        self._bytes: dict[str, int] = {}
+        self._least = 0.0
+        self._turn = 0
+        self._turns: dict[str, int] = {}
+
+    def __iter__(self) -> Iterator[TrainedModel]:
+        return iter(list(self._models.values()))
+
+    def find(self, user: str, name: ModelName) -> TrainedModel | None:
+        """Return a user's model, or None."""
+        return self._models.get((user, name))
+
+    def add(self, user: str, name: ModelName) -> TrainedModel:
+        """Return a user's model, made if need be."""
+        return self._models.setdefault((user, name), TrainedModel(user, name))
+
+    def remove(self, model: TrainedModel) -> None:
+        """Forget a model."""
+        for operation in model.waiting.values():
+            self._bytes[model.user] -= len(operation.body)
+        self._models.pop((model.user, model.name), None)
+
+    def check_room(self, user: str, operation: ModelOperation) -> None:
+        """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
+
+        StateError for one whose number is so far ahead that it cannot be the client's next.
+        """
+        model = self.find(user, operation.name.model)
+        if model is None and sum(one.user == user for one in self) >= MAX_MODELS:
+            raise QuotaError(
+                f"user {user!r} has {MAX_MODELS} models here", hint="finish sessions that are over"
+            )
+        if self._bytes.get(user, 0) + len(operation.body) > MAX_WAITING_BYTES:
+            raise BusyError(
+                f"operations of {self._bytes[user]:,} bytes wait for user {user!r}",
+                hint="wait for results before you send more",
+            )
+        applied = -1 if model is None else model.applied
+        if operation.seq > applied + MAX_AHEAD:
+            raise StateError(
+                f"operation {operation.seq} of {operation.model} is too far ahead: number "
+                f"{applied + 1} is next",
+                hint=f"numbers may be up to {MAX_AHEAD:,} ahead",
+            )
+
+    def enqueue(self, user: str, operation: ModelOperation) -> TrainedModel:
+        """Let an operation wait for its turn; one that was there already stays."""
+        model = self.add(user, operation.name.model)
+        if operation.seq > model.applied and operation.seq not in model.waiting:
+            model.waiting[operation.seq] = operation
+            self._bytes[user] = self._bytes.get(user, 0) + len(operation.body)
+        return model
+
+    def choose(self) -> tuple[TrainedModel, ModelOperation] | None:
+        """Return the operation to do next: of the user who has had the least, or None."""
+        ready = [model for model in self._models.values() if model.next is not None]
+        if not ready:
+            return None
+        for model in ready:  # who was away has no claim to what he did not use
+            self._had[model.user] = max(self._had.get(model.user, 0.0), self._least)
+        chosen = min(
+            ready, key=lambda model: (self._had[model.user], self._turns.get(model.key, 0))
+        )
+        self._least = self._had[chosen.user]
+        operation = chosen.next
+        assert operation is not None
+        return chosen, operation
+
+    def applied(self, model: TrainedModel, operation: ModelOperation, cost: float) -> None:
+        """Note that an operation has taken effect, which took `cost` seconds."""
+        del model.waiting[operation.seq]
+        self._bytes[model.user] -= len(operation.body)
+        model.applied = operation.seq
+        model.tail_bytes += len(operation.body)
+        self._had[model.user] = self._had.get(model.user, 0.0) + cost
+        self._turn += 1
+        self._turns[model.key] = self._turn
+
+    def num_before(self, model: TrainedModel) -> int:
+        """Return how many operations of others could be done before the next one of a model."""
+        return sum(one is not model and one.next is not None for one in self._models.values())

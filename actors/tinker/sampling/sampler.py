@@ -1,0 +1,223 @@
+"""A sampler: continues prompts with any adapter of the service's users, and scores them.
+
+A request is taken at once and answered when it is asked for; sent again under its number it is the
+same one. What a sampler that dies has not told is sampled again by another: the client asks for it
+under a new number.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from ....broker.client.rpc import RequestContext
+from ....schemas.tinker.names import CheckpointName
+from ....schemas.tinker.operation import OperationResult
+from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
+from ....schemas.wire.errors import BusyError, NotFoundError, TinkermqError
+from ....schemas.wire.subjects import rpc
+from ...generator.engine.engine import Drawn, Engine, Sampling
+from ...generator.episodes.text_stream import TextStream
+from ...models.lora import beside
+from ...runtime import JobContext, settle_memory
+from ..applying import as_failure
+from ..start import STATES, SharedModel, open_base
+from ..states import States
+from ..training.trainer import AdapterTrainer
+from ..wire.sampling import SampleBody, Sampled, write_samples
+from .engines import SampledAdapters
+from .scoring import PromptScores
+
+MAX_OPEN = 4096
+"""Requests of one user that are sampled or wait to be asked for."""
+KEPT_S = 120.0
+"""How long a result waits to be asked for."""
+_SWEEP_S = 5.0
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+@dataclass
+class _Open:
+    """A request that was taken."""
+
+    work: "asyncio.Task[OperationResult]"
+    num_samples: int
+    ended: float = 0.0
+    told: float = field(default_factory=time.monotonic)
+
+
+async def run_sampler(context: JobContext) -> None:
+    """Sample until told to stop."""
+    await context.serve_control()
+    base = await asyncio.to_thread(open_base, context.config)
+    engines = SampledAdapters(context.config, base.model, base.max_context)
+    scores = PromptScores(await asyncio.to_thread(_open_trainer, context, base))
+    settle_memory()
+    sampler = Sampler(context, engines, scores, States(context.run_dir / STATES), base)
+    try:
+        await sampler.run()
+    finally:
+        await engines.close()
+
+
+def _open_trainer(context: JobContext, base: SharedModel) -> AdapterTrainer:
+    """Return what scores prompts with the weights of the base that the engines have, too."""
+    model = beside(base.model)
+    cast("Any", model).set_attn_implementation("sdpa")
+    return AdapterTrainer(
+        model, base_model=context.config.tinker.base, base_path=context.config.model.path
+    )
+
+
+class Sampler:
+    """Answers requests to sample."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        engines: SampledAdapters,
+        scores: PromptScores,
+        states: States,
+        base: SharedModel,
+    ) -> None:
+        self._context = context
+        self._engines = engines
+        self._scores = scores
+        self._scoring = asyncio.Lock()
+        self._states = states
+        self._tokenizer: Any = base.tokenizer
+        self._vocab = base.vocab
+        self._max_context = base.max_context
+        self._open: dict[str, OrderedDict[str, _Open]] = {}
+
+    async def run(self) -> None:
+        """Serve until `stopping` is set."""
+        service, name = self._context.service, f"tinker-{self._context.scope.job}"
+        told = rpc("*", name, f"sampled-{self._context.name}")
+        await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
+        await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
+        self._context.set_state("working")
+        while not self._context.stopping.is_set():
+            await self._context.unless_stopping(asyncio.sleep(_SWEEP_S), None)
+            self._sweep()
+            self._context.numbers["engines"] = float(self._engines.num_engines)
+
+    async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
+        """Take a request; one of its id that is here already is as good."""
+        mine = self._open.setdefault(context.user, OrderedDict())
+        if (found := mine.get(request.request)) is None:
+            if len(mine) >= MAX_OPEN:
+                raise BusyError(
+                    f"user {context.user!r} has {MAX_OPEN:,} samples under way",
+                    hint="wait for some of them",
+                )
+            body = SampleBody.parse(request.body)
+            folder = self._folder(context.user, request.source)
+            work = asyncio.create_task(self._done(body, folder), name="sample")
+            found = mine[request.request] = _Open(work, body.num_samples)
+        return SampleTaken(actor=self._context.name, num_samples=found.num_samples)
+
+    async def _result(self, request: AwaitSample, context: RequestContext) -> OperationResult:
+        """Return a result as soon as there is one."""
+        found = self._open.get(context.user, {}).get(request.request)
+        if found is None:
+            raise NotFoundError(
+                f"sampler {self._context.name} has no request {request.request[-40:]}",
+                hint="sample again",
+            )
+        await asyncio.wait({found.work}, timeout=request.wait_s)
+        if not found.work.done():
+            return OperationResult(queue_reason="it is being sampled")
+        found.told = time.monotonic()
+        return found.work.result()
+
+    def _sweep(self) -> None:
+        """Forget results that were told, or that nobody asks for."""
+        before = time.monotonic() - KEPT_S
+        for user, mine in list(self._open.items()):
+            for request, one in list(mine.items()):
+                if one.work.done() and one.told < before:
+                    del mine[request]
+            if not mine:
+                del self._open[user]
+
+    def _folder(self, user: str, source: str) -> Path | None:
+        """Return where an adapter lies, None for the base; raises NotFoundError."""
+        name = SamplerName("-", 0, source)
+        if name.base is not None:
+            if name.base != self._context.config.tinker.base:
+                raise NotFoundError(f"there is no base model {name.base!r} here")
+            return None
+        checkpoint = CheckpointName.parse(source)
+        self._states.info_of(user, checkpoint)
+        return self._states.place_of(user, checkpoint)
+
+    async def _done(self, body: SampleBody, folder: Path | None) -> OperationResult:
+        try:
+            written = await self._sampled(body, folder)
+            self._context.progressed()
+            return OperationResult(state="done", body=written, is_proto=True)
+        except TinkermqError as error:
+            return as_failure(error)
+        except Exception as error:  # noqa: BLE001  one request: the others go on
+            _log.exception("sample_failed")
+            said = f"the sampler failed: {type(error).__name__}; its log has the details"
+            return OperationResult(state="failed", error=said, category="server")
+
+    async def _sampled(self, body: SampleBody, folder: Path | None) -> bytes:
+        prompt = body.prompt.token_ids(self._vocab)
+        scores = None
+        if body.prompt_logprobs:
+            async with self._scoring:
+                scores = await asyncio.to_thread(self._scores.score, prompt, folder)
+        async with self._engines.using(folder) as engine:
+            drawn = await asyncio.gather(
+                *(self._one(engine, prompt, body, number) for number in range(body.num_samples))
+            )
+        return write_samples(list(drawn), scores)
+
+    async def _one(
+        self, engine: Engine, prompt: NDArray[np.int32], body: SampleBody, number: int
+    ) -> Sampled:
+        params = body.sampling_params
+        room = max(1, self._max_context - len(prompt))
+        ids, texts = self._stops(params.stop)
+        request = f"{id(body):x}-{number}"
+        stream = TextStream(self._tokenizer.decode, texts)
+
+        def look(token: Drawn) -> None:
+            stream.push(token.token_id)
+            if stream.stopped:
+                engine.cancel(request)
+
+        made = await engine.generate(
+            prompt,
+            Sampling(
+                max_new_tokens=min(params.max_tokens or room, room),
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=max(params.top_k, 0),
+                stop_token_ids=ids,
+                seed=None if params.seed is None else params.seed + number,
+            ),
+            request_id=request,
+            on_token=look if texts else None,
+        )
+        ended = "length" if made.finish_reason == "length" and not stream.stopped else "stop"
+        return Sampled(made.token_ids, made.logprobs, ended)
+
+    def _stops(self, stop: str | list[str] | list[int] | None) -> tuple[tuple[int, ...], list[str]]:
+        """Return the tokens and the texts that end a continuation; by default the model's end."""
+        if stop is None:
+            end = self._tokenizer.eos_token_id
+            return (() if end is None else (int(end),)), []
+        if isinstance(stop, str):
+            return (), [stop]
+        ids = tuple(one for one in stop if isinstance(one, int))
+        return ids, [one for one in stop if isinstance(one, str)]

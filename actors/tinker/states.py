@@ -1,0 +1,153 @@
+"""The models' states on disk: adapter, optimiser, and the operation behind which they were written.
+
+A state is written directly behind an `optim_step`, when no gradients are pending, so that the
+operations behind it, done again, lead to the same bits. It is there whole or not at all.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...schemas.tinker.names import CheckpointName, ModelName
+from ...schemas.tinker.operation import ModelInfo
+from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from .adapters import Adapters
+from .models import TrainedModel
+
+_META = "tinker.json"
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """One model's newest state."""
+
+    user: str
+    name: ModelName
+    applied: int
+    info: ModelInfo
+    folder: Path
+
+
+class States:
+    """The folder of one trainer's states and named checkpoints."""
+
+    def __init__(self, folder: Path) -> None:
+        """Keep them below `folder`."""
+        self._folder = folder
+
+    def read_all(self) -> list[SavedState]:
+        """Return the newest state of each model; raises StorageError."""
+        found: list[SavedState] = []
+        for place in sorted(self._folder.glob("*/*/state")):
+            numbers = sorted(int(one.name) for one in place.iterdir() if one.name.isdigit())
+            if numbers:
+                found.append(_read_state(place / str(numbers[-1])))
+        return found
+
+    def save(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Write a model's state behind its newest operation; older ones go."""
+        place = self._place(model.user, model.name) / "state"
+        folder = place / str(model.applied)
+        if model.info is None or folder.is_dir():
+            return
+        meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
+        self._write(adapters, model, folder, meta, with_optimizer=True)
+        for old in place.iterdir():
+            if old.name != folder.name:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def load(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Bring a model back to its newest state; raises ModelError for one that is damaged."""
+        folder = self._place(model.user, model.name) / "state" / str(model.saved)
+        adapters.load(model.key, folder, with_optimizer=True)
+
+    def checkpoint(
+        self,
+        adapters: Adapters,
+        model: TrainedModel,
+        name: CheckpointName,
+        seq: int,
+        told: dict[str, Any],
+    ) -> None:
+        """Write a named checkpoint for operation `seq`; done again, it changes nothing.
+
+        Raises StorageError where another operation has given the name away.
+        """
+        folder = self.place_of(model.user, name)
+        if folder.is_dir():
+            if _meta(folder).get("seq") == seq:
+                return
+            if not told.get("overwrite"):
+                raise NotFoundError(
+                    f"there is a checkpoint {name} already",
+                    hint="choose another name, or set overwrite",
+                )
+            shutil.rmtree(folder)
+        assert model.info is not None
+        meta = {**told, "user": model.user, "seq": seq, "info": model.info.to_map()}
+        whole = name.kind == "weights"
+        self._write(adapters, model, folder, meta, with_optimizer=whole)
+
+    def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
+        """Return what a named checkpoint holds; raises NotFoundError."""
+        folder = self.place_of(user, name)
+        if not folder.is_dir():
+            raise NotFoundError(
+                f"there is no checkpoint {name}", hint="it was never saved, has expired or is gone"
+            )
+        return ModelInfo.from_map(_meta(folder)["info"])
+
+    def place_of(self, user: str, name: CheckpointName) -> Path:
+        """Return the folder of a named checkpoint, whether it is there or not."""
+        return self._place(user, name.model) / name.kind / name.name
+
+    def forget(self, model: TrainedModel) -> None:
+        """Remove a model's states; its named checkpoints stay."""
+        place = self._place(model.user, model.name) / "state"
+        shutil.rmtree(place, ignore_errors=True)
+
+    def _place(self, user: str, name: ModelName) -> Path:
+        return self._folder / user / f"{name.session}.train.{name.number}"
+
+    def _write(
+        self,
+        adapters: Adapters,
+        model: TrainedModel,
+        folder: Path,
+        meta: dict[str, Any],
+        *,
+        with_optimizer: bool,
+    ) -> None:
+        hidden = folder.with_name(f".{folder.name}")
+        try:
+            shutil.rmtree(hidden, ignore_errors=True)
+            hidden.parent.mkdir(parents=True, exist_ok=True)
+            adapters.save(model.key, hidden, with_optimizer=with_optimizer)
+            (hidden / _META).write_text(json.dumps(meta), encoding="utf-8")
+            hidden.rename(folder)
+        except OSError as error:
+            raise StorageError(
+                f"{folder} cannot be written: {error.strerror}", hint="see the disk of the pool"
+            ) from error
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / _META).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder} is damaged: {error}", hint="restore it from a back-up, or remove it"
+        ) from error
+
+
+def _read_state(folder: Path) -> SavedState:
+    meta = _meta(folder)
+    try:
+        info = ModelInfo.from_map(meta["info"])
+        return SavedState(
+            meta["user"], ModelName.parse(info.model), int(meta["applied"]), info, folder
+        )
+    except (KeyError, TypeError, MessageError) as error:
+        raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error

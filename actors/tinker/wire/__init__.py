@@ -1,0 +1,1 @@
+"""How the Tinker API words operations and results: protobuf and JSON bodies."""

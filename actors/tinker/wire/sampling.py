@@ -1,0 +1,100 @@
+"""`asample` as it travels: a JSON request, and its protobuf result."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field
+
+from ....schemas.wire.errors import DataError
+from . import schema
+from .bodies import TinkerBody
+
+MAX_SAMPLES = 1024
+_STOP, _LENGTH = 0, 1
+
+
+class ChunkBody(BaseModel):
+    """A part of a prompt."""
+
+    type: str = "encoded_text"
+    tokens: list[int] = Field(default_factory=list[int])
+
+
+class PromptBody(BaseModel):
+    """A prompt."""
+
+    chunks: list[ChunkBody]
+
+    def token_ids(self, vocab: int) -> NDArray[np.int32]:
+        """Return its tokens; raises DataError for other parts, and tokens that there are not."""
+        for chunk in self.chunks:
+            if chunk.type != "encoded_text":
+                raise DataError(
+                    f"the prompt holds a chunk of type {chunk.type}", hint="send encoded_text"
+                )
+        tokens = [token for chunk in self.chunks for token in chunk.tokens]
+        if not tokens:
+            raise DataError("the prompt is empty", hint="send at least one token")
+        for token in (min(tokens), max(tokens)):
+            if not 0 <= token < vocab:
+                raise DataError(
+                    f"token {token} of the prompt is outside the vocabulary",
+                    hint=f"the model has {vocab:,} tokens, from 0 on",
+                )
+        return np.array(tokens, np.int32)
+
+
+class SamplingParamsBody(BaseModel):
+    """How to draw."""
+
+    model_config = ConfigDict(extra="forbid")
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_k: int = Field(default=-1, ge=-1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
+class SampleBody(TinkerBody):
+    """`asample`."""
+
+    defaults: ClassVar[dict[str, Any]] = {
+        "topk_prompt_logprobs": 0,
+        "topk_sample_logprobs": 0,
+        "prompt_alt_tokens_k": 0,
+        "record_stability_info": False,
+    }
+    sampling_session_id: str
+    seq_id: int
+    prompt: PromptBody
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
+    sampling_params: SamplingParamsBody = Field(default_factory=SamplingParamsBody)
+    prompt_logprobs: bool | None = None
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One continuation."""
+
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    ended: Literal["stop", "length"]
+
+
+def write_samples(
+    sequences: list[Sampled], prompt_logprobs: NDArray[np.float32] | None = None
+) -> bytes:
+    """Return continuations as clients read them."""
+    message = schema.SampleResponse()
+    for one in sequences:
+        message.sequences.add(
+            stop_reason=_STOP if one.ended == "stop" else _LENGTH,
+            tokens=one.tokens.astype("<i4").tobytes(),
+            logprobs=one.logprobs.astype("<f4").tobytes(),
+        )
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    return message.SerializeToString()

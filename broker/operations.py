@@ -1,0 +1,124 @@
+"""The operation log: what users' programs have asked a trainer to do, each under its own number.
+
+The first of a number wins: whoever sends it again finds it there. So an operation that was answered
+for takes effect once, whoever dies meanwhile. Results stand under the same numbers.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ..schemas.tinker.names import ModelName, OperationName
+from ..schemas.tinker.operation import ModelOperation, OperationResult
+from ..schemas.wire.errors import MessageError
+from ..schemas.wire.subjects import JobScope
+from .client.connection import Broker
+from .jetstream.appending import append_once
+from .jetstream.stored import StoredMessage, get_all, get_last
+
+T = TypeVar("T")
+_APPEND_DEADLINE_S = 20.0
+_READ_DEADLINE_S = 60.0
+_FULL_HINT = "the trainer trims it behind its checkpoints; raise limits.operation_bytes"
+
+
+class OperationLog:
+    """The operations and results of one trainer's models, by user and model."""
+
+    def __init__(self, broker: Broker, scope: JobScope) -> None:
+        """Name the log; `streams` has made it."""
+        self._broker = broker
+        self._scope = scope
+
+    async def append(self, user: str, operation: ModelOperation) -> bool:
+        """Append an operation; return False when one of its number is there already.
+
+        Raises BrokerError when the log stays full, DeadlineError, NotFoundError.
+        """
+        name = operation.name
+        return await append_once(
+            self._broker,
+            self._scope.operation(user, name.model.session, name.model.number, name.seq),
+            operation.to_bytes(),
+            traceparent="",
+            deadline_s=_APPEND_DEADLINE_S,
+            what=f"operation {name}",
+            place="the operation log",
+            full_hint=_FULL_HINT,
+        )
+
+    async def read_all(self) -> list[tuple[str, ModelOperation]]:
+        """Return all operations that are there with their users, in order of arrival.
+
+        Raises MessageError for one that cannot be read: without it a model cannot be rebuilt.
+        """
+        messages = await self._retry(
+            lambda: get_all(self._broker, self._scope.stream_operation, self._scope.all_operations),
+            "the operation log",
+        )
+        return [_read(message) for message in messages]
+
+    async def find(self, user: str, name: OperationName) -> ModelOperation | None:
+        """Return an operation, or None if it is not there (any more)."""
+        subject = self._scope.operation(user, name.model.session, name.model.number, name.seq)
+        message = await self._retry(
+            lambda: get_last(self._broker, self._scope.stream_operation, subject),
+            f"operation {name}",
+        )
+        return None if message is None else _read(message)[1]
+
+    async def trim(self, user: str, model: ModelName, through_seq: int, since_seq: int) -> None:
+        """Remove a model's operations from one number to another, those behind a checkpoint."""
+        for seq in range(since_seq, through_seq + 1):
+            subject = self._scope.operation(user, model.session, model.number, seq)
+            await self._purge(self._scope.stream_operation, subject)
+
+    async def forget(self, user: str, model: ModelName) -> None:
+        """Remove all operations and results of a model."""
+        names = (user, model.session, model.number, "*")
+        await self._purge(self._scope.stream_operation, self._scope.operation(*names))
+        await self._purge(self._scope.stream_result, self._scope.result(*names))
+
+    async def put_result(self, user: str, name: OperationName, result: OperationResult) -> bool:
+        """Store a result; return False when there is one already."""
+        return await append_once(
+            self._broker,
+            self._scope.result(user, name.model.session, name.model.number, name.seq),
+            result.to_bytes(),
+            traceparent="",
+            deadline_s=_APPEND_DEADLINE_S,
+            what=f"the result of operation {name}",
+            place="the results",
+            full_hint=_FULL_HINT,
+        )
+
+    async def result(self, user: str, name: OperationName) -> OperationResult | None:
+        """Return the result of an operation, or None if there is none (any more)."""
+        subject = self._scope.result(user, name.model.session, name.model.number, name.seq)
+        message = await self._retry(
+            lambda: get_last(self._broker, self._scope.stream_result, subject),
+            f"the result of operation {name}",
+        )
+        return None if message is None else OperationResult.from_bytes(message.payload)
+
+    async def _purge(self, stream: str, subject: str) -> None:
+        await self._retry(
+            lambda: self._broker.api(f"STREAM.PURGE.{stream}", {"filter": subject}), stream
+        )
+
+    async def _retry(self, attempt: Callable[[], Awaitable[T]], waiting_for: str) -> T:
+        return await self._broker.retry(
+            attempt, deadline_s=_READ_DEADLINE_S, waiting_for=waiting_for
+        )
+
+
+def _read(message: StoredMessage) -> tuple[str, ModelOperation]:
+    """Return who sent an operation, by its subject, and the operation."""
+    user, session, number, seq = message.subject.split(".")[-4:]
+    operation = ModelOperation.from_bytes(message.payload)
+    if operation.model != f"{session}:train:{number}" or str(operation.seq) != seq:
+        raise MessageError(
+            f"the operation under {message.subject} says that it is {operation.model} "
+            f"{operation.seq}",
+            hint="restore the job's streams from a back-up",
+        )
+    return user, operation

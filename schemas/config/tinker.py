@@ -1,0 +1,33 @@
+"""What the configuration of a service for the Tinker API implies: it trains what its users send."""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from pydantic import Field
+
+from .section import Section
+
+_IMPLIED: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
+
+
+class TinkerConfig(Section):
+    """A base model that many users train adapters of, through the Tinker API."""
+
+    base: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._/-]*)?$", max_length=200)
+    """Name under which programs ask for the base model (`base_model`), such as
+    `Qwen/Qwen3.5-9B-Base`. Empty: not such a service."""
+    max_rank: int = Field(default=64, ge=1, le=1024)
+    """Largest rank of an adapter."""
+    sampled_at_once: int = Field(default=4, ge=1, le=1024)
+    """Adapters that one sampler decodes with at the same time; further ones wait for a place."""
+    micro_batch_tokens: int = Field(default=8192, ge=16)
+    """Tokens that are computed at once, of one model."""
+
+
+def settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tree of such a service with what it implies; any other tree as it is."""
+    tree = dict(values)
+    section = cast("Mapping[str, Any]", tree.get("tinker") or {})
+    if section.get("base"):
+        tree.setdefault("env", dict(_IMPLIED))
+    return tree

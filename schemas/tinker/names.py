@@ -1,0 +1,88 @@
+"""How sessions, models, requests and checkpoints of the Tinker API are named.
+
+A model is `<session>:train:<number>`, a request of it `<model>:<sequence number>`: both are
+computed, so whoever answers a poll needs no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from ..wire.errors import NotFoundError
+
+CheckpointKind = Literal["weights", "sampler_weights"]
+_SESSION = r"[a-z0-9][a-z0-9-]{0,47}"
+_NUMBER = r"0|[1-9][0-9]{0,8}"
+_MODEL = re.compile(rf"({_SESSION}):train:({_NUMBER})")
+_REQUEST = re.compile(rf"({_SESSION}:train:(?:{_NUMBER})):({_NUMBER})")
+_PATH = re.compile(rf"tinker://({_SESSION}:train:(?:{_NUMBER}))/(weights|sampler_weights)/(.+)")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MAX_SEQ = 10**9 - 1
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """One model of a session."""
+
+    session: str
+    number: int
+
+    @classmethod
+    def parse(cls, text: str) -> "ModelName":
+        """Read `<session>:train:<number>`; raises NotFoundError: there is no model of another."""
+        if (found := _MODEL.fullmatch(text)) is None:
+            raise NotFoundError(
+                f"there is no model {text[:80]!r}", hint="create_model returns a model's id"
+            )
+        return cls(found[1], int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.session}:train:{self.number}"
+
+
+@dataclass(frozen=True)
+class OperationName:
+    """One operation of a model: the one that made it is number 0."""
+
+    model: ModelName
+    seq: int
+
+    @classmethod
+    def parse(cls, text: str) -> "OperationName":
+        """Read a request id; raises NotFoundError."""
+        if (found := _REQUEST.fullmatch(text)) is None:
+            raise NotFoundError(
+                f"there is no request {text[:80]!r}", hint="each submit returns a request id"
+            )
+        return cls(ModelName.parse(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.model}:{self.seq}"
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    """A checkpoint that has a name."""
+
+    model: ModelName
+    kind: CheckpointKind
+    name: str
+
+    @classmethod
+    def parse(cls, path: str) -> "CheckpointName":
+        """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError."""
+        found = _PATH.fullmatch(path)
+        if found is None or not _NAME.fullmatch(found[3]):
+            raise NotFoundError(
+                f"there is no checkpoint {path[:200]!r}",
+                hint="a path is tinker://<session>:train:<n>/weights/<name>, or sampler_weights",
+            )
+        return cls(ModelName.parse(found[1]), cast("CheckpointKind", found[2]), found[3])
+
+    @staticmethod
+    def is_name(name: str) -> bool:
+        """Whether a checkpoint may have this name."""
+        return _NAME.fullmatch(name) is not None
+
+    def __str__(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"

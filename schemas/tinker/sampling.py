@@ -1,0 +1,111 @@
+"""What is sampled under the Tinker API, and by whom."""
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import Field
+
+from ..wire.errors import NotFoundError
+from ..wire.message import Message
+from .names import CheckpointName
+
+_SAMPLER = re.compile(r"([a-z0-9][a-z0-9-]{0,47}):sample:(0|[1-9][0-9]{0,18}):([A-Za-z0-9_-]+)")
+_REQUEST = re.compile(r"(.+:sample:[0-9]+:[A-Za-z0-9_-]+):([0-9]{1,19})@([a-z0-9][a-z0-9-]{0,47})")
+_BASE = "base:"
+MAX_SAMPLE_BYTES = 4 << 20
+"""Of one request to sample."""
+
+
+@dataclass(frozen=True)
+class SamplerName:
+    """A sampling session: what it samples from stands in its name, so that nobody keeps a table."""
+
+    session: str
+    number: int
+    source: str
+    """`tinker://…`, or `base:` and the name of a base model."""
+
+    @classmethod
+    def parse(cls, text: str) -> "SamplerName":
+        """Read the id of a sampling session; raises NotFoundError."""
+        found = _SAMPLER.fullmatch(text)
+        try:
+            if found is None:
+                raise ValueError
+            source = base64.urlsafe_b64decode(found[3] + "=" * (-len(found[3]) % 4)).decode()
+        except (ValueError, binascii.Error):
+            raise NotFoundError(
+                f"there is no sampling session {text[:80]!r}",
+                hint="create_sampling_session returns the id of one",
+            ) from None
+        return cls(found[1], int(found[2]), source)
+
+    @classmethod
+    def of_base(cls, session: str, number: int, base: str) -> "SamplerName":
+        """Return the name of a session that samples from a base model."""
+        return cls(session, number, _BASE + base)
+
+    @property
+    def base(self) -> str | None:
+        """The base model that it samples from, or None: it samples from a checkpoint."""
+        return self.source.removeprefix(_BASE) if self.source.startswith(_BASE) else None
+
+    @property
+    def checkpoint(self) -> CheckpointName:
+        """The checkpoint that it samples from; raises NotFoundError."""
+        return CheckpointName.parse(self.source)
+
+    def __str__(self) -> str:
+        coded = base64.urlsafe_b64encode(self.source.encode()).decode().rstrip("=")
+        return f"{self.session}:sample:{self.number}:{coded}"
+
+
+@dataclass(frozen=True)
+class SampleName:
+    """One request of a sampling session, and the sampler that has taken it."""
+
+    sampler: SamplerName
+    seq: int
+    actor: str
+
+    @classmethod
+    def parse(cls, text: str) -> "SampleName | None":
+        """Read a request id; None for one of another kind. Raises NotFoundError."""
+        if (found := _REQUEST.fullmatch(text)) is None:
+            return None
+        return cls(SamplerName.parse(found[1]), int(found[2]), found[3])
+
+    def __str__(self) -> str:
+        return f"{self.sampler}:{self.seq}@{self.actor}"
+
+
+class SampleRequest(Message):
+    """Asks a sampler for continuations of a prompt, or what its tokens' log-probs are."""
+
+    source: str = Field(max_length=400)
+    """What is sampled from: `tinker://…`, or `base:` and a name."""
+    request: str = Field(max_length=600)
+    """Id of the sampling session and number of the request: sent again, it is the same one."""
+    body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
+    """The JSON of the request, as it came."""
+
+    max_bytes: ClassVar[int] = MAX_SAMPLE_BYTES + (4 << 10)
+
+
+class SampleTaken(Message):
+    """Says which sampler has taken a request."""
+
+    actor: str
+    num_samples: int
+
+
+class AwaitSample(Message):
+    """Asks a sampler for the result of a request that it has taken."""
+
+    request: str = Field(max_length=600)
+    wait_s: float = Field(default=25.0, ge=0, le=60)
+
+    max_bytes: ClassVar[int] = 2 << 10
