@@ -153,7 +153,7 @@ def _commit(
     """Add an answer to its tree; return where it may be continued, and its size."""
     for one in drawn:
         growing.add(one)
-    growing.end(generation, b"")
+    growing.end(generation, b"", "")
     answered = growing.answered
     assert answered is not None
     call = exact.finish(answered.prepared, answered.generated, answered.text)
