@@ -1,35 +1,54 @@
-"""Memory of a generator that answers the calls of many open episodes of programs.
+"""Memory and time of a generator that answers the calls of many open episodes of programs.
 
     python -m benchmarks.agent_memory [--episodes 1000] [--calls 20]
 
 Each episode is a conversation that grows, as an agent's with tools does. The engine answers at
 once, so that only what is kept of the calls counts: tokens, log-probs, versions, messages. The
 other side is the size of just that, as arrays and texts.
+
+A call renders and tokenises what is new, whatever stands before it. The other side of its time is
+what a server does that knows no episode: the whole history through the chat template and the
+tokenizer, at the same call.
 """
 
 import asyncio
 import gc
-import tempfile
+import time
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
 from tinkermq.actors.generator.agents.answering import CallAnswers
 from tinkermq.actors.generator.agents.call_log import CallLog
-from tinkermq.actors.generator.agents.template_facts import facts_of
+from tinkermq.actors.generator.agents.template_facts import TemplateFacts, facts_of
 from tinkermq.actors.generator.engine.engine import Drawn, Generation, OnToken, Sampling
 from tinkermq.actors.generator.episodes.agent_loop import EpisodeSampling
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
 from tinkermq.actors.models.tiny_model import make_tokenizer
 from tinkermq.broker.observe.time_use import TimeUse
+from tinkermq.envs.agents.wire import history_of
 from tinkermq.schemas.agent import CallMessage, CallPart, CallRequest
 from tinkermq.schemas.config.job import JobConfig
 
 from benchmarks.report import Report, parser
 
 _GIVEN_CHARS, _GENERATED = 200, 64
+_LATE = 10
+"""Calls at the beginning and at the end of a long episode."""
+
+
+class Late(NamedTuple):
+    """Seconds of a call."""
+
+    first: float
+    """Of the first ones of an episode."""
+    last: float
+    """Of the last ones."""
+    whole: float
+    """Of rendering and tokenising the history of the last ones from its beginning."""
 
 
 class InstantEngine:
@@ -51,58 +70,91 @@ class InstantEngine:
         """Keep nothing."""
 
 
-async def converse(calls: CallAnswers, num_calls: int) -> None:
-    """Have one conversation of so many calls."""
+async def converse(
+    calls: CallAnswers, num_calls: int, beside: Callable[[CallRequest], None] | None = None
+) -> list[float]:
+    """Have one conversation of so many calls; return the seconds that each has computed.
 
-    async def unheard(part: CallPart) -> None:
-        del part
-
+    `beside` is given each request behind its answer.
+    """
+    seconds: list[float] = []
     messages: list[CallMessage] = []
     for number in range(num_calls):
         said = f"{number} ".ljust(_GIVEN_CHARS, "x")
         messages.append(CallMessage(role="user", content=[said]))
         asked = CallRequest(request=f"r{number}", messages=list(messages))
-        last = await calls.answer(asked, unheard)
+        started = time.process_time()
+        last = await calls.answer(asked, _unheard)
+        seconds.append(time.process_time() - started)
+        if beside is not None:
+            beside(asked)
         messages.append(CallMessage(role="assistant", content=[last.deltas[0].text]))
+    return seconds
+
+
+async def _unheard(part: CallPart) -> None:
+    del part
+
+
+async def late_calls(num_calls: int) -> Late:
+    """Have one long conversation; return what its last calls took, and took rendered whole."""
+    chat = ChatTokenizer(make_tokenizer())
+    whole: list[float] = []
+
+    def render(asked: CallRequest) -> None:
+        started = time.process_time()
+        chat.prompt([one.for_template() for one in history_of(asked)])
+        whole.append(time.process_time() - started)
+
+    calls = _opened(0, chat, _config(num_calls), facts_of(chat))
+    mine = await converse(calls, num_calls, render)
+    await calls.close("the benchmark is over")
+    return Late(median(mine[:_LATE]), median(mine[-_LATE:]), median(whole[-_LATE:]))
 
 
 async def measure(num_episodes: int, num_calls: int) -> tuple[float, float, float]:
     """Return megabytes that the process grew by, megabytes of what it has to keep, and seconds."""
-    chat = ChatTokenizer(make_tokenizer())
-    limit = num_calls * 2 * (_GIVEN_CHARS + _GENERATED + 64)
-    with tempfile.TemporaryDirectory() as folder:
-        config = JobConfig.model_validate(
-            {
-                "model": {"path": str(Path(folder))},
-                "env": {"hosts": 0},
-                "agent": {"client": True},
-                "rollout": {
-                    "max_prompt_tokens": limit,
-                    "max_turn_tokens": _GENERATED,
-                    "max_response_tokens": limit,
-                },
-                "learner": {"row_tokens": 2 * limit, "microbatch_tokens": 2 * limit},
-            }
-        )
-    facts, engine = facts_of(chat), InstantEngine()
-    time_use = TimeUse("generate", "environment", rest="other")
+    chat, config = ChatTokenizer(make_tokenizer()), _config(num_calls)
+    facts = facts_of(chat)
     open_: list[CallAnswers] = []
-    loop = asyncio.get_running_loop()
-    before, started = _resident_mb(), loop.time()
+    before, seconds = _resident_mb(), 0.0
     for number in range(num_episodes):
-        log = CallLog(f"episode {number}")
-        log.begin_try()
-        sampling = EpisodeSampling(1.0)
-        of: Any = engine
-        calls = CallAnswers(f"e{number}", of, chat, config, sampling, log, time_use, facts)
-        await converse(calls, num_calls)
+        calls = _opened(number, chat, config, facts)
+        seconds += sum(await converse(calls, num_calls))
         open_.append(calls)
-    seconds = loop.time() - started
     grown = _resident_mb() - before
     kept = sum(_kept_bytes(calls) for calls in open_) / 2**20
     with suppress(asyncio.CancelledError):
         await asyncio.gather(*(calls.close("the benchmark is over") for calls in open_))
     return grown, kept, seconds
+
+
+def _config(num_calls: int) -> JobConfig:
+    limit = num_calls * 2 * (_GIVEN_CHARS + _GENERATED + 64)
+    return JobConfig.model_validate(
+        {
+            "model": {"path": "a model"},
+            "env": {"hosts": 0},
+            "agent": {"client": True, "max_calls": num_calls},
+            "rollout": {
+                "max_prompt_tokens": limit,
+                "max_turn_tokens": _GENERATED,
+                "max_response_tokens": limit,
+            },
+            "learner": {"row_tokens": 2 * limit, "microbatch_tokens": 2 * limit},
+        }
+    )
+
+
+def _opened(
+    number: int, chat: ChatTokenizer, config: JobConfig, facts: TemplateFacts
+) -> CallAnswers:
+    log = CallLog(f"episode {number}")
+    log.begin_try()
+    time_use = TimeUse("generate", "environment", rest="other")
+    of: Any = InstantEngine()
+    sampling = EpisodeSampling(1.0)
+    return CallAnswers(f"e{number}", of, chat, config, sampling, log, time_use, facts)
 
 
 def _kept_bytes(calls: CallAnswers) -> int:
@@ -143,6 +195,15 @@ def main() -> None:
         ],
     )
     report.at_most("memory over what has to be kept", grown / kept, None)
+    num_late = 40 if arguments.quick else 200
+    late = asyncio.run(late_calls(num_late))
+    report.table(
+        f"a call in an episode of {num_late} calls, seconds of the processor",
+        (f"first {_LATE}", f"last {_LATE}", f"the histories of the last {_LATE} rendered whole"),
+        [tuple(f"{1e3 * seconds:.2f} ms" for seconds in late)],
+    )
+    report.at_least("the whole history rendered over a late call", late.whole / late.last, None)
+    report.at_most("a late call over an early one", late.last / late.first, None)
     report.finish(arguments.json)
 
 

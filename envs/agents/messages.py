@@ -18,9 +18,14 @@ from ...schemas.wire.codec import read_json
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 
-VOLATILE = (
-    re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE),
-    re.compile(r"<total_tokens>[^<]*</total_tokens>\n?"),
+Volatile: TypeAlias = tuple[str, re.Pattern[str]]
+"""A mark without which a text need not be searched, and what is searched for."""
+VOLATILE: tuple[Volatile, ...] = (
+    (
+        "x-anthropic-billing-header:",
+        re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE),
+    ),
+    ("<total_tokens>", re.compile(r"<total_tokens>[^<]*</total_tokens>\n?")),
 )
 """What programs change from call to call though nothing changed: neither shown nor compared."""
 
@@ -79,6 +84,7 @@ class CanonicalMessage:
     """What it thought before; None where it is not told, which is no difference."""
     call_id: str = field(default="", compare=False)
     """Of a tool's result: the call that it answers."""
+    _key: bytes = field(default=b"", init=False, compare=False, repr=False)
 
     @property
     def text(self) -> str:
@@ -88,6 +94,14 @@ class CanonicalMessage:
     @property
     def key(self) -> bytes:
         """16 bytes: equal for all spellings of the message, whatever its reasoning and ids."""
+        if not self._key:  # a history is compared at each call
+            object.__setattr__(self, "_key", self._made_key())
+        return self._key
+
+    def _made_key(self) -> bytes:
+        if not self.calls and all(isinstance(part, str) for part in self.content):
+            text = self.text.encode(errors="surrogatepass")
+            return blake2b(text, digest_size=16, person=self.role.encode()).digest()
         parts = [part if isinstance(part, str) else [part.digest] for part in self.content]
         calls = [[call.name, call.key] for call in self.calls]
         whole = json.dumps([self.role, parts, calls], ensure_ascii=True)
@@ -147,7 +161,7 @@ def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:
 
 
 def canonical_history(
-    messages: Sequence[CanonicalMessage], volatile: Sequence[re.Pattern[str]] = VOLATILE
+    messages: Sequence[CanonicalMessage], volatile: Sequence[Volatile] = VOLATILE
 ) -> list[CanonicalMessage]:
     """Return a history without what changes by itself, results in the order of their calls."""
     history: list[CanonicalMessage] = []
@@ -165,14 +179,14 @@ def canonical_history(
     return history
 
 
-def _without(message: CanonicalMessage, volatile: Sequence[re.Pattern[str]]) -> CanonicalMessage:
+def _without(message: CanonicalMessage, volatile: Sequence[Volatile]) -> CanonicalMessage:
     if message.role not in ("system", "user"):
         return message
     parts: list[str | Picture] = []
     for part in message.content:
         if isinstance(part, str):
-            for pattern in volatile:
-                part = pattern.sub("", part)
+            for mark, pattern in volatile:
+                part = pattern.sub("", part) if mark in part else part
         parts.append(part)
     content = joined(parts)
     return message if content == message.content else replace(message, content=content)

@@ -20,11 +20,15 @@ def packed(message: CanonicalMessage) -> CallMessage:
 
 def unpacked(message: CallMessage) -> CanonicalMessage:
     """Return a message that has travelled."""
+    content: tuple[str | Picture, ...]
+    match message.content:
+        case [str(text)] if text:  # of most messages: a history comes with each call
+            content = (text,)
+        case parts:
+            content = joined(part if isinstance(part, str) else Picture(part) for part in parts)
     return CanonicalMessage(
         role=message.role,
-        content=joined(
-            part if isinstance(part, str) else Picture(part) for part in message.content
-        ),
+        content=content,
         calls=tuple(CanonicalCall(*call) for call in message.calls),
         reasoning=message.reasoning,
         call_id=message.call_id,

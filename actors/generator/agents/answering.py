@@ -11,8 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from ....broker.client.parts import Tell
 from ....broker.observe.time_use import TimeUse
 from ....broker.segments import Fenced
@@ -27,7 +25,7 @@ from ..episodes.agent_loop import EpisodeSampling
 from ..episodes.chat import ChatTokenizer
 from .answer import GrowingAnswer, GrowingChoice, under_known_names
 from .call_limits import CallDrawing, CallLimits, LimitHit
-from .call_log import CallLog, LoggedAnswer, PastAnswers, request_digest, restored
+from .call_log import CallLog, LoggedAnswer, PastAnswers, restored
 from .call_tree import CallTree
 from .exact_calls import ExactCalls, PreparedCall
 from .known_answers import KnownAnswers, asking_of
@@ -115,8 +113,7 @@ class CallAnswers:
         prepared = await self._prepare(request)
         if request.count_only:
             return self._opening(request, [prepared])
-        limits = (request.num_choices, request.max_tokens, request.stop)
-        digest = request_digest(prepared.prompt_ids, *limits)
+        digest = prepared.digest(request.num_choices, request.max_tokens, request.stop)
         answer = self._earlier(request, prepared, digest) or self._begin(request, prepared, digest)
         with self._time_use.doing("generate"):
             on_alone = partial(self._keep_for_a_while, answer)
@@ -252,7 +249,7 @@ class CallAnswers:
         more = range(len(known), request.num_choices)
         asked = [self._exact.another(prepared) if number else prepared for number in more]
         choices += [
-            GrowingChoice(one, self._chat, request.stop, request.tools)
+            GrowingChoice(one, self._chat, request.stop, request.tools, by_token=request.stream)
             for one in under_known_names(asked, request.begun, more)
         ]
         opening = self._opening(request, [one.prepared for one in choices])
@@ -279,7 +276,7 @@ class CallAnswers:
 
     def _count_sample(self, prepared: PreparedCall, num: int = 1) -> tuple[bytes, int]:
         """Return the digest of a prompt, and how many samples of it were begun before these."""
-        prompt = request_digest(prepared.prompt_ids)
+        prompt = prepared.digest()
         drawn = self._num_drawn.get(prompt, 0)
         self._num_drawn[prompt] = drawn + num
         return prompt, drawn
@@ -347,7 +344,7 @@ class CallAnswers:
                     self._engine.cancel(name)
 
             generation = await self._engine.generate(
-                np.array([*prepared.prompt_ids, *(one.token_id for one in begun)], np.int32),
+                prepared.ids_with([one.token_id for one in begun]),
                 replace(
                     sampling,
                     max_new_tokens=sampling.max_new_tokens - len(begun),
@@ -364,10 +361,9 @@ class CallAnswers:
         answer.changed()
 
     def _conversation(self, prepared: PreparedCall) -> str:
-        """Return under which name the cache of a call is kept: one for each root."""
+        """Return under which name the cache of a call is kept: that of its root."""
         parent = prepared.attachment.parent
-        root = prepared.name if parent is None else f"r{parent.root.number}"
-        name = f"{self._episode}.{root}"
+        name = f"{self._episode}.{(parent.root if parent else prepared).name}"
         self._conversations.add(name)
         return name
 

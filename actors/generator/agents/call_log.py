@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import structlog
@@ -198,13 +198,6 @@ def _is_choice(one: LoggedAnswer, others: Sequence[LoggedAnswer]) -> bool:
     """Whether an answer is a choice of the same request as others."""
     seen = {other.prepared.attachment.num_seen for other in others}
     return not seen or one.prepared.attachment.num_seen in seen
-
-
-def request_digest(prompt_ids: Any, *limits: Any) -> bytes:
-    """Return 16 bytes that tell requests apart: by their prompts' tokens, and by their limits."""
-    digest = blake2b(np.asarray(prompt_ids, np.int32).tobytes(), digest_size=16)
-    digest.update(repr(limits).encode())
-    return digest.digest()
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
@@ -29,6 +29,27 @@ history is another (`edited`), or it is a root: because the template writes the 
 
 MIN_QUOTE = 16
 """Characters of an answer that, found in another message, tell that it was read."""
+
+
+class PathDigest(Protocol):
+    """A digest that goes on behind what it has seen, as those of hashlib do."""
+
+    def update(self, data: bytes, /) -> None:
+        """Go on behind `data`."""
+        ...
+
+    def copy(self) -> "PathDigest":
+        """Return another one that goes on from here."""
+        ...
+
+    def digest(self) -> bytes:
+        """Return 16 bytes for all that it has seen."""
+        ...
+
+
+def new_path_digest() -> PathDigest:
+    """Return what digests the ids of a path from its beginning."""
+    return blake2b(digest_size=16)
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +72,8 @@ class ModelCall:
     """The answer that the program was told, made from the tokens."""
     num_seen: int
     """Calls that had ended when it was asked for."""
+    name: str = ""
+    """With what the ids of its tool calls begin."""
     branch: Branch = ""
     follows: "ModelCall | None" = None
     """Of a root: the call that its history continues, though not its tokens."""
@@ -63,6 +86,8 @@ class ModelCall:
     """Digest of all tokens to its last: the same however calls of one episode interleave."""
     num_tokens: int = 0
     """Tokens of its path, its own included."""
+    digesting: PathDigest = field(default_factory=new_path_digest)
+    """What goes on digesting behind the ids of its path."""
 
     @property
     def path(self) -> "list[ModelCall]":
@@ -90,9 +115,12 @@ class ModelCall:
     @property
     def path_ids(self) -> IntVector:
         """int32[num_tokens]: the engine's context behind its last token."""
-        return np.concatenate(
-            [ids for call in self.path for ids in (call.given_ids, call.generated.token_ids)]
-        ).astype(np.int32)
+        return self.path_ids_with(())
+
+    def path_ids_with(self, new: Iterable[IntVector]) -> IntVector:
+        """Return int32: the ids of its path, then new ones."""
+        mine = (ids for call in self.path for ids in (call.given_ids, call.generated.token_ids))
+        return np.concatenate([*mine, *new], dtype=np.int32)
 
     @property
     def path_messages(self) -> list[CanonicalMessage]:
@@ -151,6 +179,7 @@ class CallTree:
         given_ids: IntVector,
         generated: Generation,
         reply: CanonicalMessage,
+        name: str = "",
     ) -> ModelCall:
         """Add an answered call. That it was asked shows that its parent's answer had arrived."""
         parent = attachment.parent
@@ -164,6 +193,8 @@ class CallTree:
             parent.prefix if parent is not None else attachment.context,
             (*attachment.given, reply),
         )
+        digesting = digest_behind(parent, given_ids)
+        digesting.update(generated.token_ids.tobytes())
         call = ModelCall(
             number=len(self.calls),
             parent=parent,
@@ -173,6 +204,7 @@ class CallTree:
             generated=generated,
             reply=reply,
             num_seen=attachment.num_seen,
+            name=name,
             branch=attachment.branch,
             follows=attachment.follows,
             prefix=prefix,
@@ -180,6 +212,7 @@ class CallTree:
             num_tokens=(parent.num_tokens if parent is not None else 0)
             + len(given_ids)
             + len(generated.token_ids),
+            digesting=digesting,
         )
         self.calls.append(call)
         self._by_prefix[prefix].append(call)
@@ -208,6 +241,13 @@ class CallTree:
         if all(_system(root.given) != _system(given) for root in self.roots):
             return "system"
         return "apart"
+
+
+def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> PathDigest:
+    """Return what goes on digesting behind the ids of a path and those that are new."""
+    digesting = new_path_digest() if parent is None else parent.digesting.copy()
+    digesting.update(given_ids.tobytes())
+    return digesting
 
 
 def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:

@@ -11,7 +11,7 @@ from ....envs.agents.messages import CanonicalMessage, canonical_history, pictur
 from ....envs.agents.replies import THINK, ReplyReader
 from ..engine.engine import Generation, IntVector
 from ..episodes.chat import ChatTokenizer
-from .call_tree import Attachment, CallTree, ModelCall
+from .call_tree import Attachment, CallTree, ModelCall, digest_behind
 from .rendering import HistoryRenderer, Tools
 from .template_facts import TemplateFacts, facts_of
 
@@ -43,10 +43,19 @@ class PreparedCall:
     @property
     def prompt_ids(self) -> IntVector:
         """int32[P]: the path's tokens, then those of what is new; put together at each call."""
+        return self.ids_with(())
+
+    def ids_with(self, begun: Sequence[int]) -> IntVector:
+        """Return int32: the prompt, and the tokens of an answer that were drawn before."""
         parent = self.attachment.parent
-        if parent is None:
-            return self.given_ids
-        return np.concatenate([parent.path_ids, self.given_ids])
+        new = [self.given_ids, *([np.array(begun, np.int32)] if begun else [])]
+        return np.concatenate(new) if parent is None else parent.path_ids_with(new)
+
+    def digest(self, *limits: object) -> bytes:
+        """Return 16 bytes that tell requests apart: by the prompt's ids, and by their limits."""
+        digesting = digest_behind(self.attachment.parent, self.given_ids)
+        digesting.update(repr(limits).encode())
+        return digesting.digest()
 
     @property
     def images(self) -> tuple[bytes, ...]:
@@ -150,7 +159,10 @@ class ExactCalls:
         told = self._chat.decode(generated.token_ids) if text is None else text
         reader.push(prepared.prefill + told)
         reader.finish()
-        return self.tree.commit(prepared.attachment, prepared.given_ids, generated, reader.reply)
+        given = prepared.given_ids
+        return self.tree.commit(
+            prepared.attachment, given, generated, reader.reply, name=prepared.name
+        )
 
     def _prepared(
         self, attachment: Attachment, given: IntVector, tools: Tools, prefill: str

@@ -15,6 +15,7 @@ from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel
 
 from tests.actors.generator.agents.asking import Asking, held, opened, request
+from tests.actors.generator.conftest import BLOCK_TOKENS
 from tests.support.models import changed, loaded, plain_logprobs
 from tests.support.waiting import until
 
@@ -72,6 +73,20 @@ async def test_each_trained_token_was_drawn_behind_what_its_row_has_before_it(
     assert [call.path_ids.tolist() for call in again.tree.calls] == [
         call.path_ids.tolist() for call in calls.tree.calls
     ]
+
+
+async def test_a_call_computes_only_what_is_new_behind_the_one_that_it_continues(
+    asking: Asking,
+) -> None:
+    calls = asking.calls()
+    first = await delivered(calls, asking, request("hi" * 20))
+    computed = asking.engine.stats().prefilled_tokens
+    await delivered(calls, asking, request("hi" * 20, first, "on"))
+    call = calls.tree.calls[1]
+    assert call.parent is not None
+    again = call.parent.num_tokens if asking.engine_kind == "vllm" else 1  # it shares whole blocks
+    computed = asking.engine.stats().prefilled_tokens - computed
+    assert computed <= len(call.given_ids) + min(again, BLOCK_TOKENS)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
