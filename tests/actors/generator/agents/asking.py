@@ -1,5 +1,6 @@
 """What the tests of calls ask, and what writes their calls down."""
 
+import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def request(*texts: str, **fields: Any) -> CallRequest:
         for place, text in enumerate(texts)
     ]
     return CallRequest(**{"request": "r", "messages": messages, **fields})
+
+
+async def hang_up(calls: CallAnswers, asked: CallRequest) -> None:
+    """Ask, and be gone as soon as anything is told."""
+
+    async def tell(part: CallPart) -> None:
+        del part
+        asking.cancel()
+
+    asking = asyncio.create_task(calls.answer(asked, tell))
+    await asyncio.wait([asking])
+    assert asking.cancelled()
 
 
 def text_of(part: CallPart, choice: int = 0) -> str:

@@ -1,6 +1,5 @@
 """Calls of one episode: limits, samples, retries, hang-ups, stop texts, and what is in the log."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -15,7 +14,7 @@ from tinkermq.schemas.agent import CallDelivered
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
-from tests.actors.generator.agents.asking import Asking, held, opened, request, text_of
+from tests.actors.generator.agents.asking import Asking, hang_up, held, opened, request, text_of
 from tests.support.waiting import eventually, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="package")
@@ -70,10 +69,7 @@ async def test_an_answer_that_did_not_arrive_is_told_again(asking: Asking) -> No
 
 async def test_a_program_that_hangs_up_may_come_back_for_its_answer(asking: Asking) -> None:
     calls = asking.calls()
-    hung_up = asyncio.create_task(calls.answer(request("hi", stream=True), asking.tell))
-    await until(lambda: bool(asking.parts), "the answer to begin")
-    hung_up.cancel()
-    await asyncio.wait([hung_up])
+    await hang_up(calls, request("hi", stream=True))
     back = await calls.answer(request("hi"), asking.tell)
     assert back.calls == [0]
     assert len(calls.tree.calls) == 1
@@ -81,9 +77,7 @@ async def test_a_program_that_hangs_up_may_come_back_for_its_answer(asking: Aski
 
 async def test_an_answer_that_nobody_heard_is_not_trained(asking: Asking) -> None:
     calls = asking.calls()
-    hung_up = asyncio.create_task(calls.answer(request("hi", stream=True), asking.tell))
-    await until(lambda: bool(asking.parts), "the answer to begin")
-    hung_up.cancel()
+    await hang_up(calls, request("hi", stream=True))
     await until(lambda: bool(calls.tree.calls), "the answer to end")
     assert calls.tree.calls[0].delivered is False
     assert not rows_of(calls.tree, 160).rows

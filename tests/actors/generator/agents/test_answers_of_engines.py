@@ -14,7 +14,7 @@ from tinkermq.schemas.agent import CallDelivered, CallPart, CallRequest
 from tinkermq.schemas.wire.subjects import JobScope
 from transformers import PreTrainedModel
 
-from tests.actors.generator.agents.asking import Asking, held, opened, request
+from tests.actors.generator.agents.asking import Asking, hang_up, held, opened, request
 from tests.actors.generator.conftest import BLOCK_TOKENS
 from tests.support.models import changed, loaded, plain_logprobs
 from tests.support.waiting import until
@@ -147,10 +147,7 @@ async def test_an_answer_that_was_cut_in_the_middle_goes_on_behind_its_exact_tok
 
 async def test_the_engine_stops_at_what_nobody_waits_for(asking: Asking) -> None:
     calls = asking.calls(max_turn=100)
-    asked = asyncio.create_task(calls.answer(request("hi", stream=True), asking.tell))
-    await until(lambda: bool(asking.parts), "the answer to begin")
-    asked.cancel()
-    await asyncio.wait([asked])
+    await hang_up(calls, request("hi", stream=True))
     await calls.close("its program has ended")
     await until(lambda: not asking.engine.stats().running, "the engine to be idle")
     assert not calls.tree.calls
