@@ -92,6 +92,13 @@ class CanonicalMessage:
         return "".join(part for part in self.content if isinstance(part, str))
 
     @property
+    def num_bytes(self) -> int:
+        """What it holds, about."""
+        texts = [self.reasoning or "", *(call.arguments for call in self.calls)]
+        parts = [len(p) if isinstance(p, str) else len(p.encoded) for p in self.content]
+        return sum(parts) + sum(map(len, texts))
+
+    @property
     def key(self) -> bytes:
         """16 bytes: equal for all spellings of the message, whatever its reasoning and ids."""
         if not self._key:  # a history is compared at each call

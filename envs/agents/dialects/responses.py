@@ -1,10 +1,11 @@
 """OpenAI's Responses."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from ..messages import CanonicalCall, CanonicalMessage, joined
+from ....schemas.images import data_url
+from ..messages import CanonicalCall, CanonicalMessage, Picture, joined
 from ..replies import Piece, ReasoningPiece, TextPiece
 from .answer import Answered, AnswerHead, Usage, event
 from .chat import custom_call
@@ -115,6 +116,37 @@ def _together(some: CanonicalMessage, more: CanonicalMessage) -> CanonicalMessag
         (*some.calls, *more.calls),
         "".join(thoughts) if thoughts else None,
     )
+
+
+def input_items(messages: Sequence[CanonicalMessage], name: str) -> Iterator[dict[str, Any]]:
+    """Yield messages as the items of an input, those of the response called `name`."""
+    numbers = count()
+
+    def item(prefix: str, kind: str, **fields: Any) -> dict[str, Any]:
+        of_item = {"id": f"{prefix}_{name}_in{next(numbers)}", "type": kind}
+        return {**of_item, "status": "completed", **fields}
+
+    for message in messages:
+        if message.reasoning:
+            thought = [{"type": "reasoning_text", "text": message.reasoning}]
+            yield item("rs", "reasoning", summary=[], content=thought)
+        if message.role == "tool":
+            call_id = message.call_id
+            yield item("fc", "function_call_output", call_id=call_id, output=message.text)
+        elif message.content:
+            content = [_told_part(part, message.role) for part in message.content]
+            yield item("msg", "message", role=message.role, content=content)
+        for call in message.calls:
+            said = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+            yield item("fc", "function_call", **said)
+
+
+def _told_part(part: str | Picture, role: str) -> dict[str, Any]:
+    if isinstance(part, Picture):
+        return {"type": "input_image", "detail": "auto", "image_url": data_url(part.encoded)}
+    if role == "assistant":
+        return {"type": "output_text", "text": part, "annotations": [], "logprobs": []}
+    return {"type": "input_text", "text": part}
 
 
 class ResponseAnswer:

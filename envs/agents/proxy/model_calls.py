@@ -108,7 +108,9 @@ class ModelCalls:
             if call.answer.is_whole:
                 await call.delivered(whole=arrived)
         if waiting.api is RESPONSES and call.error is None:
-            waiting.opened.keep(waiting.reading.id, waiting.reading.kept(call.answer))
+            opened, reading = waiting.opened, waiting.reading
+            opened.answers.keep(reading.id, reading.kept(call.answer))
+            opened.inputs.keep(reading.id, reading.kept_input())
 
     async def _stream(self, waiting: _Waiting) -> None:
         exchange, call, reading = waiting.exchange, waiting.call, waiting.reading

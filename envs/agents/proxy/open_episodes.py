@@ -18,6 +18,8 @@ _PAST = 4096
 _MOST_NAMES = 1 << 16
 _PREFIXES = ("sk-ant-", "sk-")
 _CALL_DIGITS = 3
+_INPUTS_SHARE = 4
+"""What was asked with may take this part of the room for answers besides."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,37 @@ class KeptAnswer:
     """Words it."""
     num_bytes: int
     """What it holds, about."""
+
+
+class KeptAnswers:
+    """Answers by their ids, the newest that fit."""
+
+    def __init__(self, room: int) -> None:
+        """Keep up to `room` bytes."""
+        self._room = room
+        self._kept: OrderedDict[str, KeptAnswer] = OrderedDict()
+        self._num_bytes = 0
+
+    def keep(self, name: str, answer: KeptAnswer) -> None:
+        """Keep an answer by its id; the oldest go when there is no more room."""
+        self.forget(name)
+        self._kept[name] = answer
+        self._num_bytes += answer.num_bytes
+        while self._num_bytes > self._room:
+            self.forget(next(iter(self._kept)))
+
+    def find(self, name: str) -> KeptAnswer:
+        """Return an answer; NotFoundError for one that is not there, or no more."""
+        if name not in self._kept:
+            raise NotFoundError(
+                f"no response {name!r:.80} is kept", hint="the oldest are dropped to make room"
+            )
+        return self._kept[name]
+
+    def forget(self, name: str) -> None:
+        """Drop an answer."""
+        answer = self._kept.pop(name, None)
+        self._num_bytes -= answer.num_bytes if answer is not None else 0
 
 
 class EpisodeSubjects(NamedTuple):
@@ -60,8 +93,12 @@ class OpenEpisode:
     _names: OrderedDict[bytes, None] = field(default_factory=OrderedDict[bytes, None])
     _numbers: OrderedDict[str, int] = field(default_factory=OrderedDict[str, int])
     _known: set[int] = field(default_factory=set[int])
-    _kept: "OrderedDict[str, KeptAnswer]" = field(default_factory=OrderedDict[str, "KeptAnswer"])
-    _num_kept_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.answers = KeptAnswers(self.kept_bytes)
+        """Those that can be asked for again, by their ids."""
+        self.inputs = KeptAnswers(self.kept_bytes // _INPUTS_SHARE)
+        """What they were asked with."""
 
     def learn(self, names: Iterable[str], numbers: Iterable[int]) -> None:
         """Take the numbers of calls under the names by which a program may speak of them."""
@@ -102,27 +139,6 @@ class OpenEpisode:
         if len(self._names) > _MOST_NAMES:
             self._names.popitem(last=False)
         return known
-
-    def keep(self, name: str, answer: "KeptAnswer") -> None:
-        """Keep an answer by its id; the oldest go when there is no more room."""
-        self.forget(name)
-        self._kept[name] = answer
-        self._num_kept_bytes += answer.num_bytes
-        while self._num_kept_bytes > self.kept_bytes:
-            self.forget(next(iter(self._kept)))
-
-    def kept(self, name: str) -> "KeptAnswer":
-        """Return an answer; NotFoundError for one that is not there, or no more."""
-        if name not in self._kept:
-            raise NotFoundError(
-                f"no response {name!r:.80} is kept", hint="the oldest are dropped to make room"
-            )
-        return self._kept[name]
-
-    def forget(self, name: str) -> None:
-        """Drop an answer."""
-        answer = self._kept.pop(name, None)
-        self._num_kept_bytes -= answer.num_bytes if answer is not None else 0
 
 
 class OpenEpisodes:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..dialects.answer import AnswerHead, Usage
 from ..dialects.request import ModelRequest
+from ..dialects.responses import input_items
 from ..replies import ReplyReader
 from .gathered import GatheredAnswer
 from .open_episodes import KeptAnswer
@@ -77,6 +78,12 @@ class AnswerReading:
         num_tokens = answer.num_generated + len(answer.head.prompt_ids if answer.head else ())
         num_bytes = _EMPTY_BYTES + 4 * num_chars + _TOKEN_BYTES * num_tokens
         return KeptAnswer(lambda: again.whole(answer), num_bytes)
+
+    def kept_input(self) -> KeptAnswer:
+        """Return what lists the messages that it was asked with."""
+        name, messages = self.id, self._asked.messages
+        num_bytes = _EMPTY_BYTES + sum(message.num_bytes for message in messages)
+        return KeptAnswer(lambda: {"data": list(input_items(messages, name))}, num_bytes)
 
     def fail(self, told: dict[str, Any]) -> str:
         """Return the event that ends a stream which cannot go on."""

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import structlog
 
 from ....schemas.wire.errors import BusyError, InternalError, TinkermqError
+from ..dialects.request import RequestError
 from ..episode import EpisodeOver
 from . import posts
 from .errors import Api, NoSuchEndpoint
@@ -182,6 +183,8 @@ def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
         return lambda exchange, opened: exchange.reply({"call": opened.call_number(path[2])})
     if method == "GET" and path[:1] == ("models",):
         return lambda exchange, _: exchange.reply(_models("/".join(path[1:])))
+    if method == "GET" and len(path) == 3 and (path[0], path[2]) == ("responses", "input_items"):
+        return lambda exchange, opened: _inputs(exchange, opened, path[1])
     if len(path) == 2 and path[0] == "responses" and method in ("GET", "DELETE"):
         take = _kept if method == "GET" else _delete
         return lambda exchange, opened: take(exchange, opened, path[1])
@@ -189,12 +192,32 @@ def _get(method: str, path: tuple[str, ...]) -> Endpoint | None:
 
 
 async def _kept(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
-    await exchange.reply(opened.kept(name).make())
+    await exchange.reply(opened.answers.find(name).make())
+
+
+async def _inputs(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
+    """List what an answer was asked with, the newest first unless `order` is asc."""
+    items: list[dict[str, Any]] = opened.inputs.find(name).make()["data"]
+    if exchange.asked("order") != "asc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    after = exchange.asked("after")
+    if after and after not in ids:
+        raise RequestError(f"no item {after!r:.80} is among them", param="after")
+    limit = exchange.asked("limit") or "20"
+    if not (limit.isdecimal() and len(limit) < 4 and 1 <= int(limit) <= 100):
+        raise RequestError(f"limit is {limit!r:.40}, not 1 to 100", param="limit")
+    first = ids.index(after) + 1 if after else 0
+    shown = items[first : first + int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {}
+    more = first + len(shown) < len(items)
+    await exchange.reply({"object": "list", "data": shown, **ends, "has_more": more})
 
 
 async def _delete(exchange: HttpExchange, opened: OpenEpisode, name: str) -> None:
-    opened.kept(name)
-    opened.forget(name)
+    opened.answers.find(name)
+    opened.answers.forget(name)
+    opened.inputs.forget(name)
     await exchange.reply({"id": name, "object": "response", "deleted": True})
 
 

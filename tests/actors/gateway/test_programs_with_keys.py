@@ -1,6 +1,7 @@
 """Programs elsewhere in a pool with users: what their keys are worth, and what hostile ones try."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -9,7 +10,10 @@ import pytest
 import pytest_asyncio
 from tinkermq.broker.client.keys import EpisodeIdentity, episode_key
 from tinkermq.broker.client.login import CREDENTIALS_VARIABLE
-from tinkermq.schemas.agent import CallRequest, EpisodePost
+from tinkermq.broker.client.rpc import Service
+from tinkermq.broker.jobs import JobStore
+from tinkermq.schemas.agent import CallRequest, EpisodePost, GiveReply, GiveRequest
+from tinkermq.schemas.job import ActorPlacement, JobRecord
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.elsewhere import Elsewhere, elsewhere
@@ -104,6 +108,40 @@ async def test_a_signed_key_of_an_episode_that_nobody_hosts_is_worth_nothing(
     assert "nobody hosts the episode" in answer.text
     again = await guarded.gateway.post(CHAT, {"messages": SAY}, authorization=f"Bearer {past}")
     assert again.status == 401
+
+
+async def test_users_take_episodes_of_their_own_jobs_only(guarded: Guarded) -> None:
+    pool, scope = guarded.pool, JobScope("ada", "given-by-ada")
+    record = JobRecord(
+        job=scope.job,
+        name="given",
+        user="ada",
+        state="RUNNING",
+        config={"agent": {"client": True}, "env": {"hosts": 1}},
+        actors=[ActorPlacement(name="environment-0", role="environment")],
+        created=time.time(),
+    )
+    await JobStore(await pool.service("scheduler")).create(record, "test")
+    host = await pool.process(scope, "environment-0")
+
+    async def give(request: GiveRequest) -> GiveReply:
+        return GiveReply(episode=f"g-5-{request.name}", key="tmqe_none")
+
+    service = await Service.start(host, name="given", description="given")
+    await service.endpoint("give", scope.env_give, GiveRequest, give)
+    keys = {user: {"authorization": f"Bearer {key}"} for user, key in pool.keys.items()}
+    body = {"job": "given", "wait_s": 20}
+    taken = await guarded.gateway.post("/v1/episodes", body, idempotency_key="0", **keys["ada"])
+    assert (taken.status, taken.json["id"]) == (201, "g-5-0"), taken.text
+    for name in ("given", scope.job):
+        other = await guarded.gateway.post("/v1/episodes", {"job": name}, **keys["mallory"])
+        assert (other.status, "no job or run" in other.text) == (404, True)
+    end = "/v1/episodes/g-5-0/end"
+    assert (await guarded.gateway.post(end, {}, **keys["mallory"])).status == 404
+    assert (await guarded.gateway.post(end, {}, **keys["ada"])).status == 410
+    assert (await guarded.gateway.post("/v1/episodes", body)).status == 401
+    await refused_publish(await pool.user("mallory"), scope.env_give)
+    await service.stop(0)
 
 
 async def test_keys_of_users_and_of_episodes_stay_what_they_are(

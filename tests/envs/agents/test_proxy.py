@@ -140,7 +140,11 @@ async def test_responses_are_streamed_kept_and_continued(
         )
         assert second.output_text == "You said: More"
         assert script.asked[1].previous == 0
+        told = [item.to_dict() async for item in client.responses.input_items.list(second.id)]
+        assert [(one["role"], one["content"][0]["text"]) for one in told] == [("user", "More")]
         await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="no response"):
+            await client.responses.input_items.list(first.id)
         with pytest.raises(openai.NotFoundError, match="no response"):
             await client.responses.retrieve(first.id)
         with pytest.raises(openai.BadRequestError, match="Previous response with id") as caught:
@@ -248,6 +252,29 @@ async def test_whatever_a_program_asks_besides_is_taken_and_told(
     assert [answer.status_code for answer in answers] == [200] * 3
     assert script.asked[0].without_effect == ["metadata"]
     assert script.asked[1].without_effect == ["store", "tool_choice"]
+
+
+async def test_what_a_response_was_asked_with_is_listed_page_by_page(
+    proxy: ModelProxy, episode: ProgramEpisode
+) -> None:
+    call = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'}
+    asked: Any = [
+        {"role": "user", "content": "2+2?"},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "I look."},
+        call,
+        {"type": "function_call_output", "call_id": "c1", "output": "4"},
+    ]
+    kinds = ["message", "reasoning", "message", "function_call", "function_call_output"]
+    async with openai_client(proxy, episode) as client:
+        made = await client.responses.create(**response_body(asked, instructions="be brief"))
+        items = client.responses.input_items
+        listed = [one.type async for one in items.list(made.id, order="asc", limit=2)]
+        assert listed == ["message", *kinds]
+        assert [one.type async for one in items.list(made.id)] == listed[::-1]
+        for query, words in (({"limit": 0}, "not 1 to 100"), ({"after": "x"}, "no item 'x'")):
+            with pytest.raises(openai.BadRequestError, match=words):
+                await items.list(made.id, **query)
 
 
 async def test_a_custom_tool_is_called_with_its_text(
