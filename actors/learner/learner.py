@@ -11,7 +11,6 @@ Torch runs in one thread of its own; the event loop always answers.
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from .tasks.issuing import TaskIssuer
 from .tasks.ledger import Ledger
 from .tasks.state import LearnerState
 from .training.checkpoint import CheckpointStore
+from .training.parallel import torch_thread
 from .training.policies import Policies
 from .training.torch_trace import TorchTracer
 
@@ -130,7 +130,7 @@ class Learner:
             external=config.training.tasks == "external",
         )
         self._left_alone: float | None = None
-        self._torch = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._torch = torch_thread(context.config.learner.threads)
         self._time_use = learner_time_use()
         self._checkpoints = checkpoints
         self._save_models = save_models

@@ -10,7 +10,9 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
@@ -31,8 +33,11 @@ from ..runtime import service_parser
 from .start import starting_point
 from .training.checkpoint import CheckpointStore, load_state
 from .training.critic import saved_critic
+from .training.parallel import check_num_threads, torch_thread
 from .training.policies import Policies, load_models
 from .training.ranks import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,6 @@ async def replay(
     Raises NotFoundError when the log no longer holds them, or no checkpoint is there.
     """
     config = parse_config(record.config)
-    torch.set_num_threads(config.learner.threads)
     scope = record.scope
     checkpoints = CheckpointStore(Path(record.run_dir), keep_last=1, keep_every=0)
     newest = checkpoints.latest()
@@ -78,19 +82,25 @@ async def replay(
     log = RolloutLog(broker, scope)
     todo = [item for item in records if state.step < item.step <= last_step]
     ranks = Ranks.start(config)
+    thread = torch_thread(config.learner.threads)
+
+    async def in_torch(work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
+
     try:
-        policies = await asyncio.to_thread(
-            Policies.open, config, models, ranks, total_steps=total_steps, folder=folder
-        )
+        await in_torch(check_num_threads, config.learner.threads)
+        opening = partial(Policies.open, total_steps=total_steps, folder=folder)
+        policies = await in_torch(opening, config, models, ranks)
         for item in todo:
             groups = await _groups(log, item)
-            await asyncio.to_thread(policies.step, groups, item.step, item.oldest)
+            await in_torch(policies.step, groups, item.step, item.oldest)
             if progress is not None:
                 progress(item.step, last_step)
         saved = load_models(config, newest)
-        differing = await asyncio.to_thread(_differing, policies, saved, newest)
+        differing = await in_torch(_differing, policies, saved, newest)
     finally:
         await asyncio.to_thread(ranks.close)
+        thread.shutdown()
     return ReplayResult(len(todo), differing, newest)
 
 

@@ -12,6 +12,7 @@ usual case, holds everything, and all of this does nothing.
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -261,3 +262,30 @@ def snapshot(models: Mapping[str, nn.Module], dtype: torch.dtype) -> dict[str, T
                 str(copy.dtype).removeprefix("torch."), tuple(copy.shape), memoryview(raw)
             )
     return tensors
+
+
+def torch_thread(num_threads: int) -> ThreadPoolExecutor:
+    """Return an executor of one fresh thread, in which torch computes with so many CPU threads.
+
+    How sums are split between CPU threads decides their last bits, and torch keeps the number for
+    each thread that computes: one that has computed before another number was set goes on with the
+    old one. So what must come to the same bits again has a thread of its own, which sets it first.
+    """
+    torch.set_num_threads(num_threads)
+    return ThreadPoolExecutor(
+        1, thread_name_prefix="torch", initializer=torch.set_num_threads, initargs=(num_threads,)
+    )
+
+
+def check_num_threads(num_threads: int) -> None:
+    """Raise ConfigError where the thread that calls this computes with another number of threads.
+
+    A limit of the environment (OMP_THREAD_LIMIT) goes before what is set.
+    """
+    found = torch.get_num_threads()
+    if found != num_threads:
+        raise ConfigError(
+            f"torch computes with {found} CPU threads here, and learner.threads is {num_threads}: "
+            "sums would be split otherwise, and their last bits differ",
+            hint="unset OMP_THREAD_LIMIT and OMP_DYNAMIC",
+        )
