@@ -39,6 +39,7 @@ NAMES = (
     "logits",
     "tree_packing",
     "agent_memory",
+    "retokenised",
     "lora",
     "tinker_step",
     "overhead",
