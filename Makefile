@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart venv programs test test-long test-vllm test-vllm-engine \
-  test-vllm-stack extras agents test-agents lint format check docs screenshots bench bench-quick
+  test-vllm-stack extras agents test-agents tinker test-tinker lint format check docs screenshots bench bench-quick
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 14
@@ -104,6 +104,22 @@ $(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-
 	@cmp -s $< $@ || { rm -f $@ && echo "installing $* into .agents/$*" && \
 	  mkdir -p .agents/$* && cp tests/agents/locks/$*/package.json $< .agents/$*/ && \
 	  npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null; }
+	@cp $< $@
+
+# Tinker's newest SDK with its cookbook, in an environment of its own. The lock file leaves torch out
+# with its packages for GPUs: it is the one that everything else here has.
+TINKER ?= newest
+tinker:  ## Install the Tinker SDK that test-tinker runs
+	@$(MAKE) --no-print-directory --keep-going $(TINKER:%=.tinker/%.stamp)
+
+test-tinker: $(VENV)/dev.stamp programs tinker  ## Run programs written with Tinker's SDK
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m tinker tests/tinker
+
+.tinker/%.stamp: tests/tinker/locks/%/requirements.txt
+	@cmp -s $< $@ || { rm -f $@ && echo "installing the $* Tinker SDK into .tinker/$*" && \
+	  $(PYTHON) -m venv --clear .tinker/$* && export PIP_DISABLE_PIP_VERSION_CHECK=1 && \
+	  .tinker/$*/bin/python -m pip -qq install torch==2.13.0 && \
+	  .tinker/$*/bin/python -m pip -qq install --no-deps --require-hashes -r $<; }
 	@cp $< $@
 
 # Programs of Debian that the tests run: the browser, namespaces for a cluster, certificates, the

@@ -32,6 +32,7 @@ from ....schemas.wire.errors import (
     BrokerError,
     DeadlineError,
     MessageError,
+    NobodyAnswersError,
     NotFoundError,
     TinkermqError,
 )
@@ -55,6 +56,7 @@ from .trainers import Trainers
 
 PREFIX = "/tinker/api/v1"
 _GONE = 410
+_SOON = 503
 _CHUNK_BYTES = 2_000_000
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -245,7 +247,11 @@ class TinkerApi:
         try:
             job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
             result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
-        except (BrokerError, DeadlineError) as error:  # it is restarted; what it took is in its log
+        except (
+            BrokerError,
+            DeadlineError,
+            NobodyAnswersError,
+        ) as error:  # restarted; what it took is in its log
             await asyncio.sleep(1.0)
             return not_ready(str(name), error.message)
         return answered(str(name), result)
@@ -343,7 +349,9 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
             return await endpoint(request)
         except TinkermqError as error:
             said = f"{error.message} ({error.hint})" if error.hint else error.message
-            return JSONResponse({"detail": said}, error.status)
+            # a trainer or a sampler starts again: clients ask once more, but not after a 404
+            soon = isinstance(error, NobodyAnswersError)
+            return JSONResponse({"detail": said}, _SOON if soon else error.status)
         except HTTPException as error:
             return JSONResponse({"detail": error.detail}, error.status_code)
 

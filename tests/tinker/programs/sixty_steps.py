@@ -1,0 +1,30 @@
+"""Train an adapter for sixty steps of data that a seed tells; print the path of its checkpoint."""
+
+import random
+import sys
+import time
+
+import tinker
+from tinker import types
+
+BASE, NUM_STEPS, PAUSE_S = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+rng = random.Random(5)
+service = tinker.ServiceClient()
+trained = service.create_lora_training_client(base_model=BASE, rank=4, seed=7)
+trained = trained.result() if hasattr(trained, "result") else trained
+for step in range(NUM_STEPS):
+    rows = [[rng.randrange(10, 200) for _ in range(24)] for _ in range(4)]
+    data = [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1]),
+            loss_fn_inputs={"target_tokens": row[1:], "weights": [1.0] * 23},
+        )
+        for row in rows
+    ]
+    computed = trained.forward_backward(data, "cross_entropy")
+    stepped = trained.optim_step(types.AdamParams(learning_rate=1e-3))
+    computed.result()
+    stepped.result()
+    print("step", step, flush=True)
+    time.sleep(PAUSE_S)
+print("path", trained.save_state("end").result().path, flush=True)

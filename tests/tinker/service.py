@@ -1,0 +1,51 @@
+"""A service of the Tinker API in a test: a stack, a gateway before it, and a base model."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinkermq.clients.pool import Pool
+
+from tests.support.gateway import Gateway, run_gateway
+from tests.support.jobs import Job
+from tests.support.models import make_tiny_model
+from tests.support.stack import Stack
+from tests.support.waiting import eventually
+from tests.tinker.sdks import BASE
+
+
+@dataclass(frozen=True)
+class TinkerService:
+    """What runs; programs are run in its folder, where the base's name is its folder, too."""
+
+    stack: Stack
+    gateway: Gateway
+    job: Job
+    folder: Path
+
+
+@asynccontextmanager
+async def tinker_service(folder: Path) -> AsyncIterator[TinkerService]:
+    """Run a service of a tiny model until the block ends."""
+    model = make_tiny_model(folder / BASE)
+    config = {
+        "model": {"path": str(model)},
+        "env": {"game": "", "hosts": 0, "num_val": 0},
+        "tinker": {"base": BASE},
+        "rollout": {"max_prompt_tokens": 256, "max_response_tokens": 64, "max_turn_tokens": 64},
+        "output_dir": str(folder / "runs"),
+    }
+    async with Stack(folder) as stack, run_gateway(stack.server.url, folder) as gateway:
+        record = await Pool(stack.broker).submit(config, kind="tinker")
+        job = Job(stack, record)
+        await job.until("RUNNING")
+
+        async def offered() -> bool:
+            told = await gateway.get(
+                "/tinker/api/v1/get_server_capabilities", x_api_key="tml-anybody"
+            )
+            return BASE in told.text
+
+        await eventually(offered, "the base model to be offered")
+        yield TinkerService(stack, gateway, job, folder)

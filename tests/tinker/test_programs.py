@@ -1,0 +1,105 @@
+"""Programs written with Tinker's SDK, as published: every call, recipes, and kills in a run.
+
+`make test-tinker` installs the SDK and runs these.
+"""
+
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.support.waiting import until
+from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
+from tests.tinker.service import TinkerService, tinker_service
+
+pytestmark = [
+    pytest.mark.tinker,
+    pytest.mark.timeout(400),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+newest = pytest.mark.skipif(bool(lacking("newest")), reason=lacking("newest"))
+SIXTY = str(PROGRAMS / "sixty_steps.py")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TinkerService]:
+    async with tinker_service(tmp_path_factory.mktemp("service")) as running:
+        yield running
+
+
+def start(service: TinkerService, *words: str, sdk: str = "newest") -> SdkProgram:
+    return SdkProgram.start(sdk, service.gateway.url, service.folder, *words)
+
+
+def digest(service: TinkerService, told: str) -> str:
+    """Return the digest of the adapter that a program has saved at the end."""
+    session = told.split("tinker://")[1].split(":")[0]
+    found = [
+        one
+        for one in service.job.run_dir.rglob("adapter_model.safetensors")
+        if session in str(one) and "end" in one.parts
+    ]
+    assert len(found) == 1, found
+    return hashlib.sha256(found[0].read_bytes()).hexdigest()
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@newest
+async def test_every_call_that_the_page_names_works(service: TinkerService) -> None:
+    told = await start(service, str(PROGRAMS / "every_call.py"), BASE).done()
+    assert "all well" in told
+
+
+@newest
+async def test_killing_the_trainer_in_a_run_changes_no_bit_of_its_adapter(
+    service: TinkerService,
+) -> None:
+    undisturbed = await start(service, SIXTY, BASE, "60", "0").done()
+    program = start(service, SIXTY, BASE, "60", "0.05")
+    for step in (5, 25, 45):
+        await until(
+            lambda step=step: (
+                f"step {step}\n" in program.told or program.process.poll() is not None
+            ),
+            f"step {step}",
+        )
+        await service.job.kill("trainer")
+    told = await program.done()
+    assert "Traceback" not in told
+    assert digest(service, told) == digest(service, undisturbed)
+    assert await service.job.events("replay_differs") == []
+
+
+@newest
+async def test_the_recipe_of_arithmetic_runs_as_it_is(service: TinkerService) -> None:
+    log = service.folder / "arithmetic"
+    words = (
+        "-m tinker_cookbook.recipes.math_rl.train env=arithmetic renderer_name=role_colon "
+        "loss_fn=importance_sampling group_size=4 groups_per_batch=4 max_steps=3 max_tokens=8 "
+        "lora_rank=4 learning_rate=1e-3 eval_every=0 save_every=2"
+    )
+    await start(service, *words.split(), f"model_name={BASE}", f"log_path={log}").done()
+    assert [one["step"] for one in metrics(log) if "env/all/reward/total" in one] == [0, 1, 2]
+
+
+@newest
+async def test_the_recipe_of_chats_learns_local_conversations(service: TinkerService) -> None:
+    log, chats = service.folder / "chats", service.folder / "chats.jsonl"
+    chat = [{"role": "user", "content": "hey"}, {"role": "assistant", "content": "a" * 20}]
+    chats.write_text((json.dumps({"messages": chat}) + "\n") * 64)
+    words = (
+        "-m tinker_cookbook.recipes.chat_sl.train renderer_name=role_colon batch_size=4 "
+        "max_length=128 max_steps=12 learning_rate=1e-2 lora_rank=4"
+    )
+    await start(
+        service, *words.split(), f"model_name={BASE}", f"dataset={chats}", f"log_path={log}"
+    ).done()
+    losses = [one["train_mean_nll"] for one in metrics(log) if "train_mean_nll" in one]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] / 2, losses
