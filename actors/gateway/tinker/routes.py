@@ -247,11 +247,7 @@ class TinkerApi:
         try:
             job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
             result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
-        except (
-            BrokerError,
-            DeadlineError,
-            NobodyAnswersError,
-        ) as error:  # restarted; what it took is in its log
+        except (BrokerError, DeadlineError) as error:  # it is restarted; what it took is in its log
             await asyncio.sleep(1.0)
             return not_ready(str(name), error.message)
         return answered(str(name), result)
