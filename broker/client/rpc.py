@@ -134,29 +134,47 @@ class Service:
         """
         share = self.share if fair else None
         endpoint = _Endpoint(self._broker, request_model, _with_context(handler), share)
-        listen = self.raw_endpoint if share is None else self._listen
-        take = endpoint.answer if share is None else endpoint.take_turn
-        micro = await listen(name, subject, take, queue)
-        endpoint.micro.set_result(micro)
+
+        def known(micro: MicroEndpoint) -> None:
+            endpoint.micro.set_result(micro)
+            if share is not None:
+                micro.bound_pending()
+
         if share is not None:
-            micro.bound_pending()
+            await self._listen(name, subject, endpoint.take_turn, queue, known)
+        else:
+            await self.raw_endpoint(name, subject, endpoint.answer, queue, known=known)
 
     async def raw_endpoint(
-        self, name: str, subject: str, answer: RawHandler, queue: str = "q"
-    ) -> MicroEndpoint:
+        self,
+        name: str,
+        subject: str,
+        answer: RawHandler,
+        queue: str = "q",
+        *,
+        known: Callable[[MicroEndpoint], None] | None = None,
+    ) -> None:
         """Answer requests on `subject` with a coroutine that sends its replies itself."""
 
         async def take(request: Request) -> None:
             await self._free.acquire()
             self.run(answer(request), name=f"{name} request").add_done_callback(self._release)
 
-        return await self._listen(name, subject, take, queue)
+        await self._listen(name, subject, take, queue, known)
 
-    async def _listen(self, name: str, subject: str, take: RawHandler, queue: str) -> MicroEndpoint:
+    async def _listen(
+        self,
+        name: str,
+        subject: str,
+        take: RawHandler,
+        queue: str,
+        known: Callable[[MicroEndpoint], None] | None,
+    ) -> None:
+        """Listen on a subject; `known` is told of the endpoint before any request is answered."""
         await self._micro.add_endpoint(name=name, subject=subject, queue_group=queue, handler=take)
-        endpoint = MicroEndpoint(self._micro)
+        if known is not None:
+            known(MicroEndpoint(self._micro))
         await flush(self._broker, waiting_for=f"the server to know of {subject}")
-        return endpoint
 
     def run(self, answer: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run the answer to a request, which `stop` waits for; the caller bounds how many."""
