@@ -57,6 +57,8 @@ from .trainers import Trainers
 PREFIX = "/tinker/api/v1"
 _GONE = 410
 _SOON = 503
+_PAUSE_S = 1.0
+"""Before a client is told that its trainer is away: it asks again at once."""
 _CHUNK_BYTES = 2_000_000
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -247,8 +249,8 @@ class TinkerApi:
         try:
             job = await self._trainers.job_of_model(visitor.user, visitor.broker, name.model)
             result = await self._trainers.result(visitor.user, visitor.broker, job, wanted)
-        except (BrokerError, DeadlineError) as error:  # it is restarted; what it took is in its log
-            await asyncio.sleep(1.0)
+        except (BrokerError, DeadlineError, NobodyAnswersError) as error:
+            await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
             return not_ready(str(name), error.message)
         return answered(str(name), result)
 

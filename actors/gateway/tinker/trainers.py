@@ -66,20 +66,22 @@ class Trainers:
 
     async def job_of_model(self, user: str, broker: Broker, model: ModelName) -> str:
         """Return the job that has a user's model; raises NotFoundError, NobodyAnswersError."""
-        key = (user, str(model))
-        if key not in self._jobs:
-            for offer in await self.offers(broker):
-                try:
-                    await self.info(user, broker, model, offer.job)
-                except NotFoundError:
-                    continue
-                self.remember(user, model, offer.job)
-                break
+        if (known := self._jobs.get((user, str(model)))) is not None:
+            return known
+        away: NobodyAnswersError | None = None
+        for offer in await self.offers(broker):
+            try:
+                await self.info(user, broker, model, offer.job)
+            except NobodyAnswersError as error:  # it may have the model
+                away = error
+            except NotFoundError:
+                continue
             else:
-                raise NotFoundError(
-                    f"there is no model {model}", hint="create_model returns a model's id"
-                )
-        return self._jobs[key]
+                self.remember(user, model, offer.job)
+                return offer.job
+        if away is not None:
+            raise away
+        raise NotFoundError(f"there is no model {model}", hint="create_model returns a model's id")
 
     def remember(self, user: str, model: ModelName, job: str) -> None:
         """Note which job has a user's model."""
