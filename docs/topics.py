@@ -76,6 +76,7 @@ from tinkermq.schemas.secret import (
 from tinkermq.schemas.segment import Segment
 from tinkermq.schemas.task import DeadLetter, Task
 from tinkermq.schemas.tinker.operation import (
+    AboutCheckpoint,
     AboutModel,
     AwaitResult,
     ModelInfo,
@@ -226,6 +227,7 @@ TOPICS: tuple[Topic, ...] = (
     _tinker("submit", ModelOperation, OperationTaken, "trainer"),
     _tinker("result", AwaitResult, OperationResult, "trainer"),
     _tinker("info", AboutModel, ModelInfo, "trainer"),
+    _tinker("checkpoint", AboutCheckpoint, ModelInfo, "trainer"),
     _tinker("sample", SampleRequest, SampleTaken, "any sampler"),
     _tinker("sampled-<actor>", AwaitSample, OperationResult, "that sampler"),
     _stored(

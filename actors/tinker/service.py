@@ -16,8 +16,9 @@ from typing import TypeVar
 
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog
-from ...schemas.tinker.names import ModelName, OperationName
+from ...schemas.tinker.names import CheckpointName, ModelName, OperationName
 from ...schemas.tinker.operation import (
+    AboutCheckpoint,
     AboutModel,
     AwaitResult,
     ModelInfo,
@@ -94,6 +95,8 @@ class TrainerService:
         await service.endpoint("submit", rpc("*", name, "submit"), ModelOperation, self._submit)
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
+        held = rpc("*", name, "checkpoint")
+        await service.endpoint("checkpoint", held, AboutCheckpoint, self._checkpoint)
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -151,6 +154,11 @@ class TrainerService:
         if model is None or model.info is None:
             raise NotFoundError(f"there is no model {request.model}", hint="see create_model")
         return model.info.model_copy(update={"applied": model.applied})
+
+    async def _checkpoint(self, request: AboutCheckpoint, context: RequestContext) -> ModelInfo:
+        """Return what a user's checkpoint holds; raises NotFoundError."""
+        name = CheckpointName.parse(request.path)
+        return await asyncio.to_thread(self._states.info_of, context.user, name)
 
     # -- what is done ------------------------------------------------------------------------------
 

@@ -91,6 +91,15 @@ class AboutModel(Message):
     max_bytes: ClassVar[int] = 1 << 10
 
 
+class AboutCheckpoint(Message):
+    """Asks what a checkpoint holds."""
+
+    path: str = Field(max_length=400)
+    """`tinker://…`"""
+
+    max_bytes: ClassVar[int] = 1 << 10
+
+
 class ModelInfo(Message):
     """What a trainer knows of one model."""
 

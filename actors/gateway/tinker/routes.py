@@ -76,6 +76,7 @@ def routes() -> list[Route]:
         "sessions/{session}/finish": api.finish,
         "create_model": api.create_model,
         "get_info": api.get_info,
+        "weights_info": api.weights_info,
         "forward_backward": api.forward_backward,
         "load_weights": api.load_weights,
         "retrieve_future": api.retrieve_future,
@@ -213,6 +214,24 @@ class TinkerApi:
             }
         )
 
+    async def weights_info(self, request: Request) -> Response:
+        """Tell what a checkpoint holds."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        name = CheckpointName.parse(text_in(body, "tinker_path"))
+        info = await self._trainers.checkpoint(visitor.user, visitor.broker, name)
+        return JSONResponse(
+            {
+                "base_model": info.base,
+                "is_lora": True,
+                "lora_rank": info.rank,
+                "train_unembed": info.train_unembed,
+                "train_mlp": info.train_mlp,
+                "train_attn": info.train_attn,
+                "optimizer_config": {"type": "adamw"},
+            }
+        )
+
     # -- operations --------------------------------------------------------------------------------
 
     async def forward_backward(self, request: Request) -> Response:
@@ -264,10 +283,11 @@ class TinkerApi:
         session = text_in(body, "session_id")
         if body.get("model_path") is not None:
             path = CheckpointName.parse(text_in(body, "model_path"))
+            await self._trainers.checkpoint(visitor.user, visitor.broker, path)
             name = SamplerName(session, number, str(path))
         else:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
-        await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
+            await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
         told = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(told)
 

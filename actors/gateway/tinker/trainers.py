@@ -11,8 +11,9 @@ from ....broker.client.connection import Broker, Msg
 from ....broker.client.headers import ERROR_CODE, NO_RESPONDERS, header, status_of
 from ....broker.client.inbox import SharedInbox
 from ....broker.client.rpc import error_of
-from ....schemas.tinker.names import ModelName
+from ....schemas.tinker.names import CheckpointName, ModelName
 from ....schemas.tinker.operation import (
+    AboutCheckpoint,
     AboutModel,
     AwaitResult,
     ModelInfo,
@@ -92,6 +93,13 @@ class Trainers:
     async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return what a trainer knows of a model; raises NotFoundError."""
         return await self._ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
+
+    async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
+        """Return what a user's checkpoint holds; raises NotFoundError."""
+        job = await self.job_of_model(user, broker, name.model)
+        return await self._ask(
+            user, broker, job, "checkpoint", AboutCheckpoint(path=str(name)), ModelInfo
+        )
 
     async def submit(
         self, user: str, broker: Broker, job: str, operation: ModelOperation

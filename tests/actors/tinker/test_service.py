@@ -23,6 +23,7 @@ from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import JobConfig, LimitsConfig
 from tinkermq.schemas.tinker.names import CheckpointName, ModelName
 from tinkermq.schemas.tinker.operation import (
+    AboutCheckpoint,
     AboutModel,
     AwaitResult,
     ModelInfo,
@@ -43,6 +44,7 @@ torch.set_num_threads(1)
 SCOPE = JobScope("local", "service")
 MODEL = "s1:train:0"
 END = ModelName("s1", 0)
+_BEFORE = f"tinker://{MODEL}/weights/before"
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,10 @@ class Trainer:
     async def info(self, user: str = "ada") -> ModelInfo:
         """Ask what the model is."""
         return await self._ask(user, "info", AboutModel(model=MODEL), ModelInfo)
+
+    async def checkpoint(self, path: str, user: str = "ada") -> ModelInfo:
+        """Ask what a checkpoint holds."""
+        return await self._ask(user, "checkpoint", AboutCheckpoint(path=path), ModelInfo)
 
     async def _ask(self, user: str, method: str, request: Any, reply: Any) -> Any:
         subject = rpc(user, f"tinker-{SCOPE.job}", method)
@@ -223,6 +229,11 @@ async def test_what_is_wrong_is_told_by_the_result_and_leaves_no_hole(trainer: T
         assert "is no ForwardBackwardRequest" in failed[2].error
         assert "adam_params" in failed[3].error
         before = await trainer.weights(6, "before")
+        held = await trainer.checkpoint(_BEFORE)
+        assert (held.base, held.rank) == (BASE, 4)
+        for path, user in ((f"tinker://{MODEL}/weights/none", "ada"), (_BEFORE, "bob")):
+            with pytest.raises(NotFoundError, match="there is no checkpoint"):
+                await trainer.checkpoint(path, user)
         await trainer.train(7, 1)
         assert (await trainer.result(8)).state == "done"
         assert await trainer.weights(9, "behind") != before
