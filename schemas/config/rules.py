@@ -152,7 +152,10 @@ RULES = (
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",
-        lambda job: (job.generator.max_context or float("inf")) < job.rollout.max_tokens,
+        lambda job: (
+            not job.tinker.base  # whose users say the lengths of each request
+            and (job.generator.max_context or float("inf")) < job.rollout.max_tokens
+        ),
         "is under rollout.max_prompt_tokens + rollout.max_response_tokens ({rollout.max_tokens})",
     ),
     Rule(
