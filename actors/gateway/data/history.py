@@ -20,7 +20,8 @@ from ....broker.jetstream.streams import stream_info
 from ....schemas.metric import EvalRecord, Metric
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import BUCKET_EVALS, JobScope
-from .curves import Curves
+from ...curves import Curves
+from .charts import enter, job_curves
 
 MAX_JOBS = 64
 EXACT_ENTRIES = 3000
@@ -39,7 +40,7 @@ class History:
 
     def __init__(self, scope: JobScope) -> None:
         self._scope = scope
-        self._curves = Curves()
+        self._curves = job_curves()
         self._sampled: Curves | None = None
         self._next_seq = 1
         self._lock = asyncio.Lock()
@@ -101,7 +102,7 @@ class History:
                 deadline_s=_DEADLINE_S,
                 waiting_for=f"the metrics of job {self._scope.job}",
             )
-            self._enter(messages)
+            self.enter(messages)
             if not messages or not more:
                 self._next_seq = max(self._next_seq, last + 1)
                 return
@@ -119,15 +120,15 @@ class History:
                 messages.append(message)
                 if len(messages) < _ENTER_AT_ONCE and message.seq < newest.seq:
                     continue
-                self._enter(messages)
+                self.enter(messages)
                 messages = []
                 if message.seq >= newest.seq:
                     return
                 await asyncio.sleep(0)
 
-    def _enter(self, messages: list[StoredMessage]) -> None:
+    def enter(self, messages: list[StoredMessage]) -> None:
         if messages:
-            self._curves.add(_metrics(messages))
+            enter(self._curves, _metrics(messages))
             self._next_seq = messages[-1].seq + 1
 
     async def _sample(self, broker: Broker, first: int, last: int) -> Curves:
@@ -143,9 +144,9 @@ class History:
             return stored_message(reply, stream)
 
         found = await asyncio.gather(*(one(seq) for seq in range(first, last + 1, stride)))
-        curves = Curves()
-        curves.add(_metrics([message for message in found if message is not None]))
-        curves.add(await self._evaluations(broker))
+        curves = job_curves()
+        enter(curves, _metrics([message for message in found if message is not None]))
+        enter(curves, await self._evaluations(broker))
         return curves
 
     async def _evaluations(self, broker: Broker) -> list[Metric]:

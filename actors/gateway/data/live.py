@@ -23,7 +23,7 @@ from ....schemas.wire.subjects import JobScope
 from ..scheduler import Scheduler
 from ..sessions import Visitor
 from ..web import Gateway, gateway_of, number_in, to_json, visitor_of
-from .curves import live_values
+from .charts import live_values
 from .logs import shown_lines
 from .overview import glance
 

@@ -18,7 +18,7 @@ from ....broker.presence import list_presences
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ..data import checkpoints, logs
-from ..data.curves import CHARTS
+from ..data.charts import CHARTS
 from ..data.overview import glance
 from ..data.records import GROUPS, row, select
 from ..operations import (

@@ -1,12 +1,14 @@
 """Curves of any length become at most a thousand points, and no extreme is lost."""
 
+import json
 import math
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.gateway.data.curves import MAX_POINTS, NAMES, Curves, live_values
+from tinkermq.actors.curves import MAX_NAMES, MAX_POINTS, Curves
+from tinkermq.actors.gateway.data.charts import NAMES, enter, job_curves, live_values
 from tinkermq.schemas.metric import Metric
 
 REWARD = "training_step_reward"
@@ -17,8 +19,8 @@ def metric(step: int, **values: float) -> Metric:
 
 
 def test_a_short_run_is_shown_step_by_step() -> None:
-    curves = Curves()
-    curves.add([metric(1), metric(2), metric(4)])
+    curves = job_curves()
+    enter(curves, [metric(1), metric(2), metric(4)])
     points = curves.points()
     assert points["width"] == 1
     assert points["x"] == [1, 2, 4]
@@ -26,30 +28,32 @@ def test_a_short_run_is_shown_step_by_step() -> None:
 
 
 def test_a_step_that_is_told_again_counts_as_it_was_told_last() -> None:
-    curves = Curves()
-    curves.add([metric(3), Metric(step=3, values={REWARD: 7.0}, time=1.0)])
+    curves = job_curves()
+    enter(curves, [metric(3), Metric(step=3, values={REWARD: 7.0}, time=1.0)])
     assert curves.points()["series"][REWARD]["y"] == [7.0]
 
 
 def test_values_that_are_no_numbers_and_unknown_names_are_left_out() -> None:
-    curves = Curves()
-    curves.add([Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0, "x": 1.0}, time=0)])
+    curves = job_curves()
+    enter(
+        curves, [Metric(step=1, values={REWARD: math.nan, "actor/entropy": 2.0, "x": 1.0}, time=0)]
+    )
     assert curves.points()["series"] == {"actor/entropy": {"y": [2.0]}}
     assert live_values(metric(1, x=2.0)) == {REWARD: 1.0}
 
 
 def test_nothing_is_drawn_of_a_run_without_metrics() -> None:
-    assert Curves().points() == {"width": 1, "x": [], "series": {}}
+    assert job_curves().points() == {"width": 1, "x": [], "series": {}}
 
 
 @pytest.mark.parametrize("steps", [999, 1000, 1001, 5000, 100_000])
 def test_a_long_run_has_at_most_a_thousand_points_and_keeps_its_extremes(steps: int) -> None:
-    curves, spike = Curves(), steps // 3
+    curves, spike = job_curves(), steps // 3
     values = [random.Random(step).random() for step in range(steps)]
     values[spike] = 99.0
     batch = [Metric(step=step, values={REWARD: values[step]}, time=0.0) for step in range(steps)]
     for start in range(0, steps, 1000):
-        curves.add(batch[start : start + 1000])
+        enter(curves, batch[start : start + 1000])
     points = curves.points()
     assert len(points["x"]) <= MAX_POINTS
     assert points["x"][-1] <= steps - 1 < points["x"][-1] + points["width"]
@@ -67,7 +71,7 @@ def test_low_mean_and_high_are_in_order_however_the_steps_come(
 ) -> None:
     curves = Curves(max_points=8)
     for step, value in told:
-        curves.add([Metric(step=step, values={REWARD: value}, time=0.0)])
+        curves.add([step], [{REWARD: value}])
     points = curves.points()
     assert len(points["x"]) <= 8
     one = points["series"].get(REWARD, {})
@@ -79,3 +83,29 @@ def test_low_mean_and_high_are_in_order_however_the_steps_come(
 
 def test_no_name_is_drawn_twice() -> None:
     assert len(set(NAMES)) == len(NAMES)
+
+
+def test_names_are_taken_as_they_come_and_their_number_is_bounded() -> None:
+    curves = Curves()
+    curves.add([0, 1], [{"loss:sum": 2.0}, {"loss:sum": 4.0, "late": 1.0}])
+    curves.add([1], [{f"name-{number}": 0.0 for number in range(2 * MAX_NAMES)}])
+    series = curves.points()["series"]
+    assert series["loss:sum"] == {"y": [2.0, 4.0]}
+    assert series["late"] == {"y": [None, 1.0]}
+    assert len(series) == MAX_NAMES
+
+
+@given(st.lists(st.tuples(st.integers(0, 300), st.floats(-5, 5)), max_size=40), st.integers(0, 40))
+def test_what_is_written_down_goes_on_as_if_it_had_not_been(
+    told: list[tuple[int, float]], at: int
+) -> None:
+    whole, half = Curves(max_points=8), Curves(max_points=8)
+    for number, (step, value) in enumerate(told):
+        if number == at:
+            kept = json.loads(json.dumps(half.to_map()))
+            half = Curves(max_points=8)
+            half.restore(kept)
+        for one in (whole, half):
+            one.add([step], [{"a": value, "b": -value} if step % 3 else {"a": value}])
+    assert half.points() == whole.points()
+    assert half.to_map() == whole.to_map()
