@@ -86,6 +86,7 @@ from tinkermq.schemas.tinker.operation import (
     TrainerOffers,
 )
 from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
+from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -228,6 +229,8 @@ TOPICS: tuple[Topic, ...] = (
     _tinker("result", AwaitResult, OperationResult, "trainer"),
     _tinker("info", AboutModel, ModelInfo, "trainer"),
     _tinker("checkpoint", AboutCheckpoint, ModelInfo, "trainer"),
+    _tinker("sessions", AboutSessions, SessionsShown, "trainer"),
+    _tinker("curves", AboutModel, ModelCurves, "trainer"),
     _tinker("sample", SampleRequest, SampleTaken, "any sampler"),
     _tinker("sampled-<actor>", AwaitSample, OperationResult, "that sampler"),
     _stored(

@@ -22,6 +22,7 @@ from .limits import max_body_bytes
 from .programs.episodes import ProgramEpisodes
 from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
+from .tinker.trainers import Trainers
 
 
 @dataclass
@@ -35,6 +36,7 @@ class Gateway:
     histories: Histories = field(default_factory=Histories)
     figures: Figures = field(default_factory=Figures)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    trainers: Trainers = field(default_factory=Trainers)
     secure: bool = False
     """Served over TLS: cookies are sent over nothing else."""
 

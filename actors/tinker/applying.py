@@ -109,11 +109,15 @@ class Applying:
             backward=not request.forward_only,
             operation=f"operation {operation.seq}",
         )
+        model.history.passed(result.metrics, forward_only=request.forward_only)
         return write_result(result)
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = OptimStepBody.parse(operation.body)
-        return _json({"metrics": self._adapters.optim_step(model.key, body.params())})
+        passed = model.history.take_passed()  # also where the step fails
+        metrics = self._adapters.optim_step(model.key, body.params())
+        model.history.stepped({**passed, **metrics})
+        return _json({"metrics": metrics})
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = SaveWeightsBody.parse(operation.body)

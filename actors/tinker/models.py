@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ...schemas.tinker.names import ModelName
 from ...schemas.tinker.operation import ModelInfo, ModelOperation
 from ...schemas.wire.errors import BusyError, QuotaError, StateError
+from .history import ModelHistory
 
 MAX_AHEAD = 10_000
 """How far a number may be ahead of the one whose turn it is."""
@@ -36,6 +37,7 @@ class TrainedModel:
     """What it is, once it has been made."""
     used: float = 0.0
     """When an operation last took effect."""
+    history: ModelHistory = field(default_factory=ModelHistory)
 
     @property
     def key(self) -> str:

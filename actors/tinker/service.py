@@ -32,6 +32,7 @@ from ..runtime import JobContext
 from .adapters import Adapters
 from .applying import Applying
 from .models import Models, TrainedModel
+from .showing import Showing
 from .states import States
 
 T = TypeVar("T")
@@ -83,6 +84,7 @@ class TrainerService:
         for state in await asyncio.to_thread(self._states.read_all):
             model = self._models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
+            model.history = state.history
             await self._in_thread(partial(self._states.load, self._adapters, model))
         for user, operation in await self._log.read_all():
             model = self._models.enqueue(user, operation)
@@ -97,6 +99,7 @@ class TrainerService:
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
         held = rpc("*", name, "checkpoint")
         await service.endpoint("checkpoint", held, AboutCheckpoint, self._checkpoint)
+        await Showing(self._models, self._context.config.tinker.base).open(service, name)
 
     # -- what is asked -----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
 from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
 from .adapters import Adapters
+from .history import ModelHistory
 from .models import TrainedModel
 
 _META = "tinker.json"
@@ -28,6 +29,7 @@ class SavedState:
     applied: int
     info: ModelInfo
     folder: Path
+    history: ModelHistory
 
 
 class States:
@@ -53,6 +55,7 @@ class States:
         if model.info is None or folder.is_dir():
             return
         meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
+        meta["history"] = model.history.to_map()
         self._write(adapters, model, folder, meta, with_optimizer=True)
         for old in place.iterdir():
             if old.name != folder.name:
@@ -146,8 +149,8 @@ def _read_state(folder: Path) -> SavedState:
     meta = _meta(folder)
     try:
         info = ModelInfo.from_map(meta["info"])
-        return SavedState(
-            meta["user"], ModelName.parse(info.model), int(meta["applied"]), info, folder
-        )
+        name, applied = ModelName.parse(info.model), int(meta["applied"])
+        history = ModelHistory(meta.get("history"))
+        return SavedState(meta["user"], name, applied, info, folder, history)
     except (KeyError, TypeError, MessageError) as error:
         raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error

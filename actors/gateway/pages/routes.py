@@ -35,6 +35,7 @@ from ..queries import actor_in, job_of, page_of_rollouts, query_of, queue_of, re
 from ..rest.openapi import description
 from ..scheduler import Scheduler
 from ..sessions import COOKIE, SESSION_S, LogInError, Visitor
+from ..tinker.sessions import curves_of, services_of
 from ..web import form_of, gateway_of, number_in, visitor_of
 from .render import VERSION, render
 
@@ -287,6 +288,23 @@ def _names(records: list[JobRecord]) -> dict[str, str]:
     return {record.job: record.name for record in records}
 
 
+async def tinker(request: Request) -> Response:
+    """Show one's models under the Tinker API; `?part=rows` only what changes."""
+    visitor = await visitor_of(request)
+    shown = {"user": visitor.user, "services": await services_of(request, visitor)}
+    part = request.query_params.get("part") == "rows"
+    return render(request, "tinker_tables.html" if part else "tinker.html", shown)
+
+
+async def tinker_model(request: Request) -> Response:
+    """Show the curves of one of these models."""
+    visitor = await visitor_of(request)
+    found = await curves_of(request, visitor)
+    names = list(found.points["series"])
+    shown = {"user": visitor.user, "model": found.shown, "job": request.path_params["job"]}
+    return render(request, "tinker_model.html", {**shown, "names": names})
+
+
 async def api_page(request: Request) -> Response:
     """Show the operations of the REST interface."""
     gateway = gateway_of(request)
@@ -310,6 +328,8 @@ def routes() -> list[Route]:
         ("/jobs", jobs),
         ("/submit", submit_page),
         ("/pool", pool),
+        ("/tinker", tinker),
+        ("/tinker/models/{job}/{model}", tinker_model),
         ("/api", api_page),
         ("/jobs/{job}", job),
         ("/jobs/{job}/rollouts", job_rollouts),

@@ -14,6 +14,7 @@ from .. import users
 from ..data.live import job_stream
 from ..data.records import GROUPS
 from ..operations import BODIES, SubmitBody
+from ..tinker import sessions
 from . import api
 
 _SHOWN = 80
@@ -114,6 +115,13 @@ OPERATIONS: tuple[Operation, ...] = (
         api.get_checkpoint,
         "A checkpoint as a tar archive",
         reply="application/x-tar",
+    ),
+    Operation("GET", "/api/v1/tinker", sessions.get_sessions, "One's models under the Tinker API"),
+    Operation(
+        "GET",
+        "/api/v1/tinker/{job}/{model}/metrics",
+        sessions.get_metrics,
+        "Curves of such a model, at most 256 points each",
     ),
     Operation("GET", "/api/v1/nodes", api.list_nodes, "Nodes of the pool"),
     Operation("GET", "/api/v1/queue", api.list_queue, "Jobs that wait, and why"),

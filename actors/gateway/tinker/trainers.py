@@ -23,6 +23,7 @@ from ....schemas.tinker.operation import (
     TrainerOffer,
 )
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
+from ....schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
 from ....schemas.wire.errors import DeadlineError, NobodyAnswersError, NotFoundError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import rpc, tinker_inbox
@@ -100,6 +101,14 @@ class Trainers:
         return await self._ask(
             user, broker, job, "checkpoint", AboutCheckpoint(path=str(name)), ModelInfo
         )
+
+    async def sessions(self, user: str, broker: Broker, job: str) -> SessionsShown:
+        """Return a user's models on one base, and who has how much to be done there."""
+        return await self._ask(user, broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
+
+    async def curves(self, user: str, broker: Broker, job: str, model: str) -> ModelCurves:
+        """Return the curves of a user's model; raises NotFoundError."""
+        return await self._ask(user, broker, job, "curves", AboutModel(model=model), ModelCurves)
 
     async def submit(
         self, user: str, broker: Broker, job: str, operation: ModelOperation

@@ -32,6 +32,7 @@ from tinkermq.schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
+from tinkermq.schemas.tinker.sessions import ModelCurves
 from tinkermq.schemas.wire.errors import MessageError, NobodyAnswersError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope, rpc
 
@@ -118,6 +119,10 @@ class Trainer:
         """Ask what a checkpoint holds."""
         return await self._ask(user, "checkpoint", AboutCheckpoint(path=path), ModelInfo)
 
+    async def curves(self) -> ModelCurves:
+        """Ask for the metrics of the model's steps."""
+        return await self._ask("ada", "curves", AboutModel(model=MODEL), ModelCurves)
+
     async def _ask(self, user: str, method: str, request: Any, reply: Any) -> Any:
         subject = rpc(user, f"tinker-{SCOPE.job}", method)
         async with asyncio.timeout(PATIENCE_S):
@@ -191,6 +196,7 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
         assert (await trainer.send("create_model", 0, create())).request_id == f"{MODEL}:0"
         await trainer.train(1, 6)
         undisturbed = await trainer.weights(13)
+        curves = (await trainer.curves()).points
     assert (await trainer.log.read_all())[-1][1].seq == 13  # what stands behind the last step
     trainer.begin_anew()
     await trainer.log.forget("ada", END)
@@ -210,6 +216,9 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
     async with trainer.running(drains=False):
         await trainer.train(9, 2)
         assert await trainer.weights(13) == undisturbed
+        shown = await trainer.curves()
+        assert shown.points == curves
+        assert (shown.shown.steps, len(curves["series"]["loss:sum"]["y"])) == (6, 6)
     kinds = {event.kind for event in await read_events(trainer.broker, SCOPE)}
     assert "replay_differs" not in kinds
 

@@ -1,8 +1,8 @@
 "use strict";
-// The curves of a job: down-sampled by the server, drawn by uPlot, extended by live metrics.
+// Curves: down-sampled by the server, drawn by uPlot; those of a job are extended by live metrics,
+// others are fetched anew every few seconds (`data-every`).
 (() => {
-  const job = document.getElementById("job").dataset.job;
-  const url = `/api/v1/jobs/${encodeURIComponent(job)}/metrics`;
+  const { url, every } = document.getElementById("charts").dataset;
   const note = document.getElementById("curves-note");
   const figures = [...document.querySelectorAll("[data-chart]")];
   const sync = uPlot.sync("steps");
@@ -175,6 +175,7 @@
     for (const detail of early.splice(0)) append(detail);
     draw();
     if (!data.complete) setTimeout(load, 1000);
+    else if (every) setTimeout(load, 1000 * every);
   };
 
   document.addEventListener("themechange", redraw);
