@@ -102,7 +102,7 @@ class History:
                 deadline_s=_DEADLINE_S,
                 waiting_for=f"the metrics of job {self._scope.job}",
             )
-            self.enter(messages)
+            self._enter(messages)
             if not messages or not more:
                 self._next_seq = max(self._next_seq, last + 1)
                 return
@@ -120,13 +120,13 @@ class History:
                 messages.append(message)
                 if len(messages) < _ENTER_AT_ONCE and message.seq < newest.seq:
                     continue
-                self.enter(messages)
+                self._enter(messages)
                 messages = []
                 if message.seq >= newest.seq:
                     return
                 await asyncio.sleep(0)
 
-    def enter(self, messages: list[StoredMessage]) -> None:
+    def _enter(self, messages: list[StoredMessage]) -> None:
         if messages:
             enter(self._curves, _metrics(messages))
             self._next_seq = messages[-1].seq + 1
