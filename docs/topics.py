@@ -75,6 +75,22 @@ from tinkermq.schemas.secret import (
 )
 from tinkermq.schemas.segment import Segment
 from tinkermq.schemas.task import DeadLetter, Task
+from tinkermq.schemas.tinker.checkpoints import (
+    ChangeCheckpoint,
+    CheckpointExport,
+    CheckpointPage,
+    ExportCheckpoint,
+    FetchFile,
+    FilePart,
+    ListCheckpoints,
+    ListRuns,
+    ListSessions,
+    RunPage,
+    SessionPage,
+    SessionState,
+    TellSession,
+    TinkerCheckpoint,
+)
 from tinkermq.schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
@@ -231,6 +247,13 @@ TOPICS: tuple[Topic, ...] = (
     _tinker("checkpoint", AboutCheckpoint, ModelInfo, "trainer"),
     _tinker("sessions", AboutSessions, SessionsShown, "trainer"),
     _tinker("curves", AboutModel, ModelCurves, "trainer"),
+    _tinker("checkpoints", ListCheckpoints, CheckpointPage, "trainer"),
+    _tinker("change", ChangeCheckpoint, TinkerCheckpoint, "trainer"),
+    _tinker("export", ExportCheckpoint, CheckpointExport, "trainer"),
+    _tinker("fetch", FetchFile, FilePart, "trainer"),
+    _tinker("runs", ListRuns, RunPage, "trainer"),
+    _tinker("session", TellSession, SessionState, "trainer"),
+    _tinker("session-list", ListSessions, SessionPage, "trainer"),
     _tinker("sample", SampleRequest, SampleTaken, "any sampler"),
     _tinker("sampled-<actor>", AwaitSample, OperationResult, "that sampler"),
     _stored(

@@ -6,7 +6,7 @@ from typing import Any
 
 import structlog
 
-from ...schemas.tinker.names import CheckpointName
+from ...schemas.tinker.names import CheckpointKind, CheckpointName
 from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationKind, OperationResult
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire.errors import (
@@ -17,19 +17,29 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from .adapters import Adapters
+from .checkpoints.kept import KeptByTrainer
+from .checkpoints.records import metadata_of
 from .models import TrainedModel
 from .states import States
 from .wire.bodies import CreateModelBody, LoadWeightsBody, OptimStepBody, SaveWeightsBody
 from .wire.training import plain_body, read_request, write_result
 
+_KINDS: dict[OperationKind, CheckpointKind] = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Applying:
     """Does operations with one set of adapters."""
 
-    def __init__(self, adapters: Adapters, states: States, offer: ModelInfo) -> None:
+    def __init__(
+        self, adapters: Adapters, states: States, kept: KeptByTrainer, offer: ModelInfo
+    ) -> None:
         """Make models on the base that `offer` tells of."""
+        self._kept = kept
         self._adapters = adapters
         self._states = states
         self._offer = offer
@@ -40,6 +50,7 @@ class Applying:
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
+            "save_weights_external": self._save,
             "missing": self._missing,
         }
 
@@ -67,7 +78,7 @@ class Applying:
                 f"there is no base model {body.base_model!r} here",
                 hint=f"this trainer has {self._offer.base}",
             )
-        spec = body.lora_config.spec()
+        spec, metadata = body.lora_config.spec(), metadata_of(body.user_metadata)
         self._adapters.create(model.key, spec)
         model.info = self._offer.model_copy(
             update={
@@ -78,15 +89,18 @@ class Applying:
                 "train_unembed": spec.train_unembed,
             }
         )
+        self._kept.runs.begin(model.user, model.info, metadata, operation.time)
         return _json({"type": "create_model", "model_id": operation.model})
 
     def _load(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = LoadWeightsBody.parse(operation.body)
         source = body.source()
+        metadata = metadata_of(body.user_metadata)
         info = self._states.info_of(model.user, source)
-        if info.base != self._offer.base:
+        if body.base_model not in (None, info.base) or info.base != self._offer.base:
             raise ModelError(
-                f"{source} is an adapter of {info.base}, not of {self._offer.base}",
+                f"{source} is an adapter of {info.base}, not of "
+                f"{body.base_model or self._offer.base}",
                 hint="load it into a model of its own base",
             )
         if source.kind != "weights" and body.optimizer:
@@ -96,6 +110,8 @@ class Applying:
         place = self._states.place_of(model.user, source)
         self._adapters.load(model.key, place, with_optimizer=body.optimizer)
         model.info = info.model_copy(update={"model": operation.model})
+        if operation.seq == 0:
+            self._kept.runs.begin(model.user, model.info, metadata, operation.time)
         told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(told)
 
@@ -121,18 +137,24 @@ class Applying:
 
     def _save(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = SaveWeightsBody.parse(operation.body)
-        kind = "weights" if operation.kind == "save_weights" else "sampler_weights"
+        kind = _KINDS[operation.kind]
         session = body.sampling_session_seq_id
         passing = kind == "sampler_weights" and session is not None
         name = f"passing-{operation.seq}" if passing else body.name()
         checkpoint = CheckpointName(operation.name.model, kind, name)
-        told = body.model_dump(include={"ttl_seconds", "overwrite", "user_metadata"})
-        told |= {"passing": passing, "time": operation.time}
-        self._states.checkpoint(self._adapters, model, checkpoint, operation.seq, told)
-        if session is None or not passing:
-            return _json({"type": operation.kind, "path": str(checkpoint)})
-        sampler = SamplerName(operation.name.model.session, session, str(checkpoint))
-        told = {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
+        sampler = SamplerName(operation.name.model.session, session or 0, str(checkpoint))
+        about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
+        about |= {"passing": passing, "time": operation.time}
+        about |= {"user_metadata": metadata_of(body.user_metadata)}
+        save = self._kept.checkpoints.save
+        saved = save(self._adapters, model, checkpoint, operation.seq, about)
+        if passing:
+            return _json(
+                {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}
+            )
+        told: dict[str, Any] = {"type": operation.kind, "path": str(checkpoint)}
+        if kind == "external_weights":
+            told["size_bytes"] = saved.size_bytes
         return _json(told)
 
     def _missing(self, _: TrainedModel, operation: ModelOperation) -> bytes:

@@ -30,6 +30,8 @@ class TrainedModel:
     """The newest operation that has taken effect."""
     saved: int = -1
     """The newest one that is in its state on disk."""
+    logged: int = -1
+    """The newest one that stood in the log when the trainer began."""
     waiting: dict[int, ModelOperation] = field(default_factory=dict[int, ModelOperation])
     tail_bytes: int = 0
     """Of the operations since the saved one."""

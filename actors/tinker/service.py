@@ -16,9 +16,8 @@ from typing import TypeVar
 
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog
-from ...schemas.tinker.names import CheckpointName, ModelName, OperationName
+from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
-    AboutCheckpoint,
     AboutModel,
     AwaitResult,
     ModelInfo,
@@ -31,18 +30,21 @@ from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext
 from .adapters import Adapters
 from .applying import Applying
+from .checkpoints.kept import KeptByTrainer
 from .models import Models, TrainedModel
 from .showing import Showing
 from .states import States
 
 T = TypeVar("T")
 _FIRST = frozenset({"create_model", "load_weights"})
+_SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
 SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
 """A model's state is written when so much stands in the log behind the last one."""
 _IDLE_S = 5.0
 GAP_S = 600.0
 """How long operations wait for one that has not come."""
 _LOOK_S = 1.0
+_SWEEP_S = 30.0
 
 
 class TrainerService:
@@ -54,6 +56,7 @@ class TrainerService:
         adapters: Adapters,
         applying: Applying,
         states: States,
+        kept: KeptByTrainer,
         *,
         gap_s: float = GAP_S,
     ) -> None:
@@ -62,6 +65,7 @@ class TrainerService:
         self._adapters = adapters
         self._applying = applying
         self._states = states
+        self._kept = kept
         self._gap_s = gap_s
         self._log = OperationLog(context.broker, context.scope)
         self._models = Models()
@@ -81,6 +85,7 @@ class TrainerService:
 
     async def _recover(self) -> None:
         """Bring back the models, and what stands in the log behind their states."""
+        await asyncio.to_thread(self._kept.load)
         for state in await asyncio.to_thread(self._states.read_all):
             model = self._models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
@@ -88,6 +93,7 @@ class TrainerService:
             await self._in_thread(partial(self._states.load, self._adapters, model))
         for user, operation in await self._log.read_all():
             model = self._models.enqueue(user, operation)
+            model.logged = max(model.logged, operation.seq)
             if operation.seq <= model.saved:  # a crash came between state and trimming
                 await self._log.trim(user, model.name, operation.seq, operation.seq)
 
@@ -97,9 +103,8 @@ class TrainerService:
         await service.endpoint("submit", rpc("*", name, "submit"), ModelOperation, self._submit)
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
-        held = rpc("*", name, "checkpoint")
-        await service.endpoint("checkpoint", held, AboutCheckpoint, self._checkpoint)
         await Showing(self._models, self._context.config.tinker.base).open(service, name)
+        await self._kept.calls.open(service, name, self._models)
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -114,6 +119,8 @@ class TrainerService:
                 hint="create_model makes one; models of sessions that are over are gone",
             )
         _check_kind(operation)
+        if model is None:
+            self._kept.sessions.check_owner(context.user, name.model.session)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
         self._models.check_room(context.user, operation)
@@ -158,20 +165,18 @@ class TrainerService:
             raise NotFoundError(f"there is no model {request.model}", hint="see create_model")
         return model.info.model_copy(update={"applied": model.applied})
 
-    async def _checkpoint(self, request: AboutCheckpoint, context: RequestContext) -> ModelInfo:
-        """Return what a user's checkpoint holds; raises NotFoundError."""
-        name = CheckpointName.parse(request.path)
-        return await asyncio.to_thread(self._states.info_of, context.user, name)
-
     # -- what is done ------------------------------------------------------------------------------
 
     async def _work(self) -> None:
         """Do one operation after the other, and look after those that wait, for ever."""
-        looked = time.monotonic()
+        looked = swept = time.monotonic()
         while True:
             if (now := time.monotonic()) - looked > _LOOK_S:
                 await self._look(now)
                 looked = now
+            if now - swept > _SWEEP_S:
+                await self._kept.calls.sweep()
+                swept = now
             chosen = self._models.choose()
             if chosen is not None:
                 await self._apply(*chosen)
@@ -183,7 +188,9 @@ class TrainerService:
 
     async def _apply(self, model: TrainedModel, operation: ModelOperation) -> None:
         began = time.monotonic()
-        result = await self._in_thread(partial(self._applying.apply, model, operation))
+        result = await self._saved_before(model, operation)
+        if result is None:
+            result = await self._in_thread(partial(self._applying.apply, model, operation))
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
         self._models.applied(model, operation, time.monotonic() - began)
@@ -191,8 +198,21 @@ class TrainerService:
         self._context.progressed()
         async with self._changed:
             self._changed.notify_all()
-        if operation.kind == "optim_step" and self._is_long(model):
+        if operation.kind == "load_weights" and result.state == "done":
+            await self._save(model, behind_step=True)  # what it has loaded may be deleted
+        elif operation.kind == "optim_step" and self._is_long(model):
             await self._save(model, behind_step=True)
+
+    async def _saved_before(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> OperationResult | None:
+        """Return the result of a save that a trainer before this one has done.
+
+        What it saved may have been deleted since, so it is not done again.
+        """
+        if operation.kind not in _SAVES or operation.seq > model.logged:
+            return None
+        return await self._log.result(model.user, operation.name)
 
     async def _compare(
         self, model: TrainedModel, name: OperationName, result: OperationResult
@@ -220,7 +240,7 @@ class TrainerService:
     async def _is_behind_step(self, model: TrainedModel) -> bool:
         name = OperationName(model.name, model.applied)
         last = await self._log.find(model.user, name)
-        return last is not None and last.kind == "optim_step"
+        return last is not None and last.kind in ("optim_step", "load_weights")
 
     async def _look(self, now: float) -> None:
         """Save models that are idle, and end gaps that nobody closes."""

@@ -13,6 +13,7 @@ from ..models.devices import own_device
 from ..models.model_folder import load_causal_lm, load_tokenizer
 from ..runtime import JobContext, settle_memory
 from .applying import Applying
+from .checkpoints.kept import KeptByTrainer
 from .service import TrainerService
 from .states import States
 from .training.trainer import AdapterTrainer
@@ -31,11 +32,13 @@ async def run_trainer(context: JobContext) -> None:
     adapters = await asyncio.to_thread(_open, context)
     name = config.tinker.base
     base = ModelInfo(model="-", base=name, folder=folder, arch=str(about.model_type), rank=1)
-    states = States(context.run_dir / STATES)
-    applying = Applying(adapters, states, base)
+    folder_of_states = context.run_dir / STATES
+    states = States(folder_of_states)
+    kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
+    applying = Applying(adapters, states, kept, base)
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
-    await TrainerService(context, adapters, applying, states).run()
+    await TrainerService(context, adapters, applying, states, kept).run()
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...schemas.tinker.names import CheckpointName, ModelName
 from ...schemas.tinker.operation import ModelInfo
-from ...schemas.wire.errors import MessageError, ModelError, NotFoundError, StorageError
+from ...schemas.wire.errors import MessageError, ModelError, StorageError
 from .adapters import Adapters
+from .checkpoints.folders import CheckpointFolders
 from .history import ModelHistory
 from .models import TrainedModel
 
@@ -33,11 +34,12 @@ class SavedState:
 
 
 class States:
-    """The folder of one trainer's states and named checkpoints."""
+    """The folder of one trainer's states; named checkpoints are found there, too."""
 
     def __init__(self, folder: Path) -> None:
         """Keep them below `folder`."""
         self._folder = folder
+        self._folders = CheckpointFolders(folder)
 
     def read_all(self) -> list[SavedState]:
         """Return the newest state of each model; raises StorageError."""
@@ -66,45 +68,16 @@ class States:
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
 
-    def checkpoint(
-        self,
-        adapters: Adapters,
-        model: TrainedModel,
-        name: CheckpointName,
-        seq: int,
-        told: dict[str, Any],
-    ) -> None:
-        """Write a named checkpoint for operation `seq`; done again, it changes nothing.
-
-        Raises StorageError where another operation has given the name away.
-        """
-        folder = self.place_of(model.user, name)
-        if folder.is_dir():
-            if _meta(folder).get("seq") == seq:
-                return
-            if not told.get("overwrite"):
-                raise NotFoundError(
-                    f"there is a checkpoint {name} already",
-                    hint="choose another name, or set overwrite",
-                )
-            shutil.rmtree(folder)
-        assert model.info is not None
-        meta = {**told, "user": model.user, "seq": seq, "info": model.info.to_map()}
-        whole = name.kind == "weights"
-        self._write(adapters, model, folder, meta, with_optimizer=whole)
-
     def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
-        """Return what a named checkpoint holds; raises NotFoundError."""
-        folder = self.place_of(user, name)
-        if not folder.is_dir():
-            raise NotFoundError(
-                f"there is no checkpoint {name}", hint="it was never saved, has expired or is gone"
-            )
-        return ModelInfo.from_map(_meta(folder)["info"])
+        """Return what a named checkpoint holds that a user may read; raises NotFoundError."""
+        return self._folders.find(user, name).info
 
     def place_of(self, user: str, name: CheckpointName) -> Path:
-        """Return the folder of a named checkpoint, whether it is there or not."""
-        return self._place(user, name.model) / name.kind / name.name
+        """Return the folder of a named checkpoint that a user may read; raises NotFoundError.
+
+        One that is saved anew under its name has another folder.
+        """
+        return self._folders.find(user, name).folder
 
     def forget(self, model: TrainedModel) -> None:
         """Remove a model's states; its named checkpoints stay."""

@@ -20,6 +20,8 @@ class TinkerConfig(Section):
     """Largest rank of an adapter."""
     sampled_at_once: int = Field(default=4, ge=1, le=1024)
     """Adapters that one sampler decodes with at the same time; further ones wait for a place."""
+    checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
+    """Megabytes of checkpoints that one user may have; saving fails beyond."""
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens that are computed at once, of one model."""
 

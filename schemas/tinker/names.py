@@ -10,14 +10,24 @@ from typing import Literal, cast
 
 from ..wire.errors import NotFoundError
 
-CheckpointKind = Literal["weights", "sampler_weights"]
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+KINDS = ("weights", "sampler_weights", "external_weights")
 _SESSION = r"[a-z0-9][a-z0-9-]{0,47}"
 _NUMBER = r"0|[1-9][0-9]{0,8}"
 _MODEL = re.compile(rf"({_SESSION}):train:({_NUMBER})")
 _REQUEST = re.compile(rf"({_SESSION}:train:(?:{_NUMBER})):({_NUMBER})")
-_PATH = re.compile(rf"tinker://({_SESSION}:train:(?:{_NUMBER}))/(weights|sampler_weights)/(.+)")
+_PATH = re.compile(rf"tinker://({_SESSION}:train:(?:{_NUMBER}))/({'|'.join(KINDS)})/(.+)")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_SEQ = 10**9 - 1
+
+
+def session_name(text: str) -> str:
+    """Return the id of a session; raises NotFoundError for what cannot be one."""
+    if re.fullmatch(_SESSION, text) is None:
+        raise NotFoundError(
+            f"there is no session {text[:80]!r}", hint="create_session returns a session's id"
+        )
+    return text
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class CheckpointName:
         if found is None or not _NAME.fullmatch(found[3]):
             raise NotFoundError(
                 f"there is no checkpoint {path[:200]!r}",
-                hint="a path is tinker://<session>:train:<n>/weights/<name>, or sampler_weights",
+                hint="a path is tinker://<session>:train:<n>/weights/<name>, or sampler_weights or "
+                "external_weights in the place of weights",
             )
         return cls(ModelName.parse(found[1]), cast("CheckpointKind", found[2]), found[3])
 

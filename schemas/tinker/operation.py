@@ -14,6 +14,7 @@ OperationKind = Literal[
     "optim_step",
     "save_weights",
     "save_weights_for_sampler",
+    "save_weights_external",
     "missing",
 ]
 MAX_BODY_BYTES = 7 << 20

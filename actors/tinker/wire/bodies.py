@@ -15,6 +15,7 @@ from ....schemas.wire.errors import ConfigError, MessageError
 from ....schemas.wire.message import summarize
 
 MAX_TTL_S = 10 * 365 * 86400
+MAX_RECIPIENTS = 16
 _NO_EFFECT = frozenset({"type", "user_metadata"})
 B = TypeVar("B", bound="TinkerBody")
 
@@ -79,6 +80,7 @@ class LoadWeightsBody(TinkerBody):
 
     path: str
     optimizer: bool = False
+    base_model: str | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
     model_id: str | None = None
@@ -116,7 +118,7 @@ class OptimStepBody(TinkerBody):
 
 
 class SaveWeightsBody(TinkerBody):
-    """`save_weights` and `save_weights_for_sampler`."""
+    """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
     defaults: ClassVar[dict[str, Any]] = {"kind": "snapshot"}
     model_id: str
@@ -126,6 +128,7 @@ class SaveWeightsBody(TinkerBody):
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
+    age_encryption_recipients: list[str] | None = Field(default=None, max_length=MAX_RECIPIENTS)
 
     def name(self) -> str:
         """Return the checkpoint's name; raises ConfigError for one that cannot be."""

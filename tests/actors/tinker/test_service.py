@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.tinker.applying import Applying
+from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
 from tinkermq.actors.tinker.service import TrainerService
 from tinkermq.actors.tinker.states import States
 from tinkermq.actors.tinker.wire import schema
@@ -70,7 +71,9 @@ class Trainer:
         self.states = States(self._folder)
 
     @contextlib.asynccontextmanager
-    async def running(self, *, drains: bool = True, gap_s: float = 600.0) -> AsyncIterator[None]:
+    async def running(
+        self, *, drains: bool = True, gap_s: float = 600.0, max_bytes: int = 1 << 30
+    ) -> AsyncIterator[None]:
         """Serve; without `drains` the end is as sudden as that of a process."""
         async with await connect(self._url, name="trainer") as broker:
             config = JobConfig.model_validate(
@@ -83,8 +86,9 @@ class Trainer:
             context = await job_context(broker, SCOPE, "trainer", config)
             adapters = await asyncio.to_thread(open_trainer, self._base, max_rank=16)
             about = ModelInfo(model="-", base=BASE, folder=str(self._base), arch="qwen3", rank=1)
-            applying = Applying(adapters, self.states, about)
-            service = TrainerService(context, adapters, applying, self.states, gap_s=gap_s)
+            kept = KeptByTrainer(self._folder, max_bytes=max_bytes)
+            applying = Applying(adapters, self.states, kept, about)
+            service = TrainerService(context, adapters, applying, self.states, kept, gap_s=gap_s)
             task = asyncio.create_task(service.run())
             try:
                 yield

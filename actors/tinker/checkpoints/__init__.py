@@ -1,0 +1,1 @@
+"""What a trainer keeps of its users: named checkpoints, training runs, sessions."""
