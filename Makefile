@@ -106,10 +106,10 @@ $(AGENTS_NODE:%=.agents/%.stamp): .agents/%.stamp: tests/agents/locks/%/package-
 	  npm ci --prefix .agents/$* --ignore-scripts --no-audit --no-fund --loglevel error >/dev/null; }
 	@cp $< $@
 
-# Tinker's newest SDK with its cookbook, in an environment of its own. The lock file leaves torch out
-# with its packages for GPUs: it is the one that everything else here has.
-TINKER ?= newest
-tinker:  ## Install the Tinker SDK that test-tinker runs
+# Tinker's newest SDK with its cookbook and the oldest that is served, in environments of their own.
+# The lock files leave torch out with its packages for GPUs: it is the one that all else here has.
+TINKER ?= newest oldest
+tinker:  ## Install the Tinker SDKs that test-tinker runs
 	@$(MAKE) --no-print-directory --keep-going $(TINKER:%=.tinker/%.stamp)
 
 test-tinker: $(VENV)/dev.stamp programs tinker  ## Run programs written with Tinker's SDK

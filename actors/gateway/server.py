@@ -96,7 +96,7 @@ async def run(options: Options) -> None:
         sweeping = asyncio.create_task(sessions.sweep(), name="close idle connections")
         sweeping_programs = asyncio.create_task(gateway.programs.sweep(), name="idle programs")
         watching = asyncio.create_task(connections.watch(), name="close slow visitors")
-        async with _announced(options, sessions, login):
+        async with _announced(options, gateway, login):
             _stop_on_signal(server, gateway)
             scheme = "https" if options.certificate else "http"
             address = f"{scheme}://{options.host}:{listener.getsockname()[1]}"
@@ -178,12 +178,13 @@ def _listen(host: str, port: int) -> Iterator[socket.socket]:
 
 
 @contextlib.asynccontextmanager
-async def _announced(options: Options, sessions: Sessions, login: Login) -> AsyncIterator[None]:
+async def _announced(options: Options, gateway: Gateway, login: Login) -> AsyncIterator[None]:
     """Be an actor like others: a micro service with a heartbeat, watched by systemd.
 
-    Where the broker asks for keys that needs the gateway's own credentials; they let it do nothing
-    else.
+    Where the broker asks for keys that needs the gateway's own credentials; beside that they are
+    good for fetching a file for which a trainer has signed a ticket.
     """
+    sessions = gateway.sessions
     if sessions.with_keys and login.user not in SERVICES:
         async with told_to_systemd():
             yield
@@ -191,6 +192,7 @@ async def _announced(options: Options, sessions: Sessions, login: Login) -> Asyn
     async with await connect(options.nats, name=options.name, login=login) as broker:
         broker.availability.set_patient(True)
         broker.availability.outlasts_refusal = True
+        gateway.own = broker
         if sessions.with_keys:
             await wait_for_shared(broker, options.patience_s)
         else:

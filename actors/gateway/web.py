@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ...broker.client.connection import Broker
 from ...schemas.wire.codec import read_json
 from ...schemas.wire.errors import MessageError, TinkermqError
 from .data.counters import Counters
@@ -37,6 +38,8 @@ class Gateway:
     figures: Figures = field(default_factory=Figures)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     trainers: Trainers = field(default_factory=Trainers)
+    own: Broker | None = None
+    """The gateway's own connection; where the broker asks for keys it may do very little."""
     secure: bool = False
     """Served over TLS: cookies are sent over nothing else."""
 

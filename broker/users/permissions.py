@@ -351,8 +351,9 @@ def service_permissions(name: str) -> Permissions:
                 _INFO,
                 beats,
                 _TOOLS_INBOX,
+                rpc("gateway", "*", "fetch"),  # of trainers, with tickets that these have signed
                 *_readable(*(f"KV_{one}" for one in (*SHARED, BUCKET_NODES))),
             ),
-            (*own, f"{PREFIX}.job.*.*.metric"),
+            (*own, f"{tinker_inbox('gateway')}.>", f"{PREFIX}.job.*.*.metric"),
         ),
     }[name]

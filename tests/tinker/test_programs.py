@@ -50,10 +50,14 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@newest
-async def test_every_call_that_the_page_names_works(service: TinkerService) -> None:
-    told = await start(service, str(PROGRAMS / "every_call.py"), BASE).done()
-    assert "all well" in told
+@pytest.mark.parametrize("sdk", ["newest", "oldest"])
+@pytest.mark.parametrize("program", ["every_call.py", "kept.py"])
+async def test_every_call_that_the_page_names_works(
+    service: TinkerService, sdk: str, program: str
+) -> None:
+    if why := lacking(sdk):
+        pytest.skip(why)
+    assert "all well" in await start(service, str(PROGRAMS / program), BASE, sdk=sdk).done()
 
 
 @newest

@@ -5,7 +5,6 @@ finds what the first has done. So any gateway answers any request.
 """
 
 import asyncio
-import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
@@ -15,7 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from ....schemas.tinker.names import CheckpointName, ModelName, OperationName
+from ....schemas.tinker.checkpoints import TellSession
+from ....schemas.tinker.names import CheckpointName, ModelName, OperationName, session_name
 from ....schemas.tinker.operation import (
     AwaitResult,
     ModelOperation,
@@ -37,6 +37,8 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ..sessions import Visitor
+from .downloads import Downloads
+from .kept import KeptByTrainers
 from .reading import (
     LARGE,
     PROTOBUF,
@@ -52,6 +54,7 @@ from .reading import (
     text_in,
     visitor_of_key,
 )
+from .rest import RestApi
 from .trainers import Trainers
 
 PREFIX = "/tinker/api/v1"
@@ -66,14 +69,13 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 def routes() -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    api = TinkerApi()
+    trainers = Trainers()
+    kept = KeptByTrainers(trainers)
+    api = TinkerApi(trainers, kept)
     posts: dict[str, Handler] = {
         "client/config": api.config,
         "client/dynamic_config": api.dynamic_config,
         "telemetry": api.telemetry,
-        "create_session": api.create_session,
-        "session_heartbeat": api.heartbeat,
-        "sessions/{session}/finish": api.finish,
         "create_model": api.create_model,
         "get_info": api.get_info,
         "weights_info": api.weights_info,
@@ -83,7 +85,12 @@ def routes() -> list[Route]:
         "create_sampling_session": api.create_sampling_session,
         "asample": api.sample,
     }
-    kinds: tuple[OperationKind, ...] = ("optim_step", "save_weights", "save_weights_for_sampler")
+    kinds: tuple[OperationKind, ...] = (
+        "optim_step",
+        "save_weights",
+        "save_weights_for_sampler",
+        "save_weights_external",
+    )
     for kind in kinds:
         posts[kind] = partial(api.operation, kind)
     gets: dict[str, Handler] = {
@@ -97,6 +104,10 @@ def routes() -> list[Route]:
             for path, one in posts.items()
         ),
         *(Route(f"{PREFIX}/{path}", _guarded(one), methods=["GET"]) for path, one in gets.items()),
+        *(
+            Route(f"{PREFIX}/{path}", _guarded(one), methods=[method])
+            for method, path, one in (*RestApi(kept).routes(), *Downloads(trainers, kept).routes())
+        ),
         Route(
             PREFIX + "/{path:path}",
             _guarded(_not_offered),
@@ -108,9 +119,10 @@ def routes() -> list[Route]:
 class TinkerApi:
     """The endpoints."""
 
-    def __init__(self) -> None:
-        """Know of no trainer yet."""
-        self._trainers = Trainers()
+    def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
+        """Hand requests to trainers."""
+        self._trainers = trainers
+        self._kept = kept
 
     # -- sessions ----------------------------------------------------------------------------------
 
@@ -154,21 +166,6 @@ class TinkerApi:
             }
         )
 
-    async def create_session(self, request: Request) -> Response:
-        """Begin a session: a name for what a client makes."""
-        await visitor_of_key(request)
-        return JSONResponse({"type": "create_session", "session_id": f"s{secrets.token_hex(8)}"})
-
-    async def heartbeat(self, request: Request) -> Response:
-        """Say that a session goes on."""
-        await visitor_of_key(request)
-        return JSONResponse({"type": "session_heartbeat"})
-
-    async def finish(self, request: Request) -> Response:
-        """Note that a session is over."""
-        await visitor_of_key(request)
-        return JSONResponse({})
-
     # -- models ------------------------------------------------------------------------------------
 
     async def create_model(self, request: Request) -> Response:
@@ -187,8 +184,8 @@ class TinkerApi:
         if body.get("model_id") is not None:
             return await self._operate(visitor, "load_weights", name_of_json(body), raw)
         name = OperationName(new_model(body), 0)
-        source = ModelName.parse(text_in(body, "path").removeprefix("tinker://").split("/")[0])
-        job = await self._trainers.job_of_model(visitor.user, visitor.broker, source)
+        source = CheckpointName.parse(text_in(body, "path"))
+        job = await self._trainers.job_of_checkpoint(visitor.user, visitor.broker, source)
         return await self._submit(visitor, job, "load_weights", name, raw)
 
     async def get_info(self, request: Request) -> Response:
@@ -288,6 +285,8 @@ class TinkerApi:
         else:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
+        opened = TellSession(session=session_name(session), event="sampler", sampler=str(name))
+        await self._kept.tell(visitor, opened)
         told = {"type": "create_sampling_session", "sampling_session_id": str(name)}
         return JSONResponse(told)
 
@@ -296,9 +295,8 @@ class TinkerApi:
         visitor = await visitor_of_key(request)
         name = SamplerName.parse(request.path_params["sampler"])
         if (base := name.base) is None:
-            model = name.checkpoint.model
-            job = await self._trainers.job_of_model(visitor.user, visitor.broker, model)
-            base = (await self._trainers.info(visitor.user, visitor.broker, model, job)).base
+            held = await self._trainers.checkpoint(visitor.user, visitor.broker, name.checkpoint)
+            base = held.base
         path = None if name.base is not None else name.source
         return JSONResponse({"sampler_id": str(name), "base_model": base, "model_path": path})
 

@@ -93,48 +93,69 @@ class Trainers:
 
     async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return what a trainer knows of a model; raises NotFoundError."""
-        return await self._ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
+        return await self.ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
 
     async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
-        """Return what a user's checkpoint holds; raises NotFoundError."""
-        job = await self.job_of_model(user, broker, name.model)
-        return await self._ask(
-            user, broker, job, "checkpoint", AboutCheckpoint(path=str(name)), ModelInfo
-        )
+        """Return what a checkpoint holds that a user may read; raises NotFoundError."""
+        job = await self.job_of_checkpoint(user, broker, name)
+        asked = AboutCheckpoint(path=str(name))
+        return await self.ask(user, broker, job, "checkpoint", asked, ModelInfo)
+
+    async def job_of_checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> str:
+        """Return the job that has a checkpoint which a user may read.
+
+        Raises NotFoundError, NobodyAnswersError.
+        """
+        if (known := self._jobs.get((user, str(name.model)))) is not None:
+            return known
+        missed: NotFoundError | None = None
+        away: NobodyAnswersError | None = None
+        asked = AboutCheckpoint(path=str(name))
+        for offer in await self.offers(broker):
+            try:
+                await self.ask(user, broker, offer.job, "checkpoint", asked, ModelInfo)
+            except NobodyAnswersError as error:
+                away = error
+            except NotFoundError as error:
+                missed = error
+            else:
+                self.remember(user, name.model, offer.job)
+                return offer.job
+        raise away or missed or NotFoundError(f"there is no checkpoint {name}")
 
     async def sessions(self, user: str, broker: Broker, job: str) -> SessionsShown:
         """Return a user's models on one base, and who has how much to be done there."""
-        return await self._ask(user, broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
+        return await self.ask(user, broker, job, "sessions", AboutSessions(), SessionsShown, 5.0)
 
     async def curves(self, user: str, broker: Broker, job: str, model: str) -> ModelCurves:
         """Return the curves of a user's model; raises NotFoundError."""
-        return await self._ask(user, broker, job, "curves", AboutModel(model=model), ModelCurves)
+        return await self.ask(user, broker, job, "curves", AboutModel(model=model), ModelCurves)
 
     async def submit(
         self, user: str, broker: Broker, job: str, operation: ModelOperation
     ) -> OperationTaken:
         """Hand an operation to a trainer; returns once it is in the log."""
-        return await self._ask(user, broker, job, "submit", operation, OperationTaken)
+        return await self.ask(user, broker, job, "submit", operation, OperationTaken)
 
     async def result(
         self, user: str, broker: Broker, job: str, request: AwaitResult
     ) -> OperationResult:
         """Return the result of an operation, or what it waits for."""
         timeout_s = request.wait_s + _TIMEOUT_S
-        return await self._ask(user, broker, job, "result", request, OperationResult, timeout_s)
+        return await self.ask(user, broker, job, "result", request, OperationResult, timeout_s)
 
     async def sample(
         self, user: str, broker: Broker, job: str, request: SampleRequest
     ) -> SampleTaken:
         """Hand a request to one of a job's samplers."""
-        return await self._ask(user, broker, job, "sample", request, SampleTaken)
+        return await self.ask(user, broker, job, "sample", request, SampleTaken)
 
     async def sampled(
         self, user: str, broker: Broker, job: str, actor: str, request: AwaitSample
     ) -> OperationResult:
         """Return what a sampler has made of a request, or that it is not done."""
         timeout_s = request.wait_s + _TIMEOUT_S
-        return await self._ask(
+        return await self.ask(
             user, broker, job, f"sampled-{actor}", request, OperationResult, timeout_s
         )
 
@@ -142,9 +163,9 @@ class Trainers:
         """Return the job that samples for a session; raises NotFoundError."""
         if name.base is not None:
             return await self.job_of_base(user, broker, name.base)
-        return await self.job_of_model(user, broker, name.checkpoint.model)
+        return await self.job_of_checkpoint(user, broker, name.checkpoint)
 
-    async def _ask(
+    async def ask(
         self,
         user: str,
         broker: Broker,
@@ -154,6 +175,10 @@ class Trainers:
         reply: type[R],
         timeout_s: float = _TIMEOUT_S,
     ) -> R:
+        """Return a trainer's or sampler's reply to what a user asks.
+
+        Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
+        """
         subject = rpc(user, f"tinker-{job}", method)
         replies = self._replies_of(user, broker)
         return await replies.ask(subject, request, reply, job=job, timeout_s=timeout_s)

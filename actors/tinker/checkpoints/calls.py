@@ -50,6 +50,7 @@ class StoreCalls:
         self._sessions = sessions
         self._exports = exports
         self._models = Models()
+        self._epoch = time.time() - time.monotonic()
 
     async def open(self, service: Service, name: str, models: Models) -> None:
         """Answer below the name of a service; `models` are the ones that it trains."""
@@ -89,9 +90,8 @@ class StoreCalls:
         return await asyncio.to_thread(self._exports.fetch, asked)
 
     async def _list_runs(self, asked: ListRuns, context: RequestContext) -> RunPage:
-        now, clock = time.time(), time.monotonic()
         used = {
-            one.name: now - (clock - one.used)
+            one.name: one.used + self._epoch
             for one in self._models
             if one.user == context.user and one.used
         }

@@ -125,6 +125,7 @@ assert max(abs(a - b) for a, b in zip(scored[1:], logprobs[0][:18], strict=True)
 base = made(service.create_sampling_client(base_model=BASE))
 assert base.compute_logprobs(whole).result() != scored
 gone = path.replace("/weights/kept", "/sampler_weights/gone")
-unknown = made(service.create_sampling_client(model_path=gone))
-refused(unknown.sample(prompt=prompt, num_samples=1, sampling_params=greedy).result, "gone")
+refused(
+    lambda: made(service.create_sampling_client(model_path=gone)), "there is no checkpoint", gone
+)
 print("all well")

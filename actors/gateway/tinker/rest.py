@@ -1,0 +1,256 @@
+"""The endpoints of the Tinker API about what is kept: runs, checkpoints, sessions."""
+
+import secrets
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ....schemas.tinker.checkpoints import (
+    ChangeCheckpoint,
+    TellSession,
+    TinkerCheckpoint,
+    TrainingRun,
+)
+from ....schemas.tinker.names import CheckpointName, ModelName, session_name
+from ....schemas.wire.errors import MessageError, NobodyAnswersError
+from ..web import number_in
+from .kept import KeptByTrainers
+from .reading import json_body, metadata_in, text_in, visitor_of_key
+from .versions import knows_external, note_to
+
+Handler = Callable[[Request], Awaitable[Response]]
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_GONE = 410
+_RUN = "training_runs/{run}"
+_CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
+
+
+class RestApi:
+    """The endpoints."""
+
+    def __init__(self, kept: KeptByTrainers) -> None:
+        """Answer with what trainers keep."""
+        self._kept = kept
+
+    def routes(self) -> list[tuple[str, str, Handler]]:
+        """Return method, path and endpoint of each."""
+        return [
+            ("POST", "create_session", self.create_session),
+            ("POST", "session_heartbeat", self.heartbeat),
+            ("POST", "sessions/{session}/finish", self.finish),
+            ("GET", "sessions", self.list_sessions),
+            ("GET", "sessions/{session}", self.get_session),
+            ("GET", "training_runs", self.list_runs),
+            ("GET", _RUN, self.get_run),
+            ("GET", f"{_RUN}/checkpoints", self.list_of_run),
+            ("GET", "checkpoints", self.list_of_user),
+            ("DELETE", _CHECKPOINT, self.delete),
+            ("PUT", f"{_CHECKPOINT}/ttl", self.expire),
+            ("POST", f"{_CHECKPOINT}/publish", self.publish),
+            ("DELETE", f"{_CHECKPOINT}/publish", self.unpublish),
+        ]
+
+    # -- sessions ----------------------------------------------------------------------------------
+
+    async def create_session(self, request: Request) -> Response:
+        """Begin a session: a name for what a client makes."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        session, version = f"s{secrets.token_hex(8)}", str(body.get("sdk_version") or "")[:80]
+        told = TellSession(
+            session=session,
+            event="begin",
+            user_metadata=metadata_in(body),
+            display_name=_name_in(body),
+            sdk_version=version,
+        )
+        await self._kept.tell(visitor, told)
+        notes = note_to(version)
+        if body.get("project_id") is not None:
+            notes["info_message"] = "this service has no projects: project_id is ignored"
+        return JSONResponse({"type": "create_session", "session_id": session, **notes})
+
+    async def heartbeat(self, request: Request) -> Response:
+        """Say that a session goes on; 410 for one that is over."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        told = TellSession(session=session_name(text_in(body, "session_id")), event="beat")
+        try:
+            state = await self._kept.tell(visitor, told)
+        except NobodyAnswersError:  # the trainer starts again: the session goes on
+            state = "live"
+        if state == "over":
+            return JSONResponse({"detail": f"session {told.session} is over"}, _GONE)
+        return JSONResponse({"type": "session_heartbeat"})
+
+    async def finish(self, request: Request) -> Response:
+        """Note that a session is over; its first reason stays."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        reason: dict[str, Any] = body.get("reason") or {}
+        said = str(reason.get("type") or "")
+        detail = str(body.get("detail") or "")
+        told = TellSession(
+            session=session_name(request.path_params["session"]),
+            event="finish",
+            reason=": ".join(one for one in (said, detail) if one)[:1000],
+        )
+        await self._kept.tell(visitor, told)
+        return JSONResponse({})
+
+    async def list_sessions(self, request: Request) -> Response:
+        """List the ids of sessions."""
+        visitor = await visitor_of_key(request)
+        found = await self._kept.sessions(visitor, *_page(request, 20))
+        return JSONResponse({"sessions": [one.session for one in found]})
+
+    async def get_session(self, request: Request) -> Response:
+        """Tell what was made in a session."""
+        visitor = await visitor_of_key(request)
+        session = session_name(request.path_params["session"])
+        found = await self._kept.session(visitor, session)
+        return JSONResponse(
+            {
+                "training_run_ids": found.models,
+                "sampler_ids": found.samplers,
+                "user_metadata": found.user_metadata,
+                "display_name": found.display_name,
+            }
+        )
+
+    # -- runs and checkpoints ----------------------------------------------------------------------
+
+    async def list_runs(self, request: Request) -> Response:
+        """List training runs, the one used last first."""
+        visitor = await visitor_of_key(request)
+        _check_project(request)
+        offset, limit = _page(request, 20)
+        runs, total = await self._kept.runs(visitor, offset, limit)
+        told = [_run(run) for run in runs]
+        return JSONResponse({"training_runs": told, "cursor": _cursor(offset, limit, total)})
+
+    async def get_run(self, request: Request) -> Response:
+        """Tell of one training run."""
+        visitor = await visitor_of_key(request)
+        return JSONResponse(_run(await self._kept.run(visitor, _model(request))))
+
+    async def list_of_run(self, request: Request) -> Response:
+        """List the checkpoints of a training run, newest first."""
+        visitor = await visitor_of_key(request)
+        found = await self._kept.checkpoints_of(visitor, _model(request))
+        told = _checkpoints(request, found)
+        return JSONResponse({"checkpoints": told, "cursor": None})
+
+    async def list_of_user(self, request: Request) -> Response:
+        """List all checkpoints of a user, newest first."""
+        visitor = await visitor_of_key(request)
+        offset, limit = _page(request, 100)
+        found, total = await self._kept.checkpoints(visitor, offset, limit)
+        told = _checkpoints(request, found)
+        return JSONResponse({"checkpoints": told, "cursor": _cursor(offset, limit, total)})
+
+    async def delete(self, request: Request) -> Response:
+        """Delete a checkpoint."""
+        return await self._change(request, "delete")
+
+    async def publish(self, request: Request) -> Response:
+        """Let everybody in the pool read a checkpoint."""
+        return await self._change(request, "publish")
+
+    async def unpublish(self, request: Request) -> Response:
+        """Let nobody else read a checkpoint any more."""
+        return await self._change(request, "unpublish")
+
+    async def expire(self, request: Request) -> Response:
+        """Set when a checkpoint is removed, in seconds from now; null: never."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        ttl = body.get("ttl_seconds")
+        good = isinstance(ttl, int) and not isinstance(ttl, bool) and 1 <= ttl <= 10**10
+        if ttl is not None and not good:
+            raise MessageError(
+                f"ttl_seconds={ttl!r} is no number of seconds", hint="null: it never expires"
+            )
+        path = str(checkpoint_in(request))
+        changed = ChangeCheckpoint(path=path, action="expire", ttl_s=ttl)
+        return JSONResponse(_checkpoint(await self._kept.change(visitor, changed)))
+
+    async def _change(
+        self, request: Request, action: Literal["delete", "publish", "unpublish"]
+    ) -> Response:
+        visitor = await visitor_of_key(request)
+        asked = ChangeCheckpoint(path=str(checkpoint_in(request)), action=action)
+        return JSONResponse(_checkpoint(await self._kept.change(visitor, asked)))
+
+
+def checkpoint_in(request: Request) -> CheckpointName:
+    """Return the checkpoint in a path; raises NotFoundError for what cannot be one."""
+    named = request.path_params
+    return CheckpointName.parse(f"tinker://{named['run']}/{named['kind']}/{named['name']}")
+
+
+def iso(seconds: float) -> str:
+    """Return a time as clients read it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _model(request: Request) -> ModelName:
+    return ModelName.parse(request.path_params["run"])
+
+
+def _page(request: Request, limit: int) -> tuple[int, int]:
+    """Return offset and limit of a list; raises MessageError for what is no number."""
+    return number_in(request, "offset", 0) or 0, number_in(request, "limit", limit) or 0
+
+
+def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:
+    return {"offset": offset, "limit": limit, "total_count": total}
+
+
+def _check_project(request: Request) -> None:
+    if request.query_params.get("project_id"):
+        raise MessageError("this service has no projects", hint="leave project_id out")
+
+
+def _name_in(body: dict[str, Any]) -> str | None:
+    name = body.get("display_name")
+    return None if name is None else str(name)[:200]
+
+
+def _run(run: TrainingRun) -> dict[str, Any]:
+    last, sampled = run.checkpoint, run.sampler_checkpoint
+    return {
+        "training_run_id": run.model,
+        "base_model": run.base,
+        "model_owner": run.owner,
+        "is_lora": True,
+        "lora_rank": run.rank,
+        "corrupted": False,
+        "last_request_time": iso(run.time),
+        "last_checkpoint": None if last is None else _checkpoint(last),
+        "last_sampler_checkpoint": None if sampled is None else _checkpoint(sampled),
+        "user_metadata": run.user_metadata,
+    }
+
+
+def _checkpoints(request: Request, found: list[TinkerCheckpoint]) -> list[dict[str, Any]]:
+    """Return what is told of checkpoints, without those that an older SDK cannot read."""
+    whole = knows_external(request.headers.get("user-agent", ""))
+    return [_checkpoint(one) for one in found if whole or "/external_weights/" not in one.path]
+
+
+def _checkpoint(one: TinkerCheckpoint) -> dict[str, Any]:
+    name = CheckpointName.parse(one.path)
+    return {
+        "checkpoint_id": f"{name.kind}/{name.name}",
+        "checkpoint_type": _TYPES[name.kind],
+        "time": iso(one.time),
+        "tinker_path": one.path,
+        "size_bytes": one.size_bytes,
+        "public": one.is_public,
+        "user_metadata": one.user_metadata,
+        "expires_at": iso(one.expires) if one.expires else None,
+    }
