@@ -99,16 +99,40 @@ def add_adapter(
 
 
 def merge(model: "PreTrainedModel", folder: str | Path) -> "PreTrainedModel":
-    """Return a model with an adapter's product added to its weights; any kind that PEFT knows."""
+    """Return a model with an adapter's product added to its weights; any kind that PEFT knows.
+
+    All of its weights can be trained.
+    """
     from peft import PeftModel
 
     try:
-        return cast(Any, PeftModel.from_pretrained(model, str(folder))).merge_and_unload()
+        merged = cast(Any, PeftModel.from_pretrained(model, str(folder))).merge_and_unload()
+        return merged.requires_grad_(True)  # PEFT has frozen them
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(
             f"the adapter in {folder} cannot be put on {base_of(folder)}: {error}",
             hint="`PeftModel.from_pretrained` must be able to open it",
         ) from error
+
+
+def untie(model: "PreTrainedModel", folder: str | Path) -> None:
+    """Give the output layer weights of its own where an adapter that is merged changes them.
+
+    Tied to the embeddings, what is added to the one would be added to the other.
+    """
+    from torch.nn import Parameter
+
+    shaped = cast("Any", model)
+    head = shaped.get_output_embeddings()
+    if head is None or head.weight is not shaped.get_input_embeddings().weight:
+        return
+    name = next(name for name, one in shaped.named_modules() if one is head)
+    targets: list[str] = _settings(folder).get("target_modules") or []
+    if any(f".{name}".endswith(f".{target}") for target in targets):
+        head.weight = Parameter(head.weight.detach().clone())
+        shaped.all_tied_weights_keys = {}
+        for config in (shaped.config, shaped.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def has_adapter(model: "nn.Module") -> bool:

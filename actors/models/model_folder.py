@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ...schemas.config.lora import LoraConfig
 from ...schemas.wire.errors import ModelError
 from .digests import check_digests
-from .lora import add_adapter, base_of, beside, is_adapter, merge
+from .lora import add_adapter, base_of, beside, is_adapter, merge, untie
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +109,7 @@ def load_causal_lm(
     }
     if is_adapter(path):
         base = load_causal_lm(base_of(path), hollow=hollow, **options)
+        untie(base, path)
         return base if hollow else merge(base, path).eval()
     config = load_model_config(path, trust_remote_code=trust_remote_code)
     auto = auto_class(config)
@@ -187,6 +188,8 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> "PreTrained
 
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in _TOKENIZERS):
+        if is_adapter(folder):  # one without a tokenizer of its own has that of its base
+            return load_tokenizer(base_of(folder), trust_remote_code=trust_remote_code)
         raise ModelError(
             f"{path} holds no tokenizer: tokenizer.json is missing",
             hint="write it with `tokenizer.save_pretrained(folder)`",

@@ -15,11 +15,9 @@ from ..runtime import JobContext, settle_memory
 from .applying import Applying
 from .checkpoints.kept import KeptByTrainer
 from .service import TrainerService
-from .states import States
+from .states import STATES, States
 from .training.trainer import AdapterTrainer
 
-STATES = "tinker"
-"""Folder of a run in which its models' states and checkpoints lie."""
 _NO_CONTEXT = 4096
 
 

@@ -18,6 +18,8 @@ from .checkpoints.folders import CheckpointFolders
 from .history import ModelHistory
 from .models import TrainedModel
 
+STATES = "tinker"
+"""Folder of a run in which its models' states and checkpoints lie."""
 _META = "tinker.json"
 
 

@@ -8,6 +8,7 @@ from ...schemas.config.job import RolloutConfig
 from ...schemas.config.lora import ADAPTER_CONFIG
 from ...schemas.config.merge import merged
 from ...schemas.job import FINAL_STATES, LAST_STEP
+from ...schemas.tinker.names import is_path
 from ...schemas.wire.errors import ConfigError, ModelError, NotFoundError
 from ..pool import Pool, is_token
 from ..validation.names import did_you_mean, run_and_step
@@ -31,6 +32,8 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
     before a folder of that name, which is meant by `./name`. Raises
     NotFoundError or ModelError that says what `name` could have meant.
     """
+    if is_path(name):
+        return await _tinker_source(pool, name)
     folder, run = _folder(name), name.partition("@")[0]
     if is_token(run) and (folder is None or await pool.knows(run)):
         return await _run_source(pool, name)
@@ -48,6 +51,13 @@ async def find_source(pool: Pool, name: str) -> ModelSource:
 def _folder(name: str) -> Path | None:
     folder = Path(name).expanduser()
     return folder if folder.is_dir() else None
+
+
+async def _tinker_source(pool: Pool, path: str) -> ModelSource:
+    """Return the submission that serves an adapter of a program written for Tinker."""
+    contexts = [offer.max_context for offer in await pool.trainers() if offer.max_context]
+    longest = min([DEFAULT_CONTEXT, *contexts])
+    return ModelSource(model_config(path, None, longest), fork_of=path)
 
 
 async def _run_source(pool: Pool, name: str) -> ModelSource:

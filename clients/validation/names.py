@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Iterable
 
 from ...schemas.job import LAST_STEP
+from ...schemas.tinker.names import is_path
 from ...schemas.wire.errors import ConfigError
 
 
@@ -35,6 +36,11 @@ def run_and_step(name: str) -> tuple[str, str | None]:
 
 
 def checkpoint_named(name: str) -> str:
-    """Return `RUN@STEP` for a name that people type: `RUN` means its newest checkpoint."""
+    """Return `RUN@STEP` for a name that people type: `RUN` means its newest checkpoint.
+
+    A `tinker://` path stays as it is.
+    """
+    if is_path(name):
+        return name
     run, step = run_and_step(name)
     return f"{run}@{step or LAST_STEP}"

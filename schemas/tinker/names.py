@@ -30,6 +30,11 @@ def session_name(text: str) -> str:
     return text
 
 
+def is_path(text: str) -> bool:
+    """Whether a text is meant as the path of a checkpoint, `tinker://…`."""
+    return text.startswith("tinker://")
+
+
 @dataclass(frozen=True)
 class ModelName:
     """One model of a session."""

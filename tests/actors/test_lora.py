@@ -1,11 +1,13 @@
 """Adapters: what is trained and sent, what is saved, and what they are compared with."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig as PeftLoraConfig
+from peft import PeftModel, get_peft_model
 from safetensors.torch import load_file
 from tinkermq.actors.generator.engine.engine import Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import (
@@ -232,3 +234,29 @@ def test_a_run_goes_on_from_a_checkpoint_of_its_own_kind_only(base: Path, tmp_pa
     with pytest.raises(ModelError, match=r"holds an adapter, and lora\.rank is 0") as caught:
         refuse_other_kind(folder, LoraConfig())
     assert "--from" in caught.value.hint
+
+
+def test_a_merged_adapter_of_a_tied_output_layer_leaves_the_embeddings_as_they_are(
+    base: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    wanted = PeftLoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "lm_head"])
+    with warnings.catch_warnings(action="ignore"):  # of the tied layer, which is what this is about
+        adapted = get_peft_model(model, wanted)
+        with torch.no_grad():
+            for name, tensor in adapted.named_parameters():
+                if "lora_" in name:
+                    tensor.normal_(std=0.1)
+        adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    parts = IDS[0, :2].numpy(), IDS[0, 2:].numpy()
+    expected = plain_logprobs(adapted, *parts)
+    for folder in (tmp_path / "adapter", tmp_path / "again"):
+        merged = load_causal_lm(str(folder), dtype=torch.float32)
+        np.testing.assert_allclose(plain_logprobs(merged, *parts), expected, atol=1e-5)
+        assert all(one.requires_grad for one in merged.parameters())
+        hollow = load_causal_lm(str(folder), dtype=torch.float32, hollow=True)
+        assert {name for name, _ in hollow.named_parameters()} == {
+            name for name, _ in merged.named_parameters()
+        }
+        merged.save_pretrained(tmp_path / "again")
+        AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "again")

@@ -5,9 +5,11 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from urllib.parse import quote
 
 from ....schemas.config.job import JobConfig
 from ....schemas.job import LAST_STEP, JobRecord
+from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import NotFoundError, StateError, StorageError
 from ...models.checkpoint_folders import checkpoint_folders
 
@@ -56,12 +58,17 @@ def find_checkpoint(origin: JobRecord, step: str) -> tuple[int, Path]:
 
 
 def pin_checkpoint(
-    checkpoint: Path, run_dir: Path, *, weights_only: bool = False, place: str = _FORK
+    checkpoint: Path,
+    run_dir: Path,
+    *,
+    weights_only: bool = False,
+    as_copy: bool = False,
+    place: str = _FORK,
 ) -> Path:
     """Keep a checkpoint in the folder of the run that starts from it, and return its place there.
 
     With `weights_only` the state of the other run's learner is left out. The other run may remove
-    its own meanwhile. Files are linked, or copied to another disk.
+    its own meanwhile. Files are linked, or copied to another disk or where that is asked for.
 
     Raises NotFoundError when the checkpoint has gone, StorageError when there is no room.
     """
@@ -69,7 +76,8 @@ def pin_checkpoint(
     shutil.rmtree(pinned, ignore_errors=True)  # of a submission that was cut off
     try:
         leave_out = shutil.ignore_patterns("learner") if weights_only else None
-        shutil.copytree(checkpoint, pinned, copy_function=_link, ignore=leave_out)
+        copy = shutil.copy2 if as_copy else _link
+        shutil.copytree(checkpoint, pinned, copy_function=copy, ignore=leave_out)
     except (shutil.Error, OSError) as error:
         shutil.rmtree(pinned, ignore_errors=True)
         if not checkpoint.is_dir():
@@ -87,7 +95,13 @@ def pin_adapters(adapters: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     """Keep further adapters by their names, `run@step`; raises what `pin_checkpoint` does."""
     return {
         name: str(
-            pin_checkpoint(Path(each), run_dir, weights_only=True, place=f"{_ADAPTERS}/{name}")
+            pin_checkpoint(
+                Path(each),
+                run_dir,
+                weights_only=True,
+                as_copy=is_path(name),
+                place=f"{_ADAPTERS}/{quote(name, safe='@')}",
+            )
         )
         for name, each in adapters.items()
     }

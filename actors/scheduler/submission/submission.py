@@ -17,13 +17,13 @@ from ....schemas.config.agent import runs_programs
 from ....schemas.config.load_config import check_keys, parse_config
 from ....schemas.config.merge import merged
 from ....schemas.config.reward import RewardConfig
-from ....schemas.job import LAST_STEP, ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.job import ConfigureRequest, JobRecord, SubmitRequest
+from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import ConfigError, MessageError, StateError
 from ....schemas.wire.ids import new_id
 from ....schemas.wire.subjects import DEFAULT_USER, JobScope, token
 from ...folders.links import named_by
 from ...folders.roots import in_default_folder, output_roots, with_allowed_folders
-from ...models.lora import is_adapter
 from ..jobs.actors import KINDS, actors_for, slots_of
 from ..jobs.holdings import (
     check_bucket,
@@ -38,7 +38,8 @@ from ..jobs.view import JobsView, size_of
 from ..reconciler import Reconciler
 from .access import refuse_code_of_others, refuse_runs_of_others, refuse_second_service
 from .naming import run_name
-from .run_folder import find_checkpoint, make_run_dir, pin_adapters, pin_checkpoint
+from .origins import Origins, begins_with, own
+from .run_folder import make_run_dir, pin_adapters, pin_checkpoint
 
 
 class Submission:
@@ -55,6 +56,7 @@ class Submission:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
         self._secrets = secrets
         self._broker = broker
+        self._origins = Origins(view)
         self._jobs = jobs
         self._view = view
         self._reconciler = reconciler
@@ -100,9 +102,9 @@ class Submission:
         if request.kind == "tinker":
             is_admin = self._view.is_admin(user) or not self._has_users
             refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
-        fork_of, fork_dir = await self._fork(user, request.fork_of, request.weights_only)
-        followed = self._followed(user, request)
-        adapters = await self._adapters(user, request)
+        fork_of, fork_dir = await self._origins.fork(user, request)
+        followed = self._origins.followed(user, request)
+        adapters = await self._origins.adapters(user, request)
         blank = JobRecord(
             job=job,
             name=await self._free_name(user, job, request.config),
@@ -114,7 +116,7 @@ class Submission:
             config=request.config,
             configured=False,
             fork_of=fork_of,
-            weights_only=request.weights_only,
+            weights_only=request.weights_only or is_path(fork_of or ""),
             fork_dir=fork_dir,
             follow=followed.job if followed else None,
             serves=followed.name if followed else _served(request, fork_of),
@@ -168,7 +170,7 @@ class Submission:
         """
         config = parse_config({**record.config, "name": record.name})
         if record.weights_only:
-            config = config.with_model(record.fork_dir)
+            config = config.with_model(begins_with(record))
         roots = output_roots(has_users=self._has_users)
         config = in_default_folder(config, roots)
         if self._view.is_admin(record.user):
@@ -178,7 +180,9 @@ class Submission:
             if self._has_users:
                 refuse_code_of_others(config)
                 others = self._view.run_folders_of_others(record.user)
-                await asyncio.to_thread(refuse_runs_of_others, config, others, named_by(record))
+                await asyncio.to_thread(
+                    refuse_runs_of_others, config, others, named_by(own(record))
+                )
         kind = "sft" if record.kind == "train" and config.sft.data else record.kind
         actors = actors_for(config, kind)
         self._reconciler.refuse_impossible(actors)
@@ -190,7 +194,11 @@ class Submission:
         fork_dir = record.fork_dir
         if fork_dir:
             pinned = await asyncio.to_thread(
-                pin_checkpoint, Path(fork_dir), run_dir, weights_only=record.weights_only
+                pin_checkpoint,
+                Path(fork_dir),
+                run_dir,
+                weights_only=record.weights_only,
+                as_copy=is_path(record.fork_of or ""),
             )
             fork_dir = str(pinned)
         if record.weights_only:
@@ -268,62 +276,6 @@ class Submission:
                 hint=f"go on with it (`tinkermq resume {name}`), or choose another name",
             )
         return name
-
-    async def _fork(
-        self, user: str, source: str | None, weights_only: bool
-    ) -> tuple[str | None, str]:
-        """Return `run@step` with the run's name, and the folder of that checkpoint."""
-        if source is None:
-            if weights_only:
-                raise ConfigError(
-                    "weights_only is for a job that starts from a checkpoint",
-                    hint="name it: fork_of=my-run@40",
-                )
-            return None, ""
-        run, _, step = source.partition("@")
-        if step != LAST_STEP and not step.isdecimal():
-            raise ConfigError(
-                f"fork_of={source!r} does not name a checkpoint",
-                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
-            )
-        origin = self._view.get(user, run)
-        if origin.removal == "delete":
-            raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
-        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
-        return f"{origin.name}@{number}", str(folder)
-
-    async def _adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
-        """Return the further adapters of an inference job: `run@step` and its checkpoint."""
-        if request.adapters and request.kind != "infer":
-            raise ConfigError(
-                "adapters are for inference jobs", hint="begin a training run with fork_of"
-            )
-        found = [await self._fork(user, source, False) for source in request.adapters]
-        for name, folder in found:
-            if not is_adapter(folder):
-                raise ConfigError(
-                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
-                    hint=f"serve it by itself: `tinkermq serve {name}`",
-                )
-        return {name: folder for name, folder in found if name is not None}
-
-    def _followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
-        """Return the live run whose versions an inference job serves."""
-        if request.follow is None:
-            return None
-        if request.kind != "infer" or request.fork_of is not None:
-            raise ConfigError(
-                f"follow={request.follow!r} is for inference jobs without fork_of",
-                hint="name either a live run or one of its checkpoints",
-            )
-        record = self._view.get(user, request.follow)
-        if not record.trains or is_final(record):
-            raise StateError(
-                f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
-                "new versions",
-                hint=f"serve a checkpoint of a run: {record.name}@STEP",
-            )
-        return record
 
 
 def _served(request: SubmitRequest, fork_of: str | None) -> str:

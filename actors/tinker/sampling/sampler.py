@@ -27,8 +27,8 @@ from ...generator.episodes.text_stream import TextStream
 from ...models.lora import beside
 from ...runtime import JobContext, settle_memory
 from ..applying import as_failure
-from ..start import STATES, SharedModel, open_base
-from ..states import States
+from ..start import SharedModel, open_base
+from ..states import STATES, States
 from ..training.trainer import AdapterTrainer
 from ..wire.sampling import SampleBody, Sampled, write_samples
 from .engines import SampledAdapters

@@ -19,6 +19,7 @@ from ....schemas.config.load_config import apply_override
 from ....schemas.config.merge import merged
 from ....schemas.job import FINAL_STATES, LAST_STEP, JobRecord
 from ....schemas.metric import EvalRecord, Event, Metric
+from ....schemas.tinker.names import is_path
 from ....schemas.wire.errors import (
     ConfigError,
     ConflictError,
@@ -148,6 +149,9 @@ async def _evaluate(pool: Pool, target: str, settings: _Settings, common: Common
     if given is not None:
         record = await pool.find(_needed(settings.like))
         return await _evaluate_model(pool, target, settings.config(record, given), None, common)
+    if is_path(target):
+        record = await pool.find(_needed(settings.like))
+        return await _evaluate_model(pool, target, settings.config(record, None), target, common)
     run, step = run_and_step(target)
     record = await pool.find(run)
     if step is None and record.state not in FINAL_STATES:

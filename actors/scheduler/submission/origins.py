@@ -1,0 +1,113 @@
+"""What a job begins with: a checkpoint of a run, a `tinker://` one, or the versions of a live run.
+
+A checkpoint under a `tinker://` path lies in the run folder of the service, which is an admin's;
+whose it is stands in its path. It is copied to the job's own folder before anything reads it.
+"""
+
+import asyncio
+from pathlib import Path
+
+from ....broker.jobs import is_final
+from ....schemas.job import LAST_STEP, JobRecord, SubmitRequest
+from ....schemas.tinker.names import CheckpointName, is_path
+from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
+from ...models.lora import base_of, is_adapter
+from ...tinker.checkpoints.folders import CheckpointFolders, missing
+from ...tinker.states import STATES
+from ..jobs.view import JobsView
+from .run_folder import find_checkpoint
+
+
+class Origins:
+    """Finds what requests name."""
+
+    def __init__(self, view: JobsView) -> None:
+        """Look among the jobs of `view`."""
+        self._view = view
+
+    async def fork(self, user: str, request: SubmitRequest) -> tuple[str | None, str]:
+        """Return what a job begins with and its folder; None and nothing if with no checkpoint."""
+        if request.fork_of is None:
+            if request.weights_only:
+                raise ConfigError(
+                    "weights_only is for a job that starts from a checkpoint",
+                    hint="name it: fork_of=my-run@40",
+                )
+            return None, ""
+        return await self._find(user, request.fork_of)
+
+    async def adapters(self, user: str, request: SubmitRequest) -> dict[str, str]:
+        """Return the further adapters of an inference job by their names, with their folders."""
+        if request.adapters and request.kind != "infer":
+            raise ConfigError(
+                "adapters are for inference jobs", hint="begin a training run with fork_of"
+            )
+        found = [await self._find(user, source) for source in request.adapters]
+        for name, folder in found:
+            if not is_adapter(folder):
+                raise ConfigError(
+                    f"{name} is no LoRA checkpoint: it cannot be served beside another model",
+                    hint=f"serve it by itself: `tinkermq serve {name}`",
+                )
+        return dict(found)
+
+    def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
+        """Return the live run whose versions an inference job serves."""
+        if request.follow is None:
+            return None
+        if request.kind != "infer" or request.fork_of is not None:
+            raise ConfigError(
+                f"follow={request.follow!r} is for inference jobs without fork_of",
+                hint="name either a live run or one of its checkpoints",
+            )
+        record = self._view.get(user, request.follow)
+        if not record.trains or is_final(record):
+            raise StateError(
+                f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
+                "new versions",
+                hint=f"serve a checkpoint of a run: {record.name}@STEP",
+            )
+        return record
+
+    async def _find(self, user: str, source: str) -> tuple[str, str]:
+        """Return the full name of a checkpoint, and its folder."""
+        if is_path(source):
+            return source, await asyncio.to_thread(self._tinker, user, CheckpointName.parse(source))
+        run, _, step = source.partition("@")
+        if step != LAST_STEP and not step.isdecimal():
+            raise ConfigError(
+                f"fork_of={source!r} does not name a checkpoint",
+                hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
+            )
+        origin = self._view.get(user, run)
+        if origin.removal == "delete":
+            raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
+        number, folder = await asyncio.to_thread(find_checkpoint, origin, step)
+        return f"{origin.name}@{number}", str(folder)
+
+    def _tinker(self, user: str, name: CheckpointName) -> str:
+        """Return the folder of a checkpoint under the Tinker API that a user may read.
+
+        It is an own one, or one that its owner has published. Raises NotFoundError.
+        """
+        told = missing(name)
+        for record in list(self._view.live.values()):
+            if record.kind == "tinker" and record.run_dir:
+                try:
+                    folders = CheckpointFolders(Path(record.run_dir) / STATES)
+                    return str(folders.find(user, name).folder)
+                except NotFoundError as error:
+                    told = error
+        raise told
+
+
+def begins_with(record: JobRecord) -> str:
+    """Return the model folder that a job, of whose checkpoint only the weights count, leads to."""
+    return base_of(record.fork_dir) if is_path(record.fork_of or "") else record.fork_dir
+
+
+def own(record: JobRecord) -> JobRecord:
+    """Return a record without the folders that are copied from the service for the Tinker API."""
+    fork_dir = "" if is_path(record.fork_of or "") else record.fork_dir
+    adapters = {name: path for name, path in record.adapters.items() if not is_path(name)}
+    return record.model_copy(update={"fork_dir": fork_dir, "adapters": adapters})
