@@ -54,7 +54,7 @@ async def run(service: TinkerService, *words: str) -> Outcome:
 
 def greedy(service: TinkerService, path: str, prompt: str) -> str:
     """Return what PEFT continues a prompt with."""
-    folders = CheckpointFolders(Path(service.job.run_dir) / STATES)
+    folders = CheckpointFolders(service.job.run_dir / STATES)
     folder = folders.find("local", CheckpointName.parse(path)).folder
     base = service.folder / BASE
     model = cast("Any", AutoModelForCausalLM).from_pretrained(base)
