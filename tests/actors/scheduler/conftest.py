@@ -195,6 +195,7 @@ class Stack:
         configured = changes.pop("configured", True)
         fork_of = changes.pop("fork_of", None)
         kind, weights_only = changes.pop("kind", "train"), changes.pop("weights_only", False)
+        adapters = changes.pop("adapters", [])
         config = {
             "model": {"path": "models/tiny"},
             "env": {"game": "bandit", "hosts": 0, "num_val": 0},
@@ -207,6 +208,7 @@ class Stack:
             fork_of=fork_of,
             kind=kind,
             weights_only=weights_only,
+            adapters=adapters,
         )
 
     async def list_jobs(self, request: ListRequest) -> list[JobRecord]:

@@ -2,11 +2,16 @@
 
 import asyncio
 import shutil
+import time
 from collections.abc import Awaitable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.actors.scheduler.jobs.actors import slots_of
+from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.states import STATES
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
     ConfigureRequest,
@@ -16,6 +21,8 @@ from tinkermq.schemas.job import (
     ScaleRequest,
     StopRequest,
 )
+from tinkermq.schemas.tinker.names import CheckpointName
+from tinkermq.schemas.tinker.operation import ModelInfo
 from tinkermq.schemas.wire.errors import (
     ConfigError,
     NotFoundError,
@@ -173,6 +180,45 @@ async def test_a_job_may_begin_with_the_weights_of_another_run(stack: Stack) -> 
         await stack.submit(kind="sft")
     sft = await stack.submit(sft={"data": ["chats.jsonl"]})
     assert (sft.kind, slots_of(sft.actors)) == ("sft", 1)
+
+
+async def test_a_job_may_begin_with_an_adapter_of_a_program_written_for_tinker(
+    stack: Stack,
+) -> None:
+    """Whose it is stands in its place in the run folder of the service, which is an admin's."""
+    await stack.scheduler()
+    service = await stack.submit(kind="tinker", env={"game": ""}, tinker={"base": "org/base"})
+    name = CheckpointName.parse("tinker://s1:train:0/weights/end")
+    folders = CheckpointFolders(Path(service.run_dir) / STATES)
+    stored = StoredCheckpoint(
+        user="ada",
+        name=name,
+        place=folders.place_of("ada", name),
+        info=ModelInfo(model="s1:train:0", base="org/base", folder="/base", arch="qwen3", rank=4),
+        seq=3,
+        time=time.time(),
+    )
+    stored.folder.mkdir(parents=True)
+    (stored.folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/base"}')
+    folders.commit(stored)
+
+    async def begin(user: str, **changes: Any) -> JobRecord:
+        return await stack.ask("submit", stack.request(fork_of=str(name), **changes), user)
+
+    record = await begin("ada")
+    assert (record.fork_of, record.weights_only, record.fork_dir) == (str(name), True, "")
+    kept = Path(record.config["model"]["path"]) / "adapter_config.json"
+    assert kept.parent.parent == Path(record.run_dir)
+    assert kept.stat().st_nlink == 1  # a copy: nothing of the job's is in the admin's folder
+    with pytest.raises(NotFoundError, match=f"there is no checkpoint {name}"):
+        await begin("bob")
+    served = stack.request(kind="infer", adapters=[str(name)], request_id="served")
+    assert list((await stack.ask("submit", served, "ada")).adapters) == [str(name)]
+    folders.commit(replace(stored, is_public=True))
+    assert (await begin("bob", request_id="now")).fork_of == str(name)
+    folders.remove(stored, "deleted")
+    with pytest.raises(NotFoundError, match="was deleted"):
+        await begin("ada", request_id="later")
 
 
 async def test_what_a_state_does_not_allow_is_refused(stack: Stack) -> None:
