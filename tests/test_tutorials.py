@@ -2,6 +2,7 @@
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,8 +52,14 @@ class Reader:
             succeed(line, self.here, env=self.env)
 
 
+def _param(page: Path) -> Any:
+    """Return a page as a parameter; the first trains for long, as the quickstart does."""
+    marks = [pytest.mark.long] if page.stem.startswith("1-") else []
+    return pytest.param(page, id=page.stem, marks=marks)
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [_param(page) for page in TUTORIALS])
 def test_a_tutorial_does_what_it_shows(page: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path)
     try:

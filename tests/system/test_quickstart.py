@@ -50,14 +50,18 @@ def assert_nothing_left(mark: str) -> None:
 
 @pytest.mark.learns
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "steps", [pytest.param(60, marks=pytest.mark.long, id="as it is"), pytest.param(30, id="half")]
+)
 def test_the_quickstart_trains_and_shows_reward_and_plot_and_what_to_try_next(
-    tmp_path: Path,
+    tmp_path: Path, steps: int
 ) -> None:
     mark = uuid.uuid4().hex
-    process = start(mark, f"output_dir={tmp_path}")
+    fewer = [] if steps == 60 else [f"training.num_steps={steps}"]
+    process = start(mark, f"output_dir={tmp_path}", *fewer)
     out, _ = process.communicate(timeout=590)
     assert process.returncode == 0, out
-    assert "step 60/60" in out
+    assert f"step {steps}/{steps}" in out
     told = re.search(r"^reward (0\.\d\d) → (0\.\d\d|1\.00) ", out, re.MULTILINE)
     assert told, out
     assert float(told[1]) <= 0.5
