@@ -10,6 +10,28 @@ from typing import Protocol
 from ...schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
 
 
+class RunningLoss(Protocol):
+    """A loss that is computed one micro-batch after the other."""
+
+    @property
+    def num_left(self) -> int:
+        """Micro-batches that are still to be computed."""
+        ...
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of the next one."""
+        ...
+
+    def advance(self) -> bool:
+        """Compute the next one; return whether there are more."""
+        ...
+
+    def result(self) -> LossResult:
+        """Return the loss, once all are computed."""
+        ...
+
+
 class Adapters(Protocol):
     """The adapters, with their gradients and optimisers."""
 
@@ -17,7 +39,7 @@ class Adapters(Protocol):
         """Make a new adapter; raises ConfigError."""
         ...
 
-    def forward_backward(
+    def begin(
         self,
         model_id: str,
         data: Sequence[Datum],
@@ -26,11 +48,15 @@ class Adapters(Protocol):
         *,
         backward: bool = True,
         operation: str = "",
-    ) -> LossResult:
-        """Compute a loss and, with `backward`, add its gradients; raises DataError, ConfigError.
+    ) -> RunningLoss:
+        """Lay out a loss, which with `backward` adds its gradients; raises DataError, ConfigError.
 
         `operation` is what it is called when the step behind it fails because of it.
         """
+        ...
+
+    def refuse(self, model_id: str, *, operation: str, reason: str) -> None:
+        """Let the step behind a loss fail that could not be laid out at all."""
         ...
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
@@ -47,4 +73,16 @@ class Adapters(Protocol):
 
     def evict(self, model_id: str) -> None:
         """Forget a model."""
+        ...
+
+    def suspend(self, model_id: str, file: Path) -> None:
+        """Write all that a model has in memory to a file, and forget it; raises StorageError."""
+        ...
+
+    def resume(self, model_id: str, file: Path) -> None:
+        """Make a model what it was when it was suspended, to the bit; raises ModelError."""
+        ...
+
+    def num_bytes_of(self, spec: LoraSpec) -> int:
+        """Return the most bytes that such a model will hold; ConfigError for one not offered."""
         ...

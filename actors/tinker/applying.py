@@ -1,7 +1,10 @@
-"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result."""
+"""Do one operation on one model, in the trainer's thread; whatever happens becomes its result.
+
+It is done in pieces, between which those of other models may be done.
+"""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import structlog
@@ -11,6 +14,7 @@ from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationKind
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire.errors import (
     ConfigError,
+    DataError,
     ModelError,
     NotFoundError,
     StateError,
@@ -22,13 +26,16 @@ from .checkpoints.records import metadata_of
 from .models import TrainedModel
 from .states import States
 from .wire.bodies import CreateModelBody, LoadWeightsBody, OptimStepBody, SaveWeightsBody
-from .wire.training import plain_body, read_request, write_result
+from .wire.training import ForwardBackward, parse_request, plain_body, request_of, write_result
 
 _KINDS: dict[OperationKind, CheckpointKind] = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
+PIECE_TOKENS = 64
+"""What a piece of work without a micro-batch counts as."""
+_Pieces = Generator[int, None, bytes]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -46,7 +53,6 @@ class Applying:
         self._do: dict[OperationKind, Callable[[TrainedModel, ModelOperation], bytes]] = {
             "create_model": self._create,
             "load_weights": self._load,
-            "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
@@ -54,22 +60,34 @@ class Applying:
             "missing": self._missing,
         }
 
-    def apply(self, model: TrainedModel, operation: ModelOperation) -> OperationResult:
-        """Do an operation; an error of the client's or ours is its result."""
+    def begin(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> Iterator[int | OperationResult]:
+        """Do an operation piece by piece: of each its tokens are told, at last the result.
+
+        Nothing is done before the first is asked for. An error of the client's or ours is a result.
+        """
         try:
-            if model.info is None and operation.kind not in ("create_model", "load_weights"):
-                raise StateError(
-                    f"{operation.model} was never made", hint="see why its create_model failed"
-                )
-            body = self._do[operation.kind](model, operation)
+            body = yield from self._pieces(model, operation)
             is_proto = operation.kind == "forward_backward"
-            return OperationResult(state="done", body=body, is_proto=is_proto)
+            yield OperationResult(state="done", body=body, is_proto=is_proto)
         except TinkermqError as error:
-            return as_failure(error)
+            yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
             _log.exception("operation_failed", model=model.key, seq=operation.seq)
             said = f"the trainer failed: {type(error).__name__}; its log has the details"
-            return OperationResult(state="failed", error=said, category="server")
+            yield OperationResult(state="failed", error=said, category="server")
+
+    def _pieces(self, model: TrainedModel, operation: ModelOperation) -> _Pieces:
+        if model.info is None and operation.kind not in ("create_model", "load_weights"):
+            raise StateError(
+                f"{operation.model} was never made", hint="see why its create_model failed"
+            )
+        if operation.kind == "forward_backward":
+            return (yield from self._forward_backward(model, operation))
+        body = self._do[operation.kind](model, operation)
+        yield PIECE_TOKENS
+        return body
 
     def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = CreateModelBody.parse(operation.body)
@@ -109,15 +127,17 @@ class Applying:
             )
         place = self._states.place_of(model.user, source)
         self._adapters.load(model.key, place, with_optimizer=body.optimizer)
+        model.is_pending = False
         model.info = info.model_copy(update={"model": operation.model})
         if operation.seq == 0:
             self._kept.runs.begin(model.user, model.info, metadata, operation.time)
         told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(told)
 
-    def _forward_backward(self, model: TrainedModel, operation: ModelOperation) -> bytes:
-        request = read_request(plain_body(operation.body, is_zstd=operation.is_zstd))
-        result = self._adapters.forward_backward(
+    def _forward_backward(self, model: TrainedModel, operation: ModelOperation) -> _Pieces:
+        request = self._read(model, operation)
+        model.is_pending |= not request.forward_only
+        loss_pass = self._adapters.begin(
             model.key,
             request.data,
             request.loss_fn,
@@ -125,13 +145,39 @@ class Applying:
             backward=not request.forward_only,
             operation=f"operation {operation.seq}",
         )
+        while loss_pass.num_left:
+            tokens = loss_pass.next_tokens
+            loss_pass.advance()
+            yield tokens
+        result = loss_pass.result()
         model.history.passed(result.metrics, forward_only=request.forward_only)
         return write_result(result)
+
+    def _read(self, model: TrainedModel, operation: ModelOperation) -> ForwardBackward:
+        """Read a request; the step behind one that cannot be read fails."""
+        is_forward = False
+        try:
+            body = plain_body(operation.body, is_zstd=operation.is_zstd)
+            message = parse_request(body)
+            is_forward = bool(message.forward_only)
+            return request_of(message)
+        except TinkermqError as error:
+            if not is_forward:
+                model.is_pending = True
+                called = f"operation {operation.seq}"
+                self._adapters.refuse(model.key, operation=called, reason=error.message)
+            raise
 
     def _optim_step(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = OptimStepBody.parse(operation.body)
         passed = model.history.take_passed()  # also where the step fails
-        metrics = self._adapters.optim_step(model.key, body.params())
+        params = body.params()
+        try:
+            metrics = self._adapters.optim_step(model.key, params)
+        except DataError:
+            model.is_pending = False  # it was forgotten
+            raise
+        model.is_pending = False
         model.history.stepped({**passed, **metrics})
         return _json({"metrics": metrics})
 

@@ -22,7 +22,7 @@ class ModelHistory:
         self._curves = Curves(max_points=MAX_POINTS)
         if told:
             self._curves.restore(told["curves"])
-        self._passed: dict[str, list[float]] = {}
+        self._passed: dict[str, list[float]] = dict(told.get("passed", {})) if told else {}
         self._last: dict[str, float] = dict(told["last"]) if told else {}
 
     @property
@@ -52,8 +52,9 @@ class ModelHistory:
         return self._curves.points()
 
     def to_map(self) -> dict[str, Any]:
-        """Return all of it as JSON may hold it, as of the newest step."""
-        return {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
+        """Return all of it as JSON may hold it."""
+        told = {"steps": self.steps, "curves": self._curves.to_map(), "last": self._last}
+        return {**told, "passed": self._passed}
 
 
 def _join(name: str, values: list[float]) -> float:

@@ -1,16 +1,17 @@
 """The models of one trainer: which of their operations have taken effect, and which wait.
 
 Pure. An operation's turn comes when all before it have taken effect, in whichever order they came;
-of the models whose turn it is, the user goes first who has had the least.
+of the models whose turn it is, that of the user goes first whose turn it is, see `turns`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...schemas.tinker.names import ModelName
-from ...schemas.tinker.operation import ModelInfo, ModelOperation
+from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationResult
 from ...schemas.wire.errors import BusyError, QuotaError, StateError
 from .history import ModelHistory
+from .turns import FairTurns
 
 MAX_AHEAD = 10_000
 """How far a number may be ahead of the one whose turn it is."""
@@ -18,6 +19,8 @@ MAX_WAITING_BYTES = 256 << 20
 """Of one user's operations that wait."""
 MAX_MODELS = 256
 """Of one user."""
+QUANTUM = 8192
+"""Tokens of one user's turn, unless told otherwise."""
 
 
 @dataclass
@@ -40,6 +43,10 @@ class TrainedModel:
     used: float = 0.0
     """When an operation last took effect."""
     history: ModelHistory = field(default_factory=ModelHistory)
+    is_pending: bool = False
+    """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
+    doing: Iterator[int | OperationResult] | None = None
+    """The operation that is being done, from one piece to the next."""
 
     @property
     def key(self) -> str:
@@ -60,11 +67,12 @@ class TrainedModel:
 class Models:
     """All models, by user and name, and whose turn it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, quantum: int = QUANTUM) -> None:
+        """Give each user at least `quantum` tokens in a row, if he has so much to be done."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
-        self._had: dict[str, float] = {}
         self._bytes: dict[str, int] = {}
-        self._least = 0.0
+        self.turns = FairTurns(quantum)
+        """The users' turns."""
         self._turn = 0
         self._turns: dict[str, int] = {}
 
@@ -84,6 +92,7 @@ class Models:
         for operation in model.waiting.values():
             self._bytes[model.user] -= len(operation.body)
         self._models.pop((model.user, model.name), None)
+        self._turns.pop(model.key, None)
 
     def check_room(self, user: str, operation: ModelOperation) -> None:
         """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
@@ -116,31 +125,43 @@ class Models:
             self._bytes[user] = self._bytes.get(user, 0) + len(operation.body)
         return model
 
-    def choose(self) -> tuple[TrainedModel, ModelOperation] | None:
-        """Return the operation to do next: of the user who has had the least, or None."""
-        ready = [model for model in self._models.values() if model.next is not None]
-        if not ready:
+    def choose(
+        self, may: Callable[[TrainedModel], bool] = lambda _: True
+    ) -> tuple[TrainedModel, ModelOperation] | None:
+        """Return the operation of which a piece is done next, or None; `may` leaves models out."""
+        ready = [model for model in self._models.values() if model.next is not None and may(model)]
+        user = self.turns.choose({model.user for model in ready})
+        if user is None:
             return None
-        for model in ready:  # who was away has no claim to what he did not use
-            self._had[model.user] = max(self._had.get(model.user, 0.0), self._least)
-        chosen = min(
-            ready, key=lambda model: (self._had[model.user], self._turns.get(model.key, 0))
-        )
-        self._least = self._had[chosen.user]
+        mine = (model for model in ready if model.user == user)
+        chosen = min(mine, key=lambda model: self._turns.get(model.key, 0))
         operation = chosen.next
         assert operation is not None
         return chosen, operation
 
-    def applied(self, model: TrainedModel, operation: ModelOperation, cost: float) -> None:
-        """Note that an operation has taken effect, which took `cost` seconds."""
+    def charge(self, model: TrainedModel, tokens: float) -> None:
+        """Note that a piece of an operation was done, and what it has cost."""
+        self.turns.charge(model.user, tokens)
+        self._turn += 1
+        self._turns[model.key] = self._turn
+
+    def applied(self, model: TrainedModel, operation: ModelOperation) -> None:
+        """Note that an operation has taken effect."""
         del model.waiting[operation.seq]
         self._bytes[model.user] -= len(operation.body)
         model.applied = operation.seq
         model.tail_bytes += len(operation.body)
-        self._had[model.user] = self._had.get(model.user, 0.0) + cost
-        self._turn += 1
-        self._turns[model.key] = self._turn
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether there is an operation whose turn has come."""
+        return any(model.next is not None for model in self._models.values())
 
     def num_before(self, model: TrainedModel) -> int:
         """Return how many operations of others could be done before the next one of a model."""
         return sum(one is not model and one.next is not None for one in self._models.values())
+
+    def num_users_before(self, user: str) -> int:
+        """Return how many other users have something to be done."""
+        ready = {one.user for one in self._models.values() if one.next is not None}
+        return len(ready - {user})

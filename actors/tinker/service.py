@@ -1,18 +1,12 @@
-"""The trainer's service: takes operations into the log, does each in its turn, tells the results.
+"""The trainer's service: takes operations into the log and tells their results.
 
-An operation is answered for once it is in the log. It is done when all before it are, in the one
-thread that computes; its result is stored before anybody hears of it. A model's state is written
-behind an `optim_step`, and the log is trimmed there: after a crash what stands behind the newest
-state is done again, to the same bits.
+An operation is answered for once it is in the log. It is done when all before it are, see
+`working`. After a crash what stands behind the newest state of its model is done again, to the same
+bits.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import TypeVar
 
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog
@@ -25,7 +19,7 @@ from ...schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
-from ...schemas.wire.errors import MessageError, NotFoundError, StateError
+from ...schemas.wire.errors import BusyError, MessageError, NotFoundError
 from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext
 from .adapters import Adapters
@@ -34,17 +28,10 @@ from .checkpoints.kept import KeptByTrainer
 from .models import Models, TrainedModel
 from .showing import Showing
 from .states import States
+from .working import GAP_S, Worker
 
-T = TypeVar("T")
+_MAKING_S = 20.0
 _FIRST = frozenset({"create_model", "load_weights"})
-_SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
-SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
-"""A model's state is written when so much stands in the log behind the last one."""
-_IDLE_S = 5.0
-GAP_S = 600.0
-"""How long operations wait for one that has not come."""
-_LOOK_S = 1.0
-_SWEEP_S = 30.0
 
 
 class TrainerService:
@@ -62,37 +49,32 @@ class TrainerService:
     ) -> None:
         """Prepare; `run` does the work."""
         self._context = context
-        self._adapters = adapters
-        self._applying = applying
         self._states = states
         self._kept = kept
-        self._gap_s = gap_s
         self._log = OperationLog(context.broker, context.scope)
-        self._models = Models()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
-        self._arrived = asyncio.Event()
-        self._changed = asyncio.Condition()
-        self._gaps: dict[str, tuple[int, float]] = {}
+        self.models = Models(quantum=context.config.tinker.micro_batch_tokens)
+        self.worker = Worker(
+            context, adapters, applying, states, self.models, self._log, gap_s=gap_s
+        )
 
     async def run(self) -> None:
         """Go on where the last trainer ended, then serve until `stopping` is set."""
         await self._recover()
         await self._open(self._context.service)
         self._context.set_state("working")
-        await self._context.unless_stopping(self._work(), None)
-        for model in self._models:
-            await self._save(model)
+        await self._context.unless_stopping(self.worker.work(self._kept.calls.sweep), None)
+        await self.worker.save_all()
 
     async def _recover(self) -> None:
         """Bring back the models, and what stands in the log behind their states."""
         await asyncio.to_thread(self._kept.load)
+        await asyncio.to_thread(self._states.forget_suspended)
         for state in await asyncio.to_thread(self._states.read_all):
-            model = self._models.add(state.user, state.name)
+            model = self.models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
             model.history = state.history
-            await self._in_thread(partial(self._states.load, self._adapters, model))
         for user, operation in await self._log.read_all():
-            model = self._models.enqueue(user, operation)
+            model = self.models.enqueue(user, operation)
             model.logged = max(model.logged, operation.seq)
             if operation.seq <= model.saved:  # a crash came between state and trimming
                 await self._log.trim(user, model.name, operation.seq, operation.seq)
@@ -103,8 +85,8 @@ class TrainerService:
         await service.endpoint("submit", rpc("*", name, "submit"), ModelOperation, self._submit)
         await service.endpoint("result", rpc("*", name, "result"), AwaitResult, self._result)
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
-        await Showing(self._models, self._context.config.tinker.base).open(service, name)
-        await self._kept.calls.open(service, name, self._models)
+        await Showing(self.models, self._context.config.tinker.base).open(service, name)
+        await self._kept.calls.open(service, name, self.models)
 
     # -- what is asked -----------------------------------------------------------------------------
 
@@ -112,7 +94,7 @@ class TrainerService:
         """Take an operation into the log; one that is there already is as good."""
         name = operation.name
         taken = OperationTaken(request_id=str(name))
-        model = self._models.find(context.user, name.model)
+        model = self.models.find(context.user, name.model)
         if (operation.seq == 0) != (model is None) and model is None:
             raise NotFoundError(
                 f"there is no model {operation.model}",
@@ -123,24 +105,24 @@ class TrainerService:
             self._kept.sessions.check_owner(context.user, name.model.session)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
-        self._models.check_room(context.user, operation)
+        self.models.check_room(context.user, operation)
         operation = operation.model_copy(update={"time": time.time()})
         is_new = await self._log.append(context.user, operation)
         if not is_new:  # its first form counts, which a trainer before this one may have taken
             operation = await self._log.find(context.user, name) or operation
-        self._models.enqueue(context.user, operation)
-        self._arrived.set()
+        self.models.enqueue(context.user, operation)
+        self.worker.wake()
         return taken.model_copy(update={"is_new": is_new})
 
     async def _result(self, request: AwaitResult, context: RequestContext) -> OperationResult:
         """Return a result as soon as there is one, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
-        model = self._models.find(context.user, name.model)
+        model = self.models.find(context.user, name.model)
         if model is None:
             raise NotFoundError(f"there is no request {name}", hint="its model is gone")
         try:
-            async with asyncio.timeout(request.wait_s), self._changed:
-                await self._changed.wait_for(lambda: model.applied >= request.seq)
+            async with asyncio.timeout(request.wait_s):
+                await self.worker.until_applied(model, request.seq)
         except TimeoutError:
             return OperationResult(queue_reason=self._reason(model, request.seq))
         found = await self._log.result(context.user, name)
@@ -155,121 +137,31 @@ class TrainerService:
             return f"waits for operation {model.applied + 1}, which has not come"
         if seq not in model.waiting:
             return f"operation {seq} has not come"
-        before = self._models.num_before(model)
         ahead = sum(one < seq for one in model.waiting)
-        return f"{ahead} operations of this model and {before} of other models come first"
+        users = self.models.num_users_before(model.user)
+        written = "" if self.worker.residence.is_resident(model) else ", it is out of memory"
+        return (
+            f"{ahead} operations of this model come first, "
+            f"{users} other users take turns with its user{written}"
+        )
 
     async def _info(self, request: AboutModel, context: RequestContext) -> ModelInfo:
-        model = self._models.find(context.user, ModelName.parse(request.model))
+        model = self.models.find(context.user, ModelName.parse(request.model))
+        if model is not None and model.applied < 0:
+            await self._until_made(model)
         if model is None or model.info is None:
             raise NotFoundError(f"there is no model {request.model}", hint="see create_model")
         return model.info.model_copy(update={"applied": model.applied})
 
-    # -- what is done ------------------------------------------------------------------------------
-
-    async def _work(self) -> None:
-        """Do one operation after the other, and look after those that wait, for ever."""
-        looked = swept = time.monotonic()
-        while True:
-            if (now := time.monotonic()) - looked > _LOOK_S:
-                await self._look(now)
-                looked = now
-            if now - swept > _SWEEP_S:
-                await self._kept.calls.sweep()
-                swept = now
-            chosen = self._models.choose()
-            if chosen is not None:
-                await self._apply(*chosen)
-                continue
-            self._arrived.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._arrived.wait()
-
-    async def _apply(self, model: TrainedModel, operation: ModelOperation) -> None:
-        began = time.monotonic()
-        result = await self._saved_before(model, operation)
-        if result is None:
-            result = await self._in_thread(partial(self._applying.apply, model, operation))
-        if not await self._log.put_result(model.user, operation.name, result):
-            await self._compare(model, operation.name, result)
-        self._models.applied(model, operation, time.monotonic() - began)
-        model.used = time.monotonic()
-        self._context.progressed()
-        async with self._changed:
-            self._changed.notify_all()
-        if operation.kind == "load_weights" and result.state == "done":
-            await self._save(model, behind_step=True)  # what it has loaded may be deleted
-        elif operation.kind == "optim_step" and self._is_long(model):
-            await self._save(model, behind_step=True)
-
-    async def _saved_before(
-        self, model: TrainedModel, operation: ModelOperation
-    ) -> OperationResult | None:
-        """Return the result of a save that a trainer before this one has done.
-
-        What it saved may have been deleted since, so it is not done again.
-        """
-        if operation.kind not in _SAVES or operation.seq > model.logged:
-            return None
-        return await self._log.result(model.user, operation.name)
-
-    async def _compare(
-        self, model: TrainedModel, name: OperationName, result: OperationResult
-    ) -> None:
-        """Say so where an operation that was done again had another result."""
-        before = await self._log.result(model.user, name)
-        if before is not None and (before.state, before.body) != (result.state, result.body):
-            text = f"operation {name} of {model.user} had another result when it was done again"
-            await self._context.event("replay_differs", text, operation=str(name))
-
-    def _is_long(self, model: TrainedModel) -> bool:
-        behind = model.applied - model.saved
-        return behind >= SAVE_OPERATIONS or model.tail_bytes >= SAVE_BYTES
-
-    async def _save(self, model: TrainedModel, *, behind_step: bool = False) -> None:
-        """Write a model's state, if its last operation was a step, and trim its log."""
-        if model.info is None or model.applied == model.saved:
-            return
-        if not behind_step and not await self._is_behind_step(model):
-            return
-        await self._in_thread(partial(self._states.save, self._adapters, model))
-        since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
-        await self._log.trim(model.user, model.name, model.saved, since)
-
-    async def _is_behind_step(self, model: TrainedModel) -> bool:
-        name = OperationName(model.name, model.applied)
-        last = await self._log.find(model.user, name)
-        return last is not None and last.kind in ("optim_step", "load_weights")
-
-    async def _look(self, now: float) -> None:
-        """Save models that are idle, and end gaps that nobody closes."""
-        for model in self._models:
-            if model.has_gap:
-                await self._end_gap(model, now)
-            else:
-                self._gaps.pop(model.key, None)
-            if not model.waiting and now - model.used > _IDLE_S:
-                await self._save(model)
-
-    async def _end_gap(self, model: TrainedModel, now: float) -> None:
-        """Let those behind a number that never comes go on, once they have waited long enough."""
-        seq = model.applied + 1
-        gap, since = self._gaps.setdefault(model.key, (seq, now))
-        if gap != seq:
-            self._gaps[model.key] = (seq, now)
-        elif now - since > self._gap_s:
-            await self._log.append(
-                model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
-            )
-            found = await self._log.find(model.user, OperationName(model.name, seq))
-            if found is None:
-                raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
-            self._models.enqueue(model.user, found)
-            self._arrived.set()
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+    async def _until_made(self, model: TrainedModel) -> None:
+        """Wait for the operation that makes a model, which a new trainer does again; BusyError."""
+        try:
+            async with asyncio.timeout(_MAKING_S):
+                await self.worker.until_applied(model, 0)
+        except TimeoutError:
+            raise BusyError(
+                f"{model.name} is not made yet: {self._reason(model, 0)}", hint="ask again"
+            ) from None
 
 
 def _check_kind(operation: ModelOperation) -> None:

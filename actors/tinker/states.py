@@ -21,6 +21,7 @@ from .models import TrainedModel
 STATES = "tinker"
 """Folder of a run in which its models' states and checkpoints lie."""
 _META = "tinker.json"
+_SUSPENDED = "suspended.safetensors"
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,29 @@ class States:
         meta["history"] = model.history.to_map()
         self._write(adapters, model, folder, meta, with_optimizer=True)
         for old in place.iterdir():
-            if old.name != folder.name:
+            # what is newer was written by a trainer after this one
+            if not old.name.isdigit() or int(old.name) < model.applied:
                 shutil.rmtree(old, ignore_errors=True)
 
     def load(self, adapters: Adapters, model: TrainedModel) -> None:
         """Bring a model back to its newest state; raises ModelError for one that is damaged."""
         folder = self._place(model.user, model.name) / "state" / str(model.saved)
         adapters.load(model.key, folder, with_optimizer=True)
+
+    def suspend(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Take a model out of memory, written down as it is now; raises StorageError."""
+        adapters.suspend(model.key, self._suspended(model))
+
+    def resume(self, adapters: Adapters, model: TrainedModel) -> None:
+        """Bring a model back as it was when it was taken out of memory; raises ModelError."""
+        file = self._suspended(model)
+        adapters.resume(model.key, file)
+        file.unlink()
+
+    def forget_suspended(self) -> None:
+        """Remove what an earlier trainer has written down: it is in the log as well."""
+        for file in self._folder.glob(f"*/*/{_SUSPENDED}"):
+            file.unlink()
 
     def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
         """Return what a named checkpoint holds that a user may read; raises NotFoundError."""
@@ -85,6 +102,9 @@ class States:
         """Remove a model's states; its named checkpoints stay."""
         place = self._place(model.user, model.name) / "state"
         shutil.rmtree(place, ignore_errors=True)
+
+    def _suspended(self, model: TrainedModel) -> Path:
+        return self._place(model.user, model.name) / _SUSPENDED
 
     def _place(self, user: str, name: ModelName) -> Path:
         return self._folder / user / f"{name.session}.train.{name.number}"

@@ -18,6 +18,13 @@ class TinkerConfig(Section):
     `Qwen/Qwen3.5-9B-Base`. Empty: not such a service."""
     max_rank: int = Field(default=64, ge=1, le=1024)
     """Largest rank of an adapter."""
+    adapters_in_memory: int = Field(default=256, ge=1, le=100_000)
+    """Adapters, with their optimisers, that the trainer has in memory at the same time; those that
+    were not used for the longest time are written down, and come back with their next operation."""
+    adapters_mb: int = Field(default=16 << 10, ge=1, le=1 << 30)
+    """Megabytes that these may have: weights, gradients and two moments of each."""
+    idle_s: float = Field(default=600.0, gt=0)
+    """Seconds after which an adapter that nobody uses is written down in any case."""
     sampled_at_once: int = Field(default=4, ge=1, le=1024)
     """Adapters that one sampler decodes with at the same time; further ones wait for a place."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)

@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +120,28 @@ class Adapter:
         state = self._optimizer.state[self._weights]
         first, second = self._named(state["exp_avg"]), self._named(state["exp_avg_sq"])
         return Moments(self.num_steps, first, second)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return all that it has in memory, gradients included, as `put_rows` takes it back."""
+        rows = {"weights": self._weights.data}
+        if self._weights.grad is not None:
+            rows["gradients"] = self._weights.grad
+        rows |= self._optimizer.state.get(self._weights, {})
+        return rows
+
+    def put_rows(self, rows: Mapping[str, Tensor]) -> None:
+        """Take back what `rows` returned: it is then as it was, to the bit."""
+        self._weights.data.copy_(rows["weights"])
+        self._optimizer.state.clear()
+        if "gradients" in rows:
+            self.begin_gradients()
+            cast(Tensor, self._weights.grad).copy_(rows["gradients"])
+        state = {name: row for name, row in rows.items() if name not in ("weights", "gradients")}
+        if state:
+            device = self._weights.device
+            self._optimizer.state[self._weights] = {
+                name: row.to(device, copy=True) for name, row in state.items()
+            }
 
     def begin_gradients(self) -> None:
         """Make room for gradients, which then add up over backward passes."""

@@ -32,6 +32,7 @@ from .layers import adapt, linear_names
 from .loss_pass import LossPass, SharedBase
 from .losses import find_loss, read_config
 from .offer import MAX_RANK, AdapterOffer
+from .suspended import read_suspended, write_suspended
 from .window import PendingWindow
 
 _LOGITS_BYTES = 64 * 2**20
@@ -128,6 +129,21 @@ class AdapterTrainer:
         self._of(model_id)
         del self._adapters[model_id], self._windows[model_id]
 
+    def suspend(self, model_id: str, file: Path) -> None:
+        """Write a model down with its gradients and what is pending, and forget it.
+
+        Raises StorageError; it stays in memory then.
+        """
+        write_suspended(file, self._of(model_id), self._windows[model_id])
+        self.evict(model_id)
+
+    def resume(self, model_id: str, file: Path) -> None:
+        """Make a model what it was when it was suspended, to the bit; raises ModelError."""
+        spec, rows, window = read_suspended(file)
+        adapter = self._fresh(model_id, spec)
+        adapter.put_rows(rows)
+        self._adapters[model_id], self._windows[model_id] = adapter, window
+
     @property
     def models(self) -> list[str]:
         """The models whose adapters are in memory."""
@@ -189,6 +205,11 @@ class AdapterTrainer:
             if backward:
                 window.fail(name, error.message)
             raise
+
+    def refuse(self, model_id: str, *, operation: str, reason: str) -> None:
+        """Let a model's next optim_step fail: a call before it could not even be read."""
+        window = self.window(model_id)
+        window.fail(window.begin(operation), reason)
 
     def forward_backward(
         self,

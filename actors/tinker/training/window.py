@@ -1,5 +1,8 @@
 """What has been added to a model's gradients since its last optim_step, and what failed of it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from ....schemas.wire.errors import DataError
 
 
@@ -15,6 +18,18 @@ class PendingWindow:
         """Calls since the last optim_step."""
         self._open: list[str] = []
         self._failed: tuple[str, str] | None = None
+
+    def to_map(self) -> dict[str, Any]:
+        """Return all of it as JSON may hold it."""
+        return {"num_calls": self.num_calls, "open": self._open, "failed": self._failed}
+
+    @classmethod
+    def from_map(cls, told: Mapping[str, Any]) -> "PendingWindow":
+        """Return what `to_map` has written down."""
+        window = cls()
+        window.num_calls, window._open = int(told["num_calls"]), list(told["open"])
+        window._failed = tuple(told["failed"]) if told["failed"] else None
+        return window
 
     def begin(self, operation: str) -> str:
         """Note that a call begins; return its name, one that tells its place if it has none."""

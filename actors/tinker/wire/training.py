@@ -64,7 +64,11 @@ def read_request(body: bytes) -> ForwardBackward:
     Raises MessageError for what is no such request, DataError naming the datum and the input that
     cannot be read.
     """
-    message = parse_request(body)
+    return request_of(parse_request(body))
+
+
+def request_of(message: Any) -> ForwardBackward:
+    """Return what a message asks for; raises DataError naming the datum and the input."""
     newer = {name: _value(one) for name, one in message.loss_fn_config_v2.items()}
     return ForwardBackward(
         model=message.model_id,

@@ -13,12 +13,13 @@ def operation(session: str, seq: int, body: bytes = b"") -> ModelOperation:
     return ModelOperation(kind=kind, model=f"{session}:train:0", seq=seq, body=body)
 
 
-def done(every: Models, cost: float = 1.0) -> tuple[str, int] | None:
+def done(every: Models, cost: float = 1000.0) -> tuple[str, int] | None:
     """Do what is next; return whose it was, and its number."""
     chosen = every.choose()
     if chosen is None:
         return None
-    every.applied(*chosen, cost)
+    every.charge(chosen[0], cost)
+    every.applied(*chosen)
     return chosen[0].user, chosen[1].seq
 
 
@@ -47,28 +48,61 @@ def test_what_comes_again_changes_nothing() -> None:
     assert done(every) is None
 
 
-def test_a_light_user_waits_for_one_operation_of_a_heavy_one() -> None:
-    every = Models()
-    for seq in range(40):
-        every.enqueue("heavy", operation("h", seq))
-    for _ in range(20):
+def filled(**users: int) -> Models:
+    """Return models of users who have so many operations waiting."""
+    every = Models(quantum=2000)
+    for user, count in users.items():
+        for seq in range(count):
+            every.enqueue(user, operation(user[0], seq))
+    return every
+
+
+def test_a_light_user_waits_for_one_piece_of_heavy_ones() -> None:
+    every = filled(heavy=40, large=40)
+    for _ in range(21):
         done(every)
-    for seq in range(3):
-        every.enqueue("light", operation("l", seq))
-    order = [done(every) for _ in range(6)]
-    assert order.count(("light", 0)) == order.count(("light", 2)) == 1
+    for seq in range(2):
+        every.enqueue("tiny", operation("t", seq))
+    assert [done(every) for _ in range(2)] == [("tiny", 0), ("tiny", 1)]
+
+
+def test_one_who_comes_again_and_again_does_not_keep_others_from_their_turns() -> None:
+    every = filled(heavy=40)
+    users: list[str] = []
+    for seq in range(20):
+        every.enqueue("often", operation("o", seq))
+        users += [one[0] for _ in range(2) if (one := done(every))]
+    assert 18 <= users.count("heavy") <= 22
+
+
+def test_users_have_turns_by_their_weights() -> None:
+    every = filled(half=60, one=60, two=60)
+    every.turns.weights |= {"half": 0.5, "two": 2.0}
+    users = [one[0] for _ in range(70) if (one := done(every))]
+    assert [users.count(name) for name in ("half", "one", "two")] == [10, 20, 40]
+
+
+def test_pieces_of_different_sizes_come_to_the_same_shares() -> None:
+    every = filled(small=400, large=400)
+    had: dict[str, float] = {"small": 0.0, "large": 0.0}
+    for _ in range(200):
+        chosen = every.choose()
+        assert chosen is not None
+        cost = 300.0 if chosen[0].user == "small" else 1900.0
+        every.charge(chosen[0], cost)
+        every.applied(*chosen)
+        had[chosen[0].user] += cost
+    assert abs(had["small"] - had["large"]) < 0.05 * had["large"]
 
 
 def test_who_was_away_has_no_claim_to_the_time_that_was_not_used() -> None:
-    every = Models()
-    for seq in range(40):
-        every.enqueue("first", operation("f", seq))
+    every = filled(first=40)
     for _ in range(20):
         done(every)
     for seq in range(20):
         every.enqueue("second", operation("s", seq))
     users = [one[0] for _ in range(20) if (one := done(every))]
-    assert 9 <= users.count("first") <= 11
+    assert 7 <= users.count("first") <= 13
 
 
 def test_a_user_has_bounds_that_cost_nobody_else() -> None:

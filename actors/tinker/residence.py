@@ -1,0 +1,140 @@
+"""Which models are in memory: as many as there is room for; the others are written down.
+
+A model comes back when an operation of it is done, to the same bits, and whichever was not used for
+the longest time makes room for it. One that is being computed stays, and one that is in use stays
+for a moment: its gradients would have to be written down as well.
+"""
+
+import time
+from collections.abc import Callable
+
+import structlog
+
+from ...schemas.tinker.datum import LoraSpec
+from ...schemas.tinker.operation import ModelInfo
+from ...schemas.wire.errors import ModelError, NotFoundError, StorageError
+from .adapters import Adapters
+from .models import Models, TrainedModel
+from .states import States
+
+_STAY_S = 0.5
+"""How long a model stays at least of which something is still to be done."""
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Residence:
+    """The models in memory; what it does is done in the trainer's thread."""
+
+    def __init__(
+        self,
+        adapters: Adapters,
+        states: States,
+        models: Models,
+        *,
+        most: int,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Keep at most so many models in memory, and at most so many bytes of them."""
+        self._adapters = adapters
+        self._states = states
+        self._models = models
+        self._most = most
+        self._most_bytes = most_bytes
+        self._clock = clock
+        self._bytes: dict[str, int] = {}
+        self._since: dict[str, float] = {}
+        self._suspended: set[str] = set()
+        self.num_suspended = 0
+        """How often a model was written down to make room."""
+
+    def who_may_work(self) -> Callable[[TrainedModel], bool]:
+        """Return what says whether a model is in memory, or there is room for it now."""
+        somebody_leaves = self._next_to_leave() is not None
+        return lambda model: model.key in self._bytes or somebody_leaves or not self._is_full(model)
+
+    def admit(self, model: TrainedModel) -> None:
+        """Bring a model into memory, and others out of it; raises StorageError, ModelError."""
+        if model.key in self._bytes:
+            return
+        while self._is_full(model) and (other := self._next_to_leave()) is not None:
+            self.leave(other)
+        try:
+            self._bring_back(model)
+        except (NotFoundError, StorageError) as error:
+            raise ModelError(
+                f"{model.name} cannot be brought back: {error.message}", hint=error.hint
+            ) from error
+        self._bytes[model.key] = self._bytes_of(model)
+        self._since[model.key] = self._clock()
+
+    def _bring_back(self, model: TrainedModel) -> None:
+        if model.key in self._suspended:
+            self._states.resume(self._adapters, model)
+            self._suspended.discard(model.key)
+        elif model.info is not None:
+            self._states.load(self._adapters, model)
+
+    def note(self, model: TrainedModel) -> None:
+        """Note how large a model in memory is; one that was not made after all has no place."""
+        if model.info is None:
+            self._bytes.pop(model.key, None)
+        else:
+            self._bytes[model.key] = self._bytes_of(model)
+
+    def leave_idle(self, idle_s: float) -> None:
+        """Write down models that nobody has used for so long; a full disk is only noted."""
+        now = self._clock()
+        for model in self._resident():
+            if model.doing is None and not model.waiting and now - model.used > idle_s:
+                try:
+                    self.leave(model)
+                except StorageError as error:
+                    _log.warning("not_written_down", model=model.key, reason=error.message)
+
+    def leave(self, model: TrainedModel) -> None:
+        """Take a model out of memory; it is written down unless its state on disk is this one."""
+        if model.saved == model.applied:
+            self._adapters.evict(model.key)
+        else:
+            self._states.suspend(self._adapters, model)
+            self._suspended.add(model.key)
+            self.num_suspended += 1
+        del self._bytes[model.key], self._since[model.key]
+
+    def is_resident(self, model: TrainedModel) -> bool:
+        """Whether a model is in memory."""
+        return model.key in self._bytes
+
+    def _is_full(self, model: TrainedModel) -> bool:
+        if not self._bytes:
+            return False  # one is always let in
+        full = len(self._bytes) >= self._most
+        return full or sum(self._bytes.values()) + self._bytes_of(model) > self._most_bytes
+
+    def _bytes_of(self, model: TrainedModel) -> int:
+        """Return the most bytes of a model; 0 for one that is still to be made."""
+        return 0 if model.info is None else self._adapters.num_bytes_of(_spec(model.info))
+
+    def _next_to_leave(self) -> TrainedModel | None:
+        """Return who makes room: not used for the longest time, and not in use; or None."""
+        now = self._clock()
+        found = [model for model in self._resident() if self._may_leave(model, now)]
+        return min(found, key=lambda model: model.used, default=None)
+
+    def _may_leave(self, model: TrainedModel, now: float) -> bool:
+        if model.doing is not None:
+            return False
+        return model.saved == model.applied or now - self._since[model.key] > _STAY_S
+
+    def _resident(self) -> list[TrainedModel]:
+        return [model for model in self._models if model.key in self._bytes]
+
+
+def _spec(info: ModelInfo) -> LoraSpec:
+    return LoraSpec(
+        info.rank,
+        train_attn=info.train_attn,
+        train_mlp=info.train_mlp,
+        train_unembed=info.train_unembed,
+    )

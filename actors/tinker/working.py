@@ -1,0 +1,220 @@
+"""Does the operations of all models: piece by piece, in the one thread that computes.
+
+A result is stored before anybody hears of it. A model's state is written behind an `optim_step`,
+and its log is trimmed there.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
+
+from ...broker.operations import OperationLog
+from ...schemas.tinker.names import OperationName
+from ...schemas.tinker.operation import ModelOperation, OperationResult
+from ...schemas.wire.errors import ModelError, StateError, StorageError
+from ..runtime import JobContext
+from .adapters import Adapters
+from .applying import Applying, as_failure
+from .models import Models, TrainedModel
+from .residence import Residence
+from .states import States
+
+T = TypeVar("T")
+_SAVES = frozenset({"save_weights", "save_weights_for_sampler", "save_weights_external"})
+SAVE_OPERATIONS, SAVE_BYTES = 64, 32 << 20
+"""A model's state is written when so much stands in the log behind the last one."""
+_IDLE_S = 5.0
+GAP_S = 600.0
+"""How long operations wait for one that has not come."""
+_LOOK_S = 1.0
+_SWEEP_S = 30.0
+_NO_ROOM_S = 0.05
+"""How soon it is looked again whether a model may leave the memory for one that waits."""
+_FULL_S = 1.0
+
+
+class Worker:
+    """Does what is to be done, one piece after the other."""
+
+    def __init__(
+        self,
+        context: JobContext,
+        adapters: Adapters,
+        applying: Applying,
+        states: States,
+        models: Models,
+        log: OperationLog,
+        *,
+        gap_s: float,
+    ) -> None:
+        """Do the operations that wait in `models`."""
+        self._context = context
+        self._adapters = adapters
+        self._applying = applying
+        self._states = states
+        self._models = models
+        self._log = log
+        self._gap_s = gap_s
+        tinker = context.config.tinker
+        self.residence = Residence(
+            adapters,
+            states,
+            models,
+            most=tinker.adapters_in_memory,
+            most_bytes=tinker.adapters_mb << 20,
+        )
+        self._idle_s = tinker.idle_s
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._arrived = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._gaps: dict[str, tuple[int, float]] = {}
+
+    def wake(self) -> None:
+        """Say that an operation has come."""
+        self._arrived.set()
+
+    async def until_applied(self, model: TrainedModel, seq: int) -> None:
+        """Wait until an operation of a model has taken effect."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: model.applied >= seq)
+
+    async def work(self, sweep: Callable[[], Awaitable[object]]) -> None:
+        """Do one piece after the other, and look after those that wait, for ever."""
+        looked = swept = time.monotonic()
+        while True:
+            if (now := time.monotonic()) - looked > _LOOK_S:
+                await self._look(now)
+                looked = now
+            if now - swept > _SWEEP_S:
+                await sweep()
+                swept = now
+            chosen = self._models.choose(self.residence.who_may_work())
+            if chosen is not None:
+                await self._advance(*chosen)
+                continue
+            self._arrived.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_NO_ROOM_S if self._models.has_ready else _LOOK_S):
+                    await self._arrived.wait()
+
+    async def save_all(self) -> None:
+        """Write the states of all models that are in memory and have nothing pending."""
+        for model in self._models:
+            await self._save(model)
+
+    async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
+        """Do the next piece of an operation."""
+        if model.doing is None:
+            result = await self._saved_before(model, operation)
+            if result is not None:
+                await self._finish(model, operation, result)
+                return
+        try:
+            piece = await self._in_thread(partial(self._next_piece, model, operation))
+        except StorageError as error:  # nobody can be written down: there is no room meanwhile
+            await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
+            await asyncio.sleep(_FULL_S)
+            return
+        if isinstance(piece, OperationResult):
+            await self._finish(model, operation, piece)
+        else:
+            self._models.charge(model, piece)
+            self._context.progressed()
+
+    def _next_piece(self, model: TrainedModel, operation: ModelOperation) -> int | OperationResult:
+        """Compute, in the trainer's thread; raises StorageError where there is no room."""
+        if model.doing is None:
+            try:
+                self.residence.admit(model)
+            except ModelError as error:
+                return as_failure(error).model_copy(update={"category": "server"})
+            model.doing = self._applying.begin(model, operation)
+        piece = next(model.doing)
+        if isinstance(piece, OperationResult):
+            self.residence.note(model)
+        return piece
+
+    async def _finish(
+        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
+    ) -> None:
+        """Store the result of an operation, and tell it."""
+        if not await self._log.put_result(model.user, operation.name, result):
+            await self._compare(model, operation.name, result)
+        self._models.applied(model, operation)
+        model.doing = None
+        model.used = time.monotonic()
+        self._context.progressed()
+        async with self._changed:
+            self._changed.notify_all()
+        if operation.kind == "load_weights" and result.state == "done":
+            await self._save(model)  # what it has loaded may be deleted
+        elif operation.kind == "optim_step" and self._is_long(model):
+            await self._save(model)
+
+    async def _saved_before(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> OperationResult | None:
+        """Return the result of a save that a trainer before this one has done.
+
+        What it saved may have been deleted since, so it is not done again.
+        """
+        if operation.kind not in _SAVES or operation.seq > model.logged:
+            return None
+        return await self._log.result(model.user, operation.name)
+
+    async def _compare(
+        self, model: TrainedModel, name: OperationName, result: OperationResult
+    ) -> None:
+        """Say so where an operation that was done again had another result."""
+        before = await self._log.result(model.user, name)
+        if before is not None and (before.state, before.body) != (result.state, result.body):
+            text = f"operation {name} of {model.user} had another result when it was done again"
+            await self._context.event("replay_differs", text, operation=str(name))
+
+    def _is_long(self, model: TrainedModel) -> bool:
+        behind = model.applied - model.saved
+        return behind >= SAVE_OPERATIONS or model.tail_bytes >= SAVE_BYTES
+
+    async def _save(self, model: TrainedModel) -> None:
+        """Write a model's state, unless gradients are pending, and trim its log."""
+        if model.doing is not None or model.applied == model.saved:
+            return  # what is done in memory may be ahead of what has been told
+        if model.is_pending or not self.residence.is_resident(model):
+            return
+        await self._in_thread(partial(self._states.save, self._adapters, model))
+        since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
+        await self._log.trim(model.user, model.name, model.saved, since)
+
+    async def _look(self, now: float) -> None:
+        """Save models that are idle, write down what is long so, end gaps that nobody closes."""
+        for model in self._models:
+            if model.has_gap:
+                await self._end_gap(model, now)
+            else:
+                self._gaps.pop(model.key, None)
+            if not model.waiting and now - model.used > _IDLE_S:
+                await self._save(model)
+        await self._in_thread(partial(self.residence.leave_idle, self._idle_s))
+
+    async def _end_gap(self, model: TrainedModel, now: float) -> None:
+        """Let those behind a number that never comes go on, once they have waited long enough."""
+        seq = model.applied + 1
+        gap, since = self._gaps.setdefault(model.key, (seq, now))
+        if gap != seq:
+            self._gaps[model.key] = (seq, now)
+        elif now - since > self._gap_s:
+            await self._log.append(
+                model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
+            )
+            found = await self._log.find(model.user, OperationName(model.name, seq))
+            if found is None:
+                raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
+            self._models.enqueue(model.user, found)
+            self._arrived.set()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
