@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
+BESIDE = (".base_layer.weight", ".embed_tokens.weight")
+"""What PEFT may add to an adapter of the output layer: copies of what the base has."""
 
 
 def is_adapter(path: str | Path) -> bool:
@@ -59,6 +61,26 @@ def config_of(folder: str | Path) -> LoraConfig:
             f"{folder} holds no LoRA adapter that can be served: {error}",
             hint="merge it into its model (`merge_and_unload`) and serve that",
         ) from error
+
+
+def read_lora(folder: str | Path) -> "tuple[float, Mapping[str, Tensor]]":
+    """Return an adapter's scale, and its tensors on the CPU; ModelError for one of another kind."""
+    settings = _settings(folder)
+    for key in ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save"):
+        if settings.get(key):
+            raise ModelError(
+                f"the adapter in {folder} has {key}, which is not served here",
+                hint="merge it into its model (`merge_and_unload`) and serve that",
+            )
+    try:
+        scale = float(settings["lora_alpha"]) / int(settings["r"])
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"{folder} holds no LoRA adapter: its {ADAPTER_CONFIG} has no r or lora_alpha",
+            hint="take a LoRA adapter",
+        ) from error
+    stored = _stored(folder)
+    return scale, {name: stored[name] for name in stored if not name.endswith(BESIDE)}
 
 
 def beside(model: "PreTrainedModel") -> "PreTrainedModel":
@@ -211,16 +233,7 @@ def _inject(model: "PreTrainedModel", config: LoraConfig) -> None:
 
 def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tensor]]":
     """Pair the tensors of the model's adapter with those of a folder; ModelError if they differ."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  # PathLike of anything
-
-    file = Path(folder) / _WEIGHTS
-    try:
-        stored: Mapping[str, Tensor] = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"the adapter {file} cannot be read: {error}", hint="copy it again"
-        ) from error
+    stored = _stored(folder)
     mine = policy_tensors(model)
     wrong = sorted(
         name
@@ -234,6 +247,19 @@ def _matched(model: "nn.Module", folder: str | Path) -> "list[tuple[Tensor, Tens
             hint="set lora.rank, lora.targets and lora.exclude as they were when it was made",
         )
     return [(tensor, stored[name]) for name, tensor in mine.items()]
+
+
+def _stored(folder: str | Path) -> "Mapping[str, Tensor]":
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]  # PathLike of anything
+
+    file = Path(folder) / _WEIGHTS
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the adapter {file} cannot be read: {error}", hint="copy it again"
+        ) from error
 
 
 def _check_same(folder: str | Path, config: LoraConfig) -> None:

@@ -1,24 +1,19 @@
 """Start the trainer of a Tinker service: load its base model, then serve."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import Any, cast
 
-import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
-from ...schemas.config.job import JobConfig, ModelConfig
+from ...schemas.config.job import ModelConfig
 from ...schemas.tinker.operation import ModelInfo
 from ..models.devices import own_device
-from ..models.model_folder import load_causal_lm, load_tokenizer
 from ..runtime import JobContext, settle_memory
 from .applying import Applying
 from .checkpoints.kept import KeptByTrainer
 from .service import TrainerService
 from .states import STATES, States
 from .training.trainer import AdapterTrainer
-
-_NO_CONTEXT = 4096
 
 
 async def run_trainer(context: JobContext) -> None:
@@ -37,38 +32,6 @@ async def run_trainer(context: JobContext) -> None:
     settle_memory()
     await context.event("trainer_ready", f"{name} can be trained", base=name)
     await TrainerService(context, adapters, applying, states, kept).run()
-
-
-@dataclass(frozen=True)
-class SharedModel:
-    """A base model in memory, and what is to be known of it."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    vocab: int
-    max_context: int
-
-
-def open_base(config: JobConfig) -> SharedModel:
-    """Load the base model for engines that share it; raises ModelError."""
-    path, about = config.model.path, _about(config.model)
-    model = load_causal_lm(
-        path,
-        dtype=getattr(torch, config.generator.dtype),
-        attn_implementation="eager",
-        trust_remote_code=config.model.trust_remote_code,
-    ).requires_grad_(False)
-    torch.nn.Module.to(model, own_device())
-    tokenizer = load_tokenizer(
-        config.model.tokenizer or path, trust_remote_code=config.model.trust_remote_code
-    )
-    return SharedModel(model, tokenizer, int(about.vocab_size), _context(config, about))
-
-
-def _context(config: JobConfig, about: Any) -> int:
-    """Return the longest sequence, in tokens."""
-    longest = int(getattr(about, "max_position_embeddings", _NO_CONTEXT))
-    return min(config.generator.max_context or longest, longest)
 
 
 def _about(model: ModelConfig) -> Any:

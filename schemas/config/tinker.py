@@ -25,8 +25,9 @@ class TinkerConfig(Section):
     """Megabytes that these may have: weights, gradients and two moments of each."""
     idle_s: float = Field(default=600.0, gt=0)
     """Seconds after which an adapter that nobody uses is written down in any case."""
-    sampled_at_once: int = Field(default=4, ge=1, le=1024)
-    """Adapters that one sampler decodes with at the same time; further ones wait for a place."""
+    sampled_at_once: int = Field(default=16, ge=1, le=1024)
+    """Adapters that one sampler holds, and decodes with in one batch; further ones wait until
+    one is idle."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
     """Megabytes of checkpoints that one user may have; saving fails beyond."""
     micro_batch_tokens: int = Field(default=8192, ge=16)

@@ -13,6 +13,7 @@ from tinkermq.actors.generator.engine.engine import (
     Generation,
     IntVector,
     OnToken,
+    PromptScores,
     Sampling,
 )
 from tinkermq.actors.generator.episodes.chat import ChatTokenizer
@@ -69,6 +70,12 @@ class ScriptedEngine:
         )
         self.had.append((prompt, generation))
         return generation
+
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Refuse: a script knows no log-probs."""
+        raise EngineError("a script scores no prompts")
 
     def cancel(self, request_id: str) -> None:
         """End a request."""

@@ -6,6 +6,7 @@ transformers one. Nothing here imports torch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -73,6 +74,22 @@ class Drawn:
     """As in `Generation`."""
     version: int
     """Policy version that produced it."""
+
+
+MAX_TOP_K = 256
+"""Of the likeliest tokens that `score` tells at each place."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """What a model thinks of the N tokens of a prompt, each behind those before it."""
+
+    logprobs: FloatVector
+    """float32[N]: log-prob of each token at temperature 1; NaN for the first."""
+    top_ids: NDArray[np.int32]
+    """int32[N, K]: the likeliest tokens at each place, best first; 0 at the first place."""
+    top_logprobs: FloatVector
+    """float32[N, K]: their log-probs; NaN at the first place."""
 
 
 OnToken: TypeAlias = Callable[[Drawn], None]
@@ -149,6 +166,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def score(
+        self, prompt_ids: Sequence[int] | IntVector, *, request_id: str, top_k: int = 0
+    ) -> PromptScores:
+        """Return the log-prob of each token of a prompt, and the `top_k` likeliest in its place.
+
+        Requests that generate go on meanwhile. Raises ConfigError for a prompt that cannot be
+        scored, EngineError when the engine failed or its queue is full.
+        """
+        ...
+
     async def load_weights(
         self, version: int, tensors: Mapping[str, TensorSource], kv: KvOnSwap = "keep"
     ) -> None:
@@ -175,4 +202,51 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End the engine; requests that still run fail with EngineError."""
+        ...
+
+
+class AdapterEngine(Engine, Protocol):
+    """An engine whose requests have adapters (LoRA) of their own, and decode together all the same.
+
+    Adapters come and go while it works; the model beside which they lie is in memory once.
+    """
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        conversation: str | None = None,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+        adapter: str = "",
+    ) -> Generation:
+        """Generate as `Engine.generate` does, with an adapter; "": with the model alone.
+
+        Raises NotFoundError for an adapter that is not there.
+        """
+        ...
+
+    async def score(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        *,
+        request_id: str,
+        top_k: int = 0,
+        adapter: str = "",
+    ) -> PromptScores:
+        """Score as `Engine.score` does, with an adapter; raises NotFoundError, too."""
+        ...
+
+    async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
+        """Let requests have the adapter of a PEFT folder; no request waits for it.
+
+        If there is one of the name, its requests go on with the weights of this one, and the keys
+        and values that they have. Raises ModelError for an adapter that does not fit the model.
+        """
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it go on to their end."""
         ...

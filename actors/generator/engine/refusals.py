@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from ....schemas.wire.errors import ConfigError, EngineError
-from .engine import IntVector, Sampling
+from ....schemas.wire.errors import ConfigError, EngineError, NotFoundError
+from .engine import MAX_TOP_K, IntVector, Sampling
 
 
 def check_sampling(sampling: Sampling) -> None:
@@ -28,6 +28,7 @@ def check_prompt(
     """Raise ConfigError for a prompt that has no room, or tokens that the model does not have."""
     if prompt.ndim != 1 or not len(prompt):
         raise ConfigError("a prompt has no tokens", hint="give at least one token")
+    _check_tokens(prompt, vocab_size)
     if len(prompt) + sampling.max_new_tokens > max_context:
         raise ConfigError(
             f"a prompt of {len(prompt)} tokens and up to {sampling.max_new_tokens} new ones "
@@ -35,6 +36,29 @@ def check_prompt(
             hint="raise rollout.max_prompt_tokens or rollout.max_response_tokens, or shorten "
             "the prompt",
         )
+
+
+def check_scored(prompt: IntVector, top_k: int, *, max_context: int, vocab_size: int) -> None:
+    """Raise ConfigError for a prompt that cannot be scored."""
+    if prompt.ndim != 1 or not 1 <= len(prompt) <= max_context:
+        raise ConfigError(
+            f"a prompt of {prompt.size} tokens cannot be scored",
+            hint=f"give one to {max_context} tokens",
+        )
+    if not 0 <= top_k <= min(MAX_TOP_K, vocab_size):
+        raise ConfigError(
+            f"the {top_k} likeliest tokens cannot be told",
+            hint=f"ask for {min(MAX_TOP_K, vocab_size)} at most",
+        )
+    _check_tokens(prompt, vocab_size)
+
+
+def no_adapter(name: str) -> NotFoundError:
+    """Return the error of a request for an adapter that is not there."""
+    return NotFoundError(f"the engine has no adapter {name}", hint="add it first")
+
+
+def _check_tokens(prompt: IntVector, vocab_size: int) -> None:
     if prompt.view(np.uint32).max() >= vocab_size:  # a negative id is huge there
         wrong = prompt[prompt.view(np.uint32) >= vocab_size][0]
         raise ConfigError(

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import structlog
@@ -22,23 +22,22 @@ from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.wire.errors import BusyError, NotFoundError, TinkermqError
 from ....schemas.wire.subjects import rpc
-from ...generator.engine.engine import Drawn, Engine, Sampling
+from ...generator.engine.engine import Drawn, PromptScores, Sampling
 from ...generator.episodes.text_stream import TextStream
-from ...models.lora import beside
 from ...runtime import JobContext, settle_memory
 from ..applying import as_failure
-from ..start import SharedModel, open_base
 from ..states import STATES, States
-from ..training.trainer import AdapterTrainer
 from ..wire.sampling import SampleBody, Sampled, write_samples
 from .engines import SampledAdapters
-from .scoring import PromptScores
+from .open_engine import SampledBase, open_engine
 
 MAX_OPEN = 4096
 """Requests of one user that are sampled or wait to be asked for."""
 KEPT_S = 120.0
 """How long a result waits to be asked for."""
 _SWEEP_S = 5.0
+_AT_ONCE = 1024
+"""Continuations and prompts that the engine is given at a time; further ones wait before it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -55,41 +54,23 @@ class _Open:
 async def run_sampler(context: JobContext) -> None:
     """Sample until told to stop."""
     await context.serve_control()
-    base = await asyncio.to_thread(open_base, context.config)
-    engines = SampledAdapters(context.config, base.model, base.max_context)
-    scores = PromptScores(await asyncio.to_thread(_open_trainer, context, base))
+    base = await open_engine(context.config)
     settle_memory()
-    sampler = Sampler(context, engines, scores, States(context.run_dir / STATES), base)
+    sampler = Sampler(context, base, States(context.run_dir / STATES))
     try:
         await sampler.run()
     finally:
-        await engines.close()
-
-
-def _open_trainer(context: JobContext, base: SharedModel) -> AdapterTrainer:
-    """Return what scores prompts with the weights of the base that the engines have, too."""
-    model = beside(base.model)
-    cast("Any", model).set_attn_implementation("sdpa")
-    return AdapterTrainer(
-        model, base_model=context.config.tinker.base, base_path=context.config.model.path
-    )
+        await base.engine.close()
 
 
 class Sampler:
     """Answers requests to sample."""
 
-    def __init__(
-        self,
-        context: JobContext,
-        engines: SampledAdapters,
-        scores: PromptScores,
-        states: States,
-        base: SharedModel,
-    ) -> None:
+    def __init__(self, context: JobContext, base: SampledBase, states: States) -> None:
         self._context = context
-        self._engines = engines
-        self._scores = scores
-        self._scoring = asyncio.Lock()
+        self._engine = base.engine
+        self._adapters = SampledAdapters(base.engine, context.config.tinker.sampled_at_once)
+        self._places = asyncio.Semaphore(_AT_ONCE)
         self._states = states
         self._tokenizer: Any = base.tokenizer
         self._vocab = base.vocab
@@ -106,7 +87,9 @@ class Sampler:
         while not self._context.stopping.is_set():
             await self._context.unless_stopping(asyncio.sleep(_SWEEP_S), None)
             self._sweep()
-            self._context.numbers["engines"] = float(self._engines.num_engines)
+            self._context.numbers["adapters"] = float(self._adapters.num_held)
+            if (failure := self._engine.failure) is not None:
+                raise failure
 
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
         """Take a request; one of its id that is here already is as good."""
@@ -172,18 +155,35 @@ class Sampler:
 
     async def _sampled(self, body: SampleBody, folder: Path | None) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
-        scores = None
-        if body.prompt_logprobs:
-            async with self._scoring:
-                scores = await asyncio.to_thread(self._scores.score, prompt, folder)
-        async with self._engines.using(folder) as engine:
-            drawn = await asyncio.gather(
-                *(self._one(engine, prompt, body, number) for number in range(body.num_samples))
+        async with self._adapters.using(folder) as adapter:
+            scored = asyncio.ensure_future(self._scored(prompt, body, adapter))
+            drawn = [
+                asyncio.ensure_future(self._one(prompt, body, number, adapter))
+                for number in range(body.num_samples)
+            ]
+            try:
+                made = await asyncio.gather(*drawn)
+                scores = await scored
+            finally:
+                for one in (scored, *drawn):
+                    one.cancel()
+        return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
+
+    async def _scored(
+        self, prompt: NDArray[np.int32], body: SampleBody, adapter: str
+    ) -> PromptScores | None:
+        if not (body.prompt_logprobs or body.topk_prompt_logprobs):
+            return None
+        async with self._places:
+            return await self._engine.score(
+                prompt,
+                request_id=f"{id(body):x}-prompt",
+                top_k=body.topk_prompt_logprobs,
+                adapter=adapter,
             )
-        return write_samples(list(drawn), scores)
 
     async def _one(
-        self, engine: Engine, prompt: NDArray[np.int32], body: SampleBody, number: int
+        self, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
     ) -> Sampled:
         params = body.sampling_params
         room = max(1, self._max_context - len(prompt))
@@ -194,21 +194,23 @@ class Sampler:
         def look(token: Drawn) -> None:
             stream.push(token.token_id)
             if stream.stopped:
-                engine.cancel(request)
+                self._engine.cancel(request)
 
-        made = await engine.generate(
-            prompt,
-            Sampling(
-                max_new_tokens=min(params.max_tokens or room, room),
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=max(params.top_k, 0),
-                stop_token_ids=ids,
-                seed=None if params.seed is None else params.seed + number,
-            ),
-            request_id=request,
-            on_token=look if texts else None,
-        )
+        async with self._places:
+            made = await self._engine.generate(
+                prompt,
+                Sampling(
+                    max_new_tokens=min(params.max_tokens or room, room),
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    top_k=max(params.top_k, 0),
+                    stop_token_ids=ids,
+                    seed=None if params.seed is None else params.seed + number,
+                ),
+                request_id=request,
+                on_token=look if texts else None,
+                adapter=adapter,
+            )
         ended = "length" if made.finish_reason == "length" and not stream.stopped else "stop"
         return Sampled(made.token_ids, made.logprobs, ended)
 

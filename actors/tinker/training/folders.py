@@ -25,6 +25,7 @@ from ....schemas.config.lora import ADAPTER_CONFIG
 from ....schemas.tinker.datum import LoraSpec
 from ....schemas.wire.errors import ModelError, NotFoundError
 from ...models.digests import check_digests, write_digests
+from ...models.lora import BESIDE
 from ...models.writing import flush, flush_entries, storage_error
 from .adapter import ALPHA, Moments
 
@@ -32,8 +33,6 @@ _WEIGHTS = "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
 _OURS = "tinkermq.json"
 _FIRST, _SECOND = "exp_avg.", "exp_avg_sq."
-_BESIDE = (".base_layer.weight", ".embed_tokens.weight")
-"""What PEFT may add to an adapter of the output layer: copies of what the base has."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def read_adapter(folder: Path, *, with_optimizer: bool) -> StoredAdapter:
     tensors = {
         name: value.float() * (alpha / ALPHA) if ".lora_B." in name else value.float()
         for name, value in _load(folder / _WEIGHTS).items()
-        if not name.endswith(_BESIDE)
+        if not name.endswith(BESIDE)
     }
     return StoredAdapter(
         folder=folder,

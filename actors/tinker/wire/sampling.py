@@ -8,11 +8,14 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from ....schemas.wire.errors import DataError
+from ...generator.engine.engine import MAX_TOP_K, PromptScores
 from . import schema
 from .bodies import TinkerBody
 
 MAX_SAMPLES = 1024
 _STOP, _LENGTH = 0, 1
+_NOTHING = -99999.0
+"""Log-prob of a place that holds nothing."""
 
 
 class ChunkBody(BaseModel):
@@ -62,7 +65,6 @@ class SampleBody(TinkerBody):
     """`asample`."""
 
     defaults: ClassVar[dict[str, Any]] = {
-        "topk_prompt_logprobs": 0,
         "topk_sample_logprobs": 0,
         "prompt_alt_tokens_k": 0,
         "record_stability_info": False,
@@ -73,6 +75,7 @@ class SampleBody(TinkerBody):
     num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     sampling_params: SamplingParamsBody = Field(default_factory=SamplingParamsBody)
     prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: int = Field(default=0, ge=0, le=MAX_TOP_K)
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,12 @@ class Sampled:
 
 
 def write_samples(
-    sequences: list[Sampled], prompt_logprobs: NDArray[np.float32] | None = None
+    sequences: list[Sampled], scores: PromptScores | None = None, *, with_logprobs: bool = False
 ) -> bytes:
-    """Return continuations as clients read them."""
+    """Return continuations as clients read them, and what is known of the prompt.
+
+    `with_logprobs` tells that its tokens' log-probs are wanted, beside the likeliest.
+    """
     message = schema.SampleResponse()
     for one in sequences:
         message.sequences.add(
@@ -95,6 +101,12 @@ def write_samples(
             tokens=one.tokens.astype("<i4").tobytes(),
             logprobs=one.logprobs.astype("<f4").tobytes(),
         )
-    if prompt_logprobs is not None:
-        message.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if scores is not None and with_logprobs:
+        message.prompt_logprobs = scores.logprobs.astype("<f4").tobytes()
+    if scores is not None and scores.top_ids.shape[1]:
+        top = message.topk_prompt_logprobs
+        top.length, top.k = scores.top_ids.shape
+        top.token_ids = scores.top_ids.astype("<i4").tobytes()
+        logprobs = np.nan_to_num(scores.top_logprobs, nan=_NOTHING, neginf=_NOTHING)
+        top.logprobs = logprobs.astype("<f4").tobytes()
     return message.SerializeToString()

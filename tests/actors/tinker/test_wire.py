@@ -165,9 +165,9 @@ CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config"
                 "sampling_session_id": "s",
                 "seq_id": 1,
                 "prompt": {"chunks": []},
-                "topk_prompt_logprobs": 5,
+                "topk_sample_logprobs": 5,
             },
-            "topk_prompt_logprobs=5 is not offered",
+            "topk_sample_logprobs=5 is not offered",
         ),
     ],
 )

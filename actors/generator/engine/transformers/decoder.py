@@ -32,6 +32,7 @@ from ....models.vision import (
 from ..engine import IntVector
 from .attention import ATTENTION
 from .kv_cache import CacheShape, SlotCache
+from .row_adapters import EngineAdapter, RowAdapters, RowsOfAdapters
 
 _PREFILL_TOKENS = 4096
 """Tokens of one prefill pass, padding included, which bounds its memory; one row may have more."""
@@ -47,6 +48,8 @@ class FedTokens:
     tokens: IntVector
     images: SeenImages | None = None
     """Images in the slot's tokens; those of a span that begins at 0 are fed with it."""
+    adapter: EngineAdapter | None = None
+    """What the slot computes with beside the model."""
 
     @property
     def positions_3N(self) -> NDArray[np.int64]:
@@ -111,6 +114,7 @@ class SlotDecoder:
         self.model = model
         self.reader = reader
         """What reads images, if the model sees some."""
+        self.adapters = RowAdapters(model)
         embedding = cast("torch.Tensor", model.get_input_embeddings().weight)
         self.device = embedding.device
         self.vocab_size = int(embedding.shape[0])
@@ -134,10 +138,12 @@ class SlotDecoder:
         tokens_B: NDArray[np.int32],
         positions_B: NDArray[np.int64],
         shift_B: NDArray[np.int64] | int = 0,
+        adapters: RowsOfAdapters = (),
     ) -> torch.Tensor:
         """Feed one token to each of the first B slots; return the logits [B, V].
 
-        `shift_B` is added to the places of the tokens to have their rotary positions.
+        `shift_B` is added to the places of the tokens to have their rotary positions. `adapters`
+        are those of the slots; empty: they have none.
         """
         length = int(positions_B.max()) + 1
         self.cache.reserve(len(tokens_B), length)
@@ -149,7 +155,7 @@ class SlotDecoder:
             mask = self._additive((keys_T <= positions[:, None])[:, None, None])
         ids = torch.as_tensor(tokens_B.astype(np.int64), device=self.device)
         rotary = torch.as_tensor(positions_B + shift_B, device=self.device)
-        return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask)
+        return self._forward({"input_ids": ids[:, None]}, rotary[:, None], mask, adapters)
 
     def _prefill_batch(self, spans: Sequence[FedTokens]) -> torch.Tensor:
         lengths_B = np.array([len(span.tokens) for span in spans])
@@ -171,13 +177,14 @@ class SlotDecoder:
         self.cache.begin_prefill(slots, positions, valid, length if resumed else None)
         mask = self._prefill_mask(positions, valid, length if resumed else None)
         ids = torch.as_tensor(ids_BN, device=self.device)
+        adapters = [span.adapter for span in spans]
         if all(span.images is None for span in spans):
-            return self._forward({"input_ids": ids}, positions, mask)
+            return self._forward({"input_ids": ids}, positions, mask, adapters)
         rotary_3BN = np.zeros((3, *ids_BN.shape), np.int64)
         for row, span in enumerate(spans):
             rotary_3BN[:, row, longest - len(span.tokens) :] = span.positions_3N
         rotary = torch.as_tensor(rotary_3BN, device=self.device)
-        return self._forward(self._with_images(ids, spans), rotary, mask)
+        return self._forward(self._with_images(ids, spans), rotary, mask, adapters)
 
     def _with_images(
         self, ids_BN: torch.Tensor, spans: Sequence[FedTokens]
@@ -215,16 +222,21 @@ class SlotDecoder:
         return mask.masked_fill_(~visible, float("-inf"))
 
     def _forward(
-        self, read: dict[str, torch.Tensor], positions: torch.Tensor, mask: torch.Tensor | None
+        self,
+        read: dict[str, torch.Tensor],
+        positions: torch.Tensor,
+        mask: torch.Tensor | None,
+        adapters: RowsOfAdapters,
     ) -> torch.Tensor:
-        output = self.model(
-            **read,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
+        with self.adapters.using(adapters):
+            output = self.model(
+                **read,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
         return cast("torch.Tensor", output.logits)[:, -1]
 
     def _use_slots(self) -> None:

@@ -37,7 +37,8 @@ class CacheShape:
 class _Pass:
     """One forward pass: flat write positions, source tokens, and which slots are read."""
 
-    write_index: torch.Tensor
+    write_index: torch.Tensor | None
+    """None: nothing is kept."""
     source_index: torch.Tensor | None
     read_rows: torch.Tensor | int | None
     """None: the pass's own keys; a number: the first so many slots; else these slots."""
@@ -99,6 +100,10 @@ class SlotCache(Cache):
         read = None if read_length is None else rows_B
         self._pass = _Pass(write, source, read, read_length or 0)
 
+    def begin_scoring(self) -> None:
+        """The next pass sees its own keys alone, and nothing of it is kept."""
+        self._pass = _Pass(None, None, None, 0)
+
     def update(
         self,
         key_states: torch.Tensor,
@@ -140,6 +145,8 @@ class SlotCache(Cache):
         self._store[:, slot, :, : states.shape[2]] = states
 
     def _exchange(self, index: int, states_BKND: torch.Tensor, now: _Pass) -> torch.Tensor:
+        if now.write_index is None:
+            return states_BKND
         store_SKTD = self._store[index]
         tokens_XK = states_BKND.transpose(1, 2).flatten(0, 1)
         if now.source_index is not None:

@@ -17,6 +17,8 @@ class CachedPrefix:
     states: torch.Tensor
     images: bytes | None = None
     """Digest of the images, if the conversation has some."""
+    serial: int = 0
+    """Of the adapter's weights; 0: it has none."""
 
 
 class PrefixCache:
@@ -47,14 +49,14 @@ class PrefixCache:
             self.drop(next(iter(self._prefixes)))
 
     def resume(
-        self, conversation: str, prompt: IntVector, images: bytes | None = None
+        self, conversation: str, prompt: IntVector, images: bytes | None = None, serial: int = 0
     ) -> CachedPrefix | None:
         """Take a conversation's cache out; return it if `prompt` continues it.
 
         At least one token of the prompt is left to compute.
         """
         prefix = self.drop(conversation)
-        if prefix is None or prefix.images != images:
+        if prefix is None or (prefix.images, prefix.serial) != (images, serial):
             return None
         cached = len(prefix.tokens)
         if cached < len(prompt) and np.array_equal(prompt[:cached], prefix.tokens):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from ....models.vision import SeenImages
 from ..engine import FinishReason, Generation, IntVector, Sampling
 from ..sampling import RowParameters
+from .row_adapters import EngineAdapter
 
 IndexVector = NDArray[np.int64]
 
@@ -33,6 +34,15 @@ class RowRequest:
     """Each token is told as soon as it is drawn."""
     images: SeenImages | None = None
     """The images at their places in the prompt."""
+    adapter: EngineAdapter | None = None
+    """What it is computed with beside the model."""
+    began: int = 0
+    """Serial of the adapter's weights that its cache begins with."""
+
+    @property
+    def serial(self) -> int:
+        """Serial of the adapter's weights now; 0: it has none."""
+        return 0 if self.adapter is None else self.adapter.serial
 
     @property
     def shift(self) -> int:
@@ -67,6 +77,7 @@ class RowTable:
         first = self.num
         for row, request in enumerate(requests, first):
             sampling, length = request.sampling, len(request.prompt)
+            request.began = request.serial
             self.tokens_RT[row, :length] = request.prompt
             self.length_R[row] = self._prompt_R[row] = length
             self._drawn_R[row] = sampling.num_drawn
@@ -99,7 +110,7 @@ class RowTable:
         rows_B: IndexVector,
         tokens_B: NDArray[np.int64],
         logprobs_B: NDArray[np.float32],
-        version: int,
+        version: int | list[int],
     ) -> None:
         """Write the next token of these rows."""
         position_B = self.length_R[rows_B]

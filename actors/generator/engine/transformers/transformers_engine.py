@@ -11,6 +11,8 @@ import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from transformers import PreTrainedModel
 
 from .....schemas.config.lora import LoraConfig
 from .....schemas.wire.errors import EngineError
-from ....models.lora import policy_tensors
+from ....models.lora import policy_tensors, read_lora
 from ....models.vision import SeenImages, digest_of
 from ....models.weight_tensors import TensorSource
 from ..engine import (
@@ -28,18 +30,22 @@ from ..engine import (
     IntVector,
     KvOnSwap,
     OnToken,
+    PromptScores,
     Sampling,
 )
 from ..image_reads import ImageReads, require_reader
-from ..refusals import again, check_prompt, check_queue, check_sampling
+from ..refusals import again, check_prompt, check_queue, check_sampling, check_scored, no_adapter
 from .decoder import SlotDecoder, load_decoder
 from .double_buffer import DoubleBuffer
+from .row_adapters import EngineAdapter, LowRankTensors
 from .rows import RowRequest
+from .scoring import ScoreRequest
 from .worker import EngineWorker, Outcome
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PREFIX_CACHE_BYTES = 1 << 30
 _CLOSE_DEADLINE_S = 30.0
+R = TypeVar("R", Generation, PromptScores)
 
 
 class TransformersEngine:
@@ -61,7 +67,9 @@ class TransformersEngine:
         self._loop = asyncio.get_running_loop()
         self._decoder = decoder
         self._max_pending = max_waiting + decoder.cache.max_slots
-        self._pending: dict[str, asyncio.Future[Generation]] = {}
+        self._pending: dict[str, asyncio.Future[Any]] = {}
+        """Each is done with a Generation or with PromptScores, as it was asked for."""
+        self._adapters: dict[str, EngineAdapter] = {}
         self._listeners: dict[str, OnToken] = {}
         self._swaps: set[asyncio.Future[None]] = set()
         self._commands: list[Callable[[], None]] = []
@@ -136,8 +144,9 @@ class TransformersEngine:
         conversation: str | None = None,
         on_token: OnToken | None = None,
         images: Sequence[bytes] = (),
+        adapter: str = "",
     ) -> Generation:
-        """Generate from a prompt; see `engine.Engine.generate`."""
+        """Generate from a prompt; see `engine.AdapterEngine.generate`."""
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
         seen = await self._see(prompt, images) if images else None
@@ -145,19 +154,80 @@ class TransformersEngine:
             self._check(prompt, sampling, request_id)
         seed = next(self._seeds) if sampling.seed is None else sampling.seed
         request = RowRequest(
-            request_id, prompt, sampling, seed % (1 << 64), conversation, on_token is not None, seen
+            request_id,
+            prompt,
+            sampling,
+            seed % (1 << 64),
+            conversation,
+            on_token is not None,
+            seen,
+            self._adapter(adapter),
         )
         future: asyncio.Future[Generation] = self._loop.create_future()
-        self._pending[request_id] = future
         if on_token is not None:
             self._listeners[request_id] = on_token
-        self._command(partial(self._worker.submit, request))
+        return await self._asked(request_id, future, partial(self._worker.submit, request))
+
+    async def score(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        *,
+        request_id: str,
+        top_k: int = 0,
+        adapter: str = "",
+    ) -> PromptScores:
+        """Score a prompt; see `engine.Engine.score`."""
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check_alive()
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        vocab = self._decoder.vocab_size
+        check_scored(prompt, top_k, max_context=self._decoder.cache.max_tokens, vocab_size=vocab)
+        request = ScoreRequest(request_id, prompt, top_k, self._adapter(adapter))
+        future: asyncio.Future[PromptScores] = self._loop.create_future()
+        return await self._asked(request_id, future, partial(self._worker.score, request))
+
+    async def _asked(
+        self, request_id: str, future: "asyncio.Future[R]", command: Callable[[], None]
+    ) -> R:
+        """Hand a request over and return what becomes of it."""
+        self._pending[request_id] = future
+        self._command(command)
         try:
             return await future
         finally:
             self._listeners.pop(request_id, None)
             if self._pending.pop(request_id, None) is not None:  # the caller was cancelled
                 self._command(partial(self._worker.cancel, request_id))
+
+    # Adapters ---------------------------------------------------------------------------------
+
+    async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
+        """Let requests have the adapter of a folder; see `engine.AdapterEngine.add_adapter`."""
+        self._check_alive()
+        by_layer = await asyncio.to_thread(self._read, folder)
+        self._check_alive()
+        adapter = self._adapters.get(name) or EngineAdapter(name, version, {})
+        swapped: asyncio.Future[None] = self._loop.create_future()
+        self._swaps.add(swapped)
+        done = partial(self._post, self._swapped, swapped)
+        self._command(partial(self._worker.adapt, adapter, version, by_layer, done))
+        await asyncio.shield(swapped)
+        self._adapters[name] = adapter
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see `engine.AdapterEngine.drop_adapter`."""
+        if (adapter := self._adapters.pop(name, None)) is not None:
+            self._command(partial(self._worker.forget, adapter))
+
+    def _read(self, folder: Path) -> LowRankTensors:
+        scale, tensors = read_lora(folder)
+        return self._decoder.adapters.prepare(tensors, scale)
+
+    def _adapter(self, name: str) -> EngineAdapter | None:
+        if name and name not in self._adapters:
+            raise no_adapter(name)
+        return self._adapters[name] if name else None
 
     async def _see(self, prompt: IntVector, images: Sequence[bytes]) -> SeenImages:
         """Read images; all who ask for the same ones at a time go on together."""
@@ -236,10 +306,10 @@ class TransformersEngine:
             future = self._pending.pop(request_id, None)
             if future is None or future.done():
                 continue
-            if isinstance(outcome, Generation):
-                future.set_result(outcome)
-            else:
+            if isinstance(outcome, EngineError):
                 future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
     def _swapped(self, future: asyncio.Future[None]) -> None:
         self._swaps.discard(future)

@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from .....schemas.wire.errors import EngineError
+from ....models.vision import SeenImages
 from ..engine import (
     Drawn,
     EngineStats,
     FinishReason,
     Generation,
     KvOnSwap,
+    PromptScores,
     nothing,
 )
 from ..meter import Meter
@@ -30,9 +32,11 @@ from ..sampling import sample
 from .decoder import FedTokens, SlotDecoder
 from .double_buffer import DoubleBuffer
 from .prefix_cache import CachedPrefix, PrefixCache
+from .row_adapters import EngineAdapter, LowRankTensors, RowsOfAdapters
 from .rows import IndexVector, RowRequest, RowTable
+from .scoring import PromptScorer, ScoreRequest
 
-Outcome = tuple[str, Generation | EngineError | Drawn]
+Outcome = tuple[str, Generation | PromptScores | EngineError | Drawn]
 """A request's id and what became of it, or its next token."""
 
 
@@ -55,10 +59,13 @@ class EngineWorker:
         self._ended = ended
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: deque[RowRequest] = deque()
+        self._scorer = PromptScorer(decoder)
+        self._scored: list[ScoreRequest] = []
         self._rows = RowTable(decoder.cache.max_slots, decoder.cache.max_tokens)
         self._prefix_cache = PrefixCache(prefix_cache_tokens)
         self._outcomes: list[Outcome] = []
         self._num_streams = 0
+        self._num_adapted = 0
         self._closing = False
         self._meter = Meter()
 
@@ -72,7 +79,7 @@ class EngineWorker:
         try:
             while not self._closing:
                 self._run_commands()
-                if self._rows.num or self._waiting:
+                if self._rows.num or self._waiting or self._scored:
                     self._tick()
                 self._flush()
         except Exception as error:  # noqa: BLE001  # the engine's boundary: every request learns of it
@@ -87,22 +94,44 @@ class EngineWorker:
 
     def submit(self, request: RowRequest) -> None:
         """Queue a request."""
-        self._num_streams += request.streams
+        self._count(request, 1)
         self._waiting.append(request)
+
+    def score(self, request: ScoreRequest) -> None:
+        """Queue a prompt to be scored."""
+        self._scored.append(request)
+
+    def adapt(
+        self,
+        adapter: EngineAdapter,
+        version: int,
+        by_layer: LowRankTensors,
+        done: Callable[[], None],
+    ) -> None:
+        """Let rows have an adapter; those that have it go on with its newer weights."""
+        self._decoder.adapters.open()
+        self._decoder.adapters.forget(adapter)
+        adapter.become(version, by_layer)
+        done()
+
+    def forget(self, adapter: EngineAdapter) -> None:
+        """Free what was laid out for an adapter."""
+        self._decoder.adapters.forget(adapter)
 
     @torch.inference_mode()
     def cancel(self, request_id: str) -> None:
         """End a request that waits or runs."""
+        self._scored = [one for one in self._scored if one.request_id != request_id]
         for request in self._waiting:
             if request.request_id == request_id:
                 self._waiting.remove(request)
-                self._num_streams -= request.streams
+                self._count(request, -1)
                 self._outcomes.append((request_id, nothing()))
                 return
         for row, request in enumerate(self._rows.requests):
             if request.request_id == request_id:
                 self._outcomes.append((request_id, self._rows.result(row, "cancelled")))
-                self._num_streams -= request.streams
+                self._count(request, -1)
                 self._remove(np.arange(self._rows.num) == row)
                 return
 
@@ -146,8 +175,30 @@ class EngineWorker:
             self._admit()
         if self._rows.num:
             self._decode()
+        if self._scored:
+            self._score()
         self._meter.busy_s += time.perf_counter() - started
         self._meter.mark()
+
+    def _score(self) -> None:
+        """Score some of the prompts that wait, as many as one pass takes."""
+        batch = self._scorer.take(self._scored)
+        taken = {one.request_id for one in batch}
+        self._scored = [one for one in self._scored if one.request_id not in taken]
+        for one, scores in zip(batch, self._scorer.score(batch), strict=True):
+            self._meter.prefilled += len(one.prompt)
+            self._outcomes.append((one.request_id, scores))
+
+    def _count(self, request: RowRequest, by: int) -> None:
+        """Count a request that comes or goes among those with something of their own."""
+        self._num_streams += by * request.streams
+        self._num_adapted += by * (request.adapter is not None)
+
+    def _adapters(self) -> RowsOfAdapters:
+        """Return the adapters of the running rows; nothing if no row has one."""
+        if not self._num_adapted:
+            return ()
+        return [request.adapter for request in self._rows.requests]
 
     def _admit(self) -> None:
         """Give free rows to the requests that waited longest, and draw their first tokens."""
@@ -164,7 +215,7 @@ class EngineWorker:
                 start = len(cached.tokens)
                 self._decoder.cache.reserve(self._rows.num, start)
                 self._decoder.cache.put(row, cached.states)
-            spans.append(FedTokens(row, start, group[0].prompt[start:], group[0].images))
+            spans.append(FedTokens(row, start, group[0].prompt[start:], *_beside(group[0])))
             self._meter.reused += start + (len(group) - 1) * len(group[0].prompt)
             row += len(group)
         self._prefill(spans, [len(group) for group, _ in groups])
@@ -175,16 +226,20 @@ class EngineWorker:
     ) -> list[tuple[list[RowRequest], CachedPrefix | None]]:
         """Put requests of one prompt together; a cached prefix stays by itself."""
         groups: list[tuple[list[RowRequest], CachedPrefix | None]] = []
-        shared: dict[tuple[bytes, bytes | None], list[RowRequest]] = {}
+        shared: dict[tuple[bytes, bytes | None, int], list[RowRequest]] = {}
         for request in requests:
             cached = None
             if request.conversation is not None:
                 digest = _digest(request)
-                cached = self._prefix_cache.resume(request.conversation, request.prompt, digest)
+                cached = self._prefix_cache.resume(
+                    request.conversation, request.prompt, digest, request.serial
+                )
             if cached is not None:
                 groups.append(([request], cached))
                 continue
-            group = shared.setdefault((request.prompt.tobytes(), _digest(request)), [])
+            group = shared.setdefault(
+                (request.prompt.tobytes(), _digest(request), request.serial), []
+            )
             if not group:
                 groups.append((group, None))
             group.append(request)
@@ -209,17 +264,29 @@ class EngineWorker:
         rows = np.arange(self._rows.num)
         position = self._rows.length_R[: self._rows.num] - 1
         logits_BV = self._decoder.decode(
-            self._rows.tokens_RT[rows, position], position, self._rows.shift_R[rows]
+            self._rows.tokens_RT[rows, position],
+            position,
+            self._rows.shift_R[rows],
+            self._adapters(),
         )
         self._draw(rows, logits_BV)
         self._retire()
 
     def _draw(self, rows: IndexVector, logits_BV: torch.Tensor) -> None:
         tokens, logprobs = sample(logits_BV, self._rows.parameters(rows))
-        self._rows.append(rows, tokens, logprobs, self.version)
+        self._rows.append(rows, tokens, logprobs, self._versions(rows))
         self._meter.generated += len(rows)
         if self._num_streams:
             self._stream(rows, tokens, logprobs)
+
+    def _versions(self, rows: IndexVector) -> int | list[int]:
+        """Return the version of the weights that these rows are computed with."""
+        if not self._num_adapted:
+            return self.version
+        return [self._version_of(self._rows.requests[int(row)]) for row in rows]
+
+    def _version_of(self, request: RowRequest) -> int:
+        return self.version if request.adapter is None else request.adapter.version
 
     def _stream(
         self, rows: IndexVector, tokens: NDArray[np.int64], logprobs: NDArray[np.float32]
@@ -228,7 +295,8 @@ class EngineWorker:
         for place in range(len(rows)):
             request = self._rows.requests[int(rows[place])]
             if request.streams:
-                drawn = Drawn(int(tokens[place]), float(logprobs[place]), self.version)
+                version = self._version_of(request)
+                drawn = Drawn(int(tokens[place]), float(logprobs[place]), version)
                 self._outcomes.append((request.request_id, drawn))
 
     def _retire(self) -> None:
@@ -239,9 +307,10 @@ class EngineWorker:
             return
         for row in np.flatnonzero(gone).tolist():
             request = self._rows.requests[row]
-            self._num_streams -= request.streams
+            self._count(request, -1)
             if broken[row]:
-                self._outcomes.append((request.request_id, not_finite(self.version)))
+                failure = not_finite(self._version_of(request))
+                self._outcomes.append((request.request_id, failure))
                 continue
             reason: FinishReason = "stop" if stop[row] else "length"
             self._outcomes.append((request.request_id, self._rows.result(row, reason)))
@@ -254,10 +323,12 @@ class EngineWorker:
         """Keep the row's cache for the next turn, if it stems from one version alone."""
         if request.conversation is None or self._rows.cache_version_R[row] != self.version:
             return
+        if request.began != request.serial:
+            return
         cached = int(self._rows.length_R[row]) - 1  # the last token was drawn, but never fed
         tokens = self._rows.tokens_RT[row, :cached].copy()
         states = self._decoder.cache.read(row, cached)
-        prefix = CachedPrefix(tokens, states, _digest(request))
+        prefix = CachedPrefix(tokens, states, _digest(request), request.serial)
         self._prefix_cache.keep(request.conversation, prefix)
 
     def _remove(self, gone: NDArray[np.bool_]) -> None:
@@ -274,7 +345,9 @@ class EngineWorker:
         """Compute the cache of all running rows anew, with the weights of now."""
         cached = (self._rows.length_R[: self._rows.num] - 1).tolist()
         spans = [
-            FedTokens(row, 0, self._rows.tokens_RT[row, :length], self._rows.requests[row].images)
+            FedTokens(
+                row, 0, self._rows.tokens_RT[row, :length], *_beside(self._rows.requests[row])
+            )
             for row, length in enumerate(cached)
         ]
         for _ in self._decoder.prefill(spans):
@@ -285,7 +358,8 @@ class EngineWorker:
 
     def _run_commands(self) -> None:
         """Run the commands that are there; without work, wait for one."""
-        if not self._rows.num and not self._waiting and not self._outcomes:
+        works = self._rows.num or self._waiting or self._scored
+        if not works and not self._outcomes:
             self._inbox.get()()
         while not self._inbox.empty():
             self._inbox.get()()
@@ -294,6 +368,10 @@ class EngineWorker:
         if self._outcomes:
             outcomes, self._outcomes = self._outcomes, []
             self._deliver(outcomes)
+
+
+def _beside(request: RowRequest) -> tuple[SeenImages | None, EngineAdapter | None]:
+    return request.images, request.adapter
 
 
 def _digest(request: RowRequest) -> bytes | None:

@@ -1,0 +1,86 @@
+"""Which adapters a sampler's engine holds, and what is told of a prompt."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinkermq.actors.generator.engine.engine import PromptScores, Sampling
+from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
+from tinkermq.actors.tinker.sampling.engines import SampledAdapters
+from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.actors.tinker.wire import schema
+from tinkermq.actors.tinker.wire.sampling import Sampled, write_samples
+from tinkermq.schemas.tinker.datum import LoraSpec
+from tinkermq.schemas.wire.errors import ModelError, NotFoundError
+
+from tests.support.models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The base model, and beside it three adapters of a trainer."""
+    folder = make_tiny_model(tmp_path_factory.mktemp("sampled") / "base")
+    trainer = AdapterTrainer.open(str(folder), base_model="org/tiny")
+    for number in range(3):
+        trainer.create(str(number), LoraSpec(rank=2 + number))
+        trainer.save(str(number), folder.parent / str(number), with_optimizer=False)
+    return folder
+
+
+async def test_an_idle_adapter_gives_way_and_where_all_work_one_waits(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
+    adapters = SampledAdapters(engine, most=2)
+    places = [base.parent / str(number) for number in range(3)]
+    async with adapters.using(None) as name:
+        assert name == ""
+    async with adapters.using(places[1]) as second, adapters.using(places[0]) as first:
+        third = asyncio.create_task(one_token(engine, adapters, places[2]))
+        assert await one_token(engine, adapters, places[0]) == first
+        assert not third.done()
+        assert adapters.num_held == 2
+    assert await third == str(places[2])
+    assert adapters.num_held == 2
+    with pytest.raises(NotFoundError):  # the one that was idle for longest
+        await engine.score([1, 2], request_id="gone", adapter=first)
+    await engine.score([1, 2], request_id="there", adapter=second)
+    await engine.close()
+
+
+async def one_token(engine: TransformersEngine, adapters: SampledAdapters, folder: Path) -> str:
+    """Draw with an adapter; return its name."""
+    async with adapters.using(folder) as name:
+        await engine.generate([1], Sampling(1), request_id=f"draw-{name}", adapter=name)
+        return name
+
+
+async def test_a_folder_that_holds_no_adapter_is_told_to_each_who_asks(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
+    adapters = SampledAdapters(engine, most=1)
+    for _ in range(2):
+        with pytest.raises(ModelError, match="cannot be read"):
+            async with adapters.using(base.parent / "nothing"):
+                pass
+    assert adapters.num_held == 0
+    assert await one_token(engine, adapters, base.parent / "0") == str(base.parent / "0")
+    await engine.close()
+
+
+def test_what_is_told_of_a_prompt() -> None:
+    sampled = Sampled(np.array([5], np.int32), np.array([-1.5], np.float32), "stop")
+    scores = PromptScores(
+        np.array([np.nan, -0.5], np.float32),
+        np.array([[0, 0], [7, 8]], np.int32),
+        np.array([[np.nan, np.nan], [-0.5, -2.0]], np.float32),
+    )
+    read = schema.SampleResponse.FromString(write_samples([sampled], scores, with_logprobs=True))
+    logprobs = np.frombuffer(read.prompt_logprobs, "<f4")
+    assert np.isnan(logprobs[0])
+    assert logprobs[1] == -0.5
+    top = read.topk_prompt_logprobs
+    assert (top.length, top.k) == (2, 2)
+    assert np.frombuffer(top.token_ids, "<i4").tolist() == [0, 0, 7, 8]
+    assert np.frombuffer(top.logprobs, "<f4").tolist() == [-99999.0, -99999.0, -0.5, -2.0]
+    alone = schema.SampleResponse.FromString(write_samples([sampled], scores))
+    assert not alone.HasField("prompt_logprobs")
+    assert alone.HasField("topk_prompt_logprobs")
