@@ -42,7 +42,6 @@ NAMES = (
     "retokenised",
     "lora",
     "tinker_step",
-    "tinker_snapshot",
     "overhead",
     "memory",
     "long_run",

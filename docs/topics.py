@@ -88,6 +88,7 @@ from tinkermq.schemas.tinker.checkpoints import (
     RunPage,
     SessionPage,
     SessionState,
+    TakeCheckpoint,
     TellSession,
     TinkerCheckpoint,
 )
@@ -197,6 +198,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("list", ListRequest, JobList),
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
+    _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", JobRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),

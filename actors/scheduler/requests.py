@@ -23,7 +23,8 @@ from ...schemas.job import (
 )
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
-from ...schemas.tinker.operation import TrainerOffers
+from ...schemas.tinker.checkpoints import TakeCheckpoint
+from ...schemas.tinker.operation import ModelInfo, TrainerOffers
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
@@ -91,6 +92,7 @@ class SchedulerRequests:
             ("nodes", Empty, self.nodes),
             ("quota", Empty, self.quota),
             ("trainers", Empty, self.trainers),
+            ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),
             ("archive", JobRequest, partial(self._remove, removal="archive")),
             ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
             ("delete", JobRequest, partial(self._remove, removal="delete")),
@@ -155,6 +157,10 @@ class SchedulerRequests:
     async def trainers(self, _: Empty) -> TrainerOffers:
         """Return the base models that anybody may train on through the Tinker API."""
         return TrainerOffers(offers=self._view.offers())
+
+    async def take_checkpoint(self, asked: TakeCheckpoint, context: RequestContext) -> ModelInfo:
+        """Copy a checkpoint of one's run to the service that trains on its base model."""
+        return await self._submission.origins.take(context.user, asked.path)
 
     async def damaged(self, _: Empty, context: RequestContext) -> DamagedRecords:
         """Return which records of the user cannot be read; of the whole pool for admins."""

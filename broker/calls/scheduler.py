@@ -19,7 +19,8 @@ from ...schemas.job import (
 )
 from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import JobSecrets, SealingKey, SecretName, SecretsRequest
-from ...schemas.tinker.operation import TrainerOffer, TrainerOffers
+from ...schemas.tinker.checkpoints import TakeCheckpoint
+from ...schemas.tinker.operation import ModelInfo, TrainerOffer, TrainerOffers
 from ...schemas.user import QuotaReply
 from ...schemas.wire.errors import BrokerError, BusyError
 from ...schemas.wire.ids import new_id
@@ -154,6 +155,13 @@ class SchedulerCalls:
     async def trainers(self) -> list[TrainerOffer]:
         """Return the base models that anybody may train on through the Tinker API."""
         return (await self._ask("trainers", Empty(), TrainerOffers)).offers
+
+    async def take_checkpoint(self, path: str) -> ModelInfo:
+        """Let programs written for Tinker load `tinker://RUN@STEP`; return what that holds.
+
+        Raises NotFoundError, ConfigError for a run without an adapter, QuotaError.
+        """
+        return await self._ask("take_checkpoint", TakeCheckpoint(path=path), ModelInfo)
 
     async def damaged(self) -> DamagedRecords:
         """Return the user's records that cannot be read; of the whole pool for admins."""

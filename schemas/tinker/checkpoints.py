@@ -193,3 +193,12 @@ class SessionPage(Message):
     sessions: list[TinkerSession] = Field(default_factory=list[TinkerSession])
     total: int = 0
     """How many there are."""
+
+
+class TakeCheckpoint(Message):
+    """Asks that a checkpoint of an own run can be loaded by programs written for Tinker."""
+
+    path: str = Field(max_length=200)
+    """`tinker://RUN@STEP`."""
+
+    max_bytes: ClassVar[int] = 1 << 10

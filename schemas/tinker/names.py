@@ -4,6 +4,7 @@ A model is `<session>:train:<number>`, a request of it `<model>:<sequence number
 computed, so whoever answers a poll needs no table. A checkpoint is `tinker://<model>/<kind>/<name>`.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -17,6 +18,7 @@ _NUMBER = r"0|[1-9][0-9]{0,8}"
 _MODEL = re.compile(rf"({_SESSION}):train:({_NUMBER})")
 _REQUEST = re.compile(rf"({_SESSION}:train:(?:{_NUMBER})):({_NUMBER})")
 _PATH = re.compile(rf"tinker://({_SESSION}:train:(?:{_NUMBER}))/({'|'.join(KINDS)})/(.+)")
+_RUN = re.compile(r"tinker://([A-Za-z0-9][A-Za-z0-9_-]{0,95})@([0-9]{1,12})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_SEQ = 10**9 - 1
 
@@ -28,6 +30,12 @@ def session_name(text: str) -> str:
             f"there is no session {text[:80]!r}", hint="create_session returns a session's id"
         )
     return text
+
+
+def run_in(path: str) -> tuple[str, int] | None:
+    """Return run and step of `tinker://RUN@STEP`, a checkpoint of a run; None for another path."""
+    found = _RUN.fullmatch(path)
+    return (found[1], int(found[2])) if found else None
 
 
 def is_path(text: str) -> bool:
@@ -85,7 +93,13 @@ class CheckpointName:
 
     @classmethod
     def parse(cls, path: str) -> "CheckpointName":
-        """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError."""
+        """Read `tinker://<model>/<kind>/<name>`; raises NotFoundError.
+
+        `tinker://RUN@STEP` is the name under which a checkpoint of a run is taken over.
+        """
+        if (run := run_in(path)) is not None:
+            session = f"run-{hashlib.sha256(run[0].encode()).hexdigest()[:16]}"
+            return cls(ModelName(session, 0), "weights", f"{run[0]}.{run[1]}")
         found = _PATH.fullmatch(path)
         if found is None or not _NAME.fullmatch(found[3]):
             raise NotFoundError(

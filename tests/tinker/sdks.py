@@ -31,7 +31,7 @@ class SdkProgram:
     @classmethod
     def start(cls, sdk: str, url: str, folder: Path, *words: str) -> "SdkProgram":
         """Run the interpreter of an environment with these words in a folder."""
-        log = folder / f"{Path(words[-1]).name}-{os.urandom(3).hex()}.log"
+        log = folder / f"{Path(words[words[0] == '-m']).name}-{os.urandom(3).hex()}.log"
         environment = {
             "PATH": os.environ["PATH"],
             "HOME": str(folder),
@@ -57,12 +57,22 @@ class SdkProgram:
         """What it has printed."""
         return self.log.read_text(errors="replace")
 
+    async def failed(self) -> str:
+        """Return what it has printed once it has ended with an error."""
+        code, told = await self._ended()
+        assert code != 0, told
+        return told
+
     async def done(self) -> str:
         """Return what it has printed once it has ended well."""
+        code, told = await self._ended()
+        assert code == 0, told
+        return told
+
+    async def _ended(self) -> tuple[int, str]:
         try:
             code = await asyncio.to_thread(self.process.wait, _PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it did not end:\n{self.told}") from None
-        assert code == 0, self.told
-        return self.told
+        return code, self.told

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ....schemas.tinker.checkpoints import TellSession
-from ....schemas.tinker.names import CheckpointName, ModelName, OperationName, session_name
+from ....schemas.tinker.names import ModelName, OperationName, session_name
 from ....schemas.tinker.operation import (
     AwaitResult,
     ModelOperation,
@@ -181,10 +181,10 @@ class TinkerApi:
         """Make a model from a checkpoint, or load one into a model."""
         visitor = await visitor_of_key(request)
         raw, body = await json_body(request)
+        source = await self._trainers.source(visitor.broker, text_in(body, "path"))
         if body.get("model_id") is not None:
             return await self._operate(visitor, "load_weights", name_of_json(body), raw)
         name = OperationName(new_model(body), 0)
-        source = CheckpointName.parse(text_in(body, "path"))
         job = await self._trainers.job_of_checkpoint(visitor.user, visitor.broker, source)
         return await self._submit(visitor, job, "load_weights", name, raw)
 
@@ -215,7 +215,7 @@ class TinkerApi:
         """Tell what a checkpoint holds."""
         visitor = await visitor_of_key(request)
         _, body = await json_body(request)
-        name = CheckpointName.parse(text_in(body, "tinker_path"))
+        name = await self._trainers.source(visitor.broker, text_in(body, "tinker_path"))
         info = await self._trainers.checkpoint(visitor.user, visitor.broker, name)
         return JSONResponse(
             {
@@ -279,7 +279,7 @@ class TinkerApi:
         number = number_in_body(body.get("sampling_session_seq_id"), "sampling_session_seq_id", 0)
         session = text_in(body, "session_id")
         if body.get("model_path") is not None:
-            path = CheckpointName.parse(text_in(body, "model_path"))
+            path = await self._trainers.source(visitor.broker, text_in(body, "model_path"))
             await self._trainers.checkpoint(visitor.user, visitor.broker, path)
             name = SamplerName(session, number, str(path))
         else:

@@ -11,7 +11,7 @@ from ....broker.client.connection import Broker, Msg
 from ....broker.client.headers import ERROR_CODE, NO_RESPONDERS, header, status_of
 from ....broker.client.inbox import SharedInbox
 from ....broker.client.rpc import error_of
-from ....schemas.tinker.names import CheckpointName, ModelName
+from ....schemas.tinker.names import CheckpointName, ModelName, run_in
 from ....schemas.tinker.operation import (
     AboutCheckpoint,
     AboutModel,
@@ -94,6 +94,12 @@ class Trainers:
     async def info(self, user: str, broker: Broker, model: ModelName, job: str) -> ModelInfo:
         """Return what a trainer knows of a model; raises NotFoundError."""
         return await self.ask(user, broker, job, "info", AboutModel(model=str(model)), ModelInfo)
+
+    async def source(self, broker: Broker, path: str) -> CheckpointName:
+        """Return the name of a checkpoint; one of a run (`tinker://RUN@STEP`) is taken over."""
+        if run_in(path) is not None:
+            await SchedulerCalls(broker).take_checkpoint(path)
+        return CheckpointName.parse(path)
 
     async def checkpoint(self, user: str, broker: Broker, name: CheckpointName) -> ModelInfo:
         """Return what a checkpoint holds that a user may read; raises NotFoundError."""

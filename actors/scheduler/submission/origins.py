@@ -9,10 +9,12 @@ from pathlib import Path
 
 from ....broker.jobs import is_final
 from ....schemas.job import LAST_STEP, JobRecord, SubmitRequest
-from ....schemas.tinker.names import CheckpointName, is_path
+from ....schemas.tinker.names import CheckpointName, is_path, run_in
+from ....schemas.tinker.operation import ModelInfo
 from ....schemas.wire.errors import ConfigError, NotFoundError, StateError
 from ...models.lora import base_of, is_adapter
 from ...tinker.checkpoints.folders import CheckpointFolders, missing
+from ...tinker.checkpoints.taken import take_over
 from ...tinker.states import STATES
 from ..jobs.view import JobsView
 from .run_folder import find_checkpoint
@@ -68,6 +70,31 @@ class Origins:
                 hint=f"serve a checkpoint of a run: {record.name}@STEP",
             )
         return record
+
+    async def take(self, user: str, path: str) -> ModelInfo:
+        """Copy a checkpoint of a user's run to the service that has its base model.
+
+        Raises NotFoundError, ConfigError for a path that is none of a run, or for a run without an
+        adapter; QuotaError.
+        """
+        run = run_in(path)
+        if run is None:
+            raise ConfigError(
+                f"{path[:200]!r} does not name a checkpoint of a run",
+                hint="write tinker://RUN@STEP, such as tinker://my-run@40",
+            )
+        source, folder = await self._find(user, f"{run[0]}@{run[1]}")
+        if not is_adapter(folder):
+            raise ConfigError(
+                f"{source} holds all weights of a model, and programs for Tinker train adapters",
+                hint="train the run with lora.rank",
+            )
+        services = [
+            (record, self._view.config(record))
+            for record in self._view.live.values()
+            if record.kind == "tinker" and record.run_dir
+        ]
+        return await asyncio.to_thread(take_over, Path(folder), services, user, path)
 
     async def _find(self, user: str, source: str) -> tuple[str, str]:
         """Return the full name of a checkpoint, and its folder."""

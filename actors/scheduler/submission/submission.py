@@ -56,7 +56,8 @@ class Submission:
         """Make jobs that `reconciler` takes up, with their secrets in `secrets`."""
         self._secrets = secrets
         self._broker = broker
-        self._origins = Origins(view)
+        self.origins = Origins(view)
+        """What jobs begin with."""
         self._jobs = jobs
         self._view = view
         self._reconciler = reconciler
@@ -102,9 +103,9 @@ class Submission:
         if request.kind == "tinker":
             is_admin = self._view.is_admin(user) or not self._has_users
             refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
-        fork_of, fork_dir = await self._origins.fork(user, request)
-        followed = self._origins.followed(user, request)
-        adapters = await self._origins.adapters(user, request)
+        fork_of, fork_dir = await self.origins.fork(user, request)
+        followed = self.origins.followed(user, request)
+        adapters = await self.origins.adapters(user, request)
         blank = JobRecord(
             job=job,
             name=await self._free_name(user, job, request.config),

@@ -72,7 +72,10 @@ class StoreCalls:
 
     async def _about(self, asked: AboutCheckpoint, context: RequestContext) -> ModelInfo:
         name = CheckpointName.parse(asked.path)
-        return (await asyncio.to_thread(self._folders.find, context.user, name)).info
+        found = await asyncio.to_thread(self._folders.find, context.user, name)
+        if found.user == context.user:
+            self._checkpoints.note(found)
+        return found.info
 
     async def _list(self, asked: ListCheckpoints, context: RequestContext) -> CheckpointPage:
         if asked.model:

@@ -5,6 +5,7 @@ that saved it, and `tinker.json` beside that says which one counts. To replace t
 makes a checkpoint be there, change or be gone, so a crash leaves the one or the other.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -111,6 +112,14 @@ class CheckpointFolders:
             _remove_others(found)
             yield found
 
+    def size_of(self, user: str) -> int:
+        """Return the bytes of a user's checkpoints; what is being written is not counted."""
+        found = 0
+        for meta in self._folder.glob(f"{user}/*.train.*/*/*/{_META}"):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                found += int(json.loads(meta.read_text(encoding="utf-8")).get("size_bytes", 0))
+        return found
+
     def commit(self, stored: StoredCheckpoint) -> None:
         """Let this be what counts; its files are there. Raises StorageError."""
         meta = {
@@ -129,8 +138,7 @@ class CheckpointFolders:
             with hidden.open("w", encoding="utf-8") as file:
                 json.dump(meta, file)
                 file.flush()
-                if not stored.passing:
-                    os.fsync(file.fileno())
+                os.fsync(file.fileno())
             hidden.rename(stored.place / _META)
         except OSError as error:
             raise StorageError(

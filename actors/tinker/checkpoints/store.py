@@ -43,6 +43,11 @@ class KeptCheckpoints:
         for stored in self.folders.read_all():
             self._users.setdefault(stored.user, {})[stored.name] = stored
 
+    def note(self, stored: StoredCheckpoint) -> None:
+        """Know of a checkpoint that is on disk: the scheduler takes over those of runs."""
+        with self._lock:
+            self._users.setdefault(stored.user, {}).setdefault(stored.name, stored)
+
     def of_user(self, user: str, model: ModelName | None = None) -> list[StoredCheckpoint]:
         """Return a user's checkpoints that are there, newest first, of one model or all."""
         now = time.time()
@@ -80,12 +85,7 @@ class KeptCheckpoints:
                     hint="choose another name, or set overwrite",
                 )
         stored = _new(model, name, seq, told, self.folders.place_of(model.user, name))
-        adapters.save(
-            model.key,
-            stored.folder,
-            with_optimizer=name.kind == "weights",
-            lasting=not stored.passing,
-        )
+        adapters.save(model.key, stored.folder, with_optimizer=name.kind == "weights")
         if name.kind == "external_weights":
             make_external(stored, told.get("age_encryption_recipients") or [])
         stored = replace(stored, size_bytes=_size(stored.folder))
