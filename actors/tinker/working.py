@@ -148,11 +148,11 @@ class Worker:
         model.doing = None
         model.used = time.monotonic()
         self._context.progressed()
+        if operation.kind == "load_weights" and result.state == "done":
+            await self._save(model)  # what it has loaded may be deleted once that is told
         async with self._changed:
             self._changed.notify_all()
-        if operation.kind == "load_weights" and result.state == "done":
-            await self._save(model)  # what it has loaded may be deleted
-        elif operation.kind == "optim_step" and self._is_long(model):
+        if operation.kind == "optim_step" and self._is_long(model):
             await self._save(model)
 
     async def _saved_before(

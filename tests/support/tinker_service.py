@@ -98,28 +98,29 @@ class Trainer:
         """Submit an operation as soon as a trainer is there."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         operation = ModelOperation(kind=kind, model=model, seq=seq, body=raw)
-        return await self._ask(user, "submit", operation, OperationTaken)
+        return await self.ask(user, "submit", operation, OperationTaken)
 
     async def result(
         self, seq: int, user: str = "ada", model: str = MODEL, wait_s: float = PATIENCE_S
     ) -> OperationResult:
         """Wait for a result."""
         wanted = AwaitResult(model=model, seq=seq, wait_s=wait_s)
-        return await self._ask(user, "result", wanted, OperationResult)
+        return await self.ask(user, "result", wanted, OperationResult)
 
     async def info(self, user: str = "ada") -> ModelInfo:
         """Ask what the model is."""
-        return await self._ask(user, "info", AboutModel(model=MODEL), ModelInfo)
+        return await self.ask(user, "info", AboutModel(model=MODEL), ModelInfo)
 
     async def checkpoint(self, path: str, user: str = "ada") -> ModelInfo:
         """Ask what a checkpoint holds."""
-        return await self._ask(user, "checkpoint", AboutCheckpoint(path=path), ModelInfo)
+        return await self.ask(user, "checkpoint", AboutCheckpoint(path=path), ModelInfo)
 
     async def curves(self) -> ModelCurves:
         """Ask for the metrics of the model's steps."""
-        return await self._ask("ada", "curves", AboutModel(model=MODEL), ModelCurves)
+        return await self.ask("ada", "curves", AboutModel(model=MODEL), ModelCurves)
 
-    async def _ask(self, user: str, method: str, request: Any, reply: Any) -> Any:
+    async def ask(self, user: str, method: str, request: Any, reply: Any) -> Any:
+        """Ask for something as soon as a trainer is there."""
         subject = rpc(user, f"tinker-{SCOPE.job}", method)
         async with asyncio.timeout(PATIENCE_S):
             while True:
