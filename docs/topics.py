@@ -102,7 +102,15 @@ from tinkermq.schemas.tinker.operation import (
     OperationTaken,
     TrainerOffers,
 )
-from tinkermq.schemas.tinker.sampling import AwaitSample, SampleRequest, SampleTaken
+from tinkermq.schemas.tinker.sampling import (
+    AwaitSample,
+    FetchSnapshot,
+    FindSnapshot,
+    FoundSnapshot,
+    SampleRequest,
+    SampleTaken,
+    SnapshotPart,
+)
 from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
 from tinkermq.schemas.user import (
     AddUser,
@@ -287,6 +295,13 @@ TOPICS: tuple[Topic, ...] = (
         WeightsAnnouncement,
         None,
         "learner → generators, evaluator",
+    ),
+    _job(_SCOPE.snapshot("find"), FindSnapshot, FoundSnapshot, "sampler → trainer"),
+    _job(
+        _SCOPE.snapshot("fetch"),
+        FetchSnapshot,
+        SnapshotPart,
+        "sampler → trainer, where it does not see its disk",
     ),
     _job(
         _SCOPE.weights_join,

@@ -186,14 +186,19 @@ class Applying:
         kind = _KINDS[operation.kind]
         session = body.sampling_session_seq_id
         passing = kind == "sampler_weights" and session is not None
+        body.check_kind(passing=passing)
         name = f"passing-{operation.seq}" if passing else body.name()
         checkpoint = CheckpointName(operation.name.model, kind, name)
-        sampler = SamplerName(operation.name.model.session, session or 0, str(checkpoint))
+        moves = body.kind == "inflight"
+        named = SamplerName.of_checkpoint
+        sampler = named(operation.name.model.session, session or 0, checkpoint, moves=moves)
         about = body.model_dump(include={"ttl_seconds", "overwrite", "age_encryption_recipients"})
         about |= {"passing": passing, "time": operation.time}
         about |= {"user_metadata": metadata_of(body.user_metadata)}
         save = self._kept.checkpoints.save
         saved = save(self._adapters, model, checkpoint, operation.seq, about)
+        if moves:
+            self._kept.inflight.move(saved)
         if passing:
             return _json(
                 {"type": operation.kind, "path": None, "sampling_session_id": str(sampler)}

@@ -87,6 +87,7 @@ class TrainerService:
         await service.endpoint("info", rpc("*", name, "info"), AboutModel, self._info)
         await Showing(self.models, self._context.config.tinker.base).open(service, name)
         await self._kept.calls.open(service, name, self.models)
+        await self._kept.snapshots.open(service, self._context.scope)
 
     # -- what is asked -----------------------------------------------------------------------------
 

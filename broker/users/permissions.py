@@ -148,7 +148,7 @@ def job_permissions(
         "generator": (scope.weights, scope.episodes),
         "evaluator": (scope.weights, scope.episodes),
         "server": (scope.infer(">"),),
-        "trainer": (rpc("*", f"tinker-{scope.job}", "*"),),
+        "trainer": (rpc("*", f"tinker-{scope.job}", "*"), scope.snapshot("*")),
         "sampler": (
             rpc("*", f"tinker-{scope.job}", "sample"),
             rpc("*", f"tinker-{scope.job}", f"sampled-{actor}"),
@@ -234,7 +234,7 @@ def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
-    return (*_common(scope, actor), f"{inbox('tinker')}.>")
+    return (*_common(scope, actor), f"{inbox('tinker')}.>", scope.snapshot("*"))
 
 
 def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:

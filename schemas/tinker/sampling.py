@@ -15,6 +15,7 @@ from .names import CheckpointName
 _SAMPLER = re.compile(r"([a-z0-9][a-z0-9-]{0,47}):sample:(0|[1-9][0-9]{0,18}):([A-Za-z0-9_-]+)")
 _REQUEST = re.compile(r"(.+:sample:[0-9]+:[A-Za-z0-9_-]+):([0-9]{1,19})@([a-z0-9][a-z0-9-]{0,47})")
 _BASE = "base:"
+_MOVES = "inflight:"
 MAX_SAMPLE_BYTES = 4 << 20
 """Of one request to sample."""
 
@@ -26,7 +27,8 @@ class SamplerName:
     session: str
     number: int
     source: str
-    """`tinker://…`, or `base:` and the name of a base model."""
+    """`tinker://…`, with `inflight:` before it if samples move on to what is saved later, or
+    `base:` and the name of a base model."""
 
     @classmethod
     def parse(cls, text: str) -> "SamplerName":
@@ -53,10 +55,22 @@ class SamplerName:
         """The base model that it samples from, or None: it samples from a checkpoint."""
         return self.source.removeprefix(_BASE) if self.source.startswith(_BASE) else None
 
+    @classmethod
+    def of_checkpoint(
+        cls, session: str, number: int, path: CheckpointName, *, moves: bool = False
+    ) -> "SamplerName":
+        """Return the name of a session that samples from a checkpoint, or from later ones, too."""
+        return cls(session, number, f"{_MOVES if moves else ''}{path}")
+
+    @property
+    def moves(self) -> bool:
+        """Whether its samples move on to the weights that are saved later."""
+        return self.source.startswith(_MOVES)
+
     @property
     def checkpoint(self) -> CheckpointName:
-        """The checkpoint that it samples from; raises NotFoundError."""
-        return CheckpointName.parse(self.source)
+        """The checkpoint that it samples from, the oldest if it moves on; raises NotFoundError."""
+        return CheckpointName.parse(self.source.removeprefix(_MOVES))
 
     def __str__(self) -> str:
         coded = base64.urlsafe_b64encode(self.source.encode()).decode().rstrip("=")
@@ -86,7 +100,7 @@ class SampleRequest(Message):
     """Asks a sampler for continuations of a prompt, or what its tokens' log-probs are."""
 
     source: str = Field(max_length=400)
-    """What is sampled from: `tinker://…`, or `base:` and a name."""
+    """What is sampled from, as the name of a sampling session tells it."""
     request: str = Field(max_length=600)
     """Id of the sampling session and number of the request: sent again, it is the same one."""
     body: bytes = Field(max_length=MAX_SAMPLE_BYTES)
@@ -109,3 +123,48 @@ class AwaitSample(Message):
     wait_s: float = Field(default=25.0, ge=0, le=60)
 
     max_bytes: ClassVar[int] = 2 << 10
+
+
+class FindSnapshot(Message):
+    """Asks a trainer, by one of its samplers, what a user's samples are drawn with now."""
+
+    user: str = ""
+    path: str = Field(default="", max_length=400)
+    """The checkpoint; empty: only what the trainer's folder is known by."""
+    moves: bool = False
+    """Whether it is the least, and a later one is wanted."""
+
+    max_bytes: ClassVar[int] = 2 << 10
+
+
+class FoundSnapshot(Message):
+    """Says which checkpoint it is."""
+
+    mark: str
+    """Tells the trainer's folder from others: who has it there shares its disk."""
+    owner: str = ""
+    path: str = ""
+    seq: int = 0
+    """The operation that saved it."""
+    files: dict[str, int] = Field(default_factory=dict[str, int])
+    """Names and bytes of its files."""
+
+
+class FetchSnapshot(Message):
+    """Asks for a part of a file."""
+
+    user: str
+    path: str = Field(max_length=400)
+    seq: int
+    file: str
+    offset: int = Field(ge=0)
+
+    max_bytes: ClassVar[int] = 2 << 10
+
+
+class SnapshotPart(Message):
+    """A part of a file; empty behind its end."""
+
+    data: bytes
+
+    max_bytes: ClassVar[int] = (512 << 10) + (4 << 10)

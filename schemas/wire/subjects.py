@@ -234,6 +234,10 @@ class JobScope:
         """Subjects of all results."""
         return self._subject("result.>")
 
+    def snapshot(self, verb: str) -> str:
+        """Subject of `find` or `fetch`: what samplers ask their trainer of an adapter."""
+        return self._subject(f"snapshot.{verb}")
+
     def log(self, actor: str) -> str:
         """Subject of one actor's log lines (`*` for all)."""
         return self._subject(f"log.{actor}")

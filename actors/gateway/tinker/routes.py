@@ -281,7 +281,7 @@ class TinkerApi:
         if body.get("model_path") is not None:
             path = await self._trainers.source(visitor.broker, text_in(body, "model_path"))
             await self._trainers.checkpoint(visitor.user, visitor.broker, path)
-            name = SamplerName(session, number, str(path))
+            name = SamplerName.of_checkpoint(session, number, path)
         else:
             name = SamplerName.of_base(session, number, text_in(body, "base_model"))
             await self._trainers.job_of_sampler(visitor.user, visitor.broker, name)
@@ -297,7 +297,7 @@ class TinkerApi:
         if (base := name.base) is None:
             held = await self._trainers.checkpoint(visitor.user, visitor.broker, name.checkpoint)
             base = held.base
-        path = None if name.base is not None else name.source
+        path = None if name.base is not None else str(name.checkpoint)
         return JSONResponse({"sampler_id": str(name), "base_model": base, "model_path": path})
 
     async def sample(self, request: Request) -> Response:

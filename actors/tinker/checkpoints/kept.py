@@ -5,8 +5,10 @@ from pathlib import Path
 from .calls import StoreCalls
 from .exports import Exports
 from .folders import CheckpointFolders
+from .inflight import InflightWeights
 from .runs import TrainingRuns
 from .sessions import TinkerSessions
+from .snapshots import SnapshotCalls
 from .store import MAX_BYTES, KeptCheckpoints
 
 
@@ -19,6 +21,8 @@ class KeptByTrainer:
         self.checkpoints = KeptCheckpoints(folders, max_bytes=max_bytes)
         self.runs = TrainingRuns(folder, self.checkpoints)
         self.sessions = TinkerSessions(folder, self.runs)
+        self.inflight = InflightWeights(folders)
+        self.snapshots = SnapshotCalls(folder)
         exports = Exports(folder, folders)
         self.calls = StoreCalls(folders, self.checkpoints, self.runs, self.sessions, exports)
 

@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import structlog
 from numpy.typing import NDArray
 
 from ....broker.client.rpc import RequestContext
-from ....schemas.tinker.names import CheckpointName
 from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
 from ....schemas.wire.errors import BusyError, NotFoundError, TinkermqError
@@ -26,16 +24,20 @@ from ...generator.engine.engine import Drawn, PromptScores, Sampling
 from ...generator.episodes.text_stream import TextStream
 from ...runtime import JobContext, settle_memory
 from ..applying import as_failure
-from ..states import STATES, States
+from ..states import STATES
 from ..wire.sampling import SampleBody, Sampled, write_samples
 from .engines import SampledAdapters
 from .open_engine import SampledBase, open_engine
+from .snapshots import Snapshot, Snapshots
 
 MAX_OPEN = 4096
 """Requests of one user that are sampled or wait to be asked for."""
 KEPT_S = 120.0
 """How long a result waits to be asked for."""
 _SWEEP_S = 5.0
+_MOVE_S = 0.05
+_MOVE_ELSEWHERE_S = 0.5
+"""How often is looked for newer weights: in files that are here, and at a trainer elsewhere."""
 _AT_ONCE = 1024
 """Continuations and prompts that the engine is given at a time; further ones wait before it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
@@ -47,8 +49,8 @@ class _Open:
 
     work: "asyncio.Task[OperationResult]"
     num_samples: int
-    ended: float = 0.0
     told: float = field(default_factory=time.monotonic)
+    """When it was last asked for."""
 
 
 async def run_sampler(context: JobContext) -> None:
@@ -56,22 +58,24 @@ async def run_sampler(context: JobContext) -> None:
     await context.serve_control()
     base = await open_engine(context.config)
     settle_memory()
-    sampler = Sampler(context, base, States(context.run_dir / STATES))
+    snapshots = Snapshots(context.broker, context.scope, context.run_dir / STATES)
     try:
-        await sampler.run()
+        await Sampler(context, base, snapshots).run()
     finally:
+        snapshots.close()
         await base.engine.close()
 
 
 class Sampler:
     """Answers requests to sample."""
 
-    def __init__(self, context: JobContext, base: SampledBase, states: States) -> None:
+    def __init__(self, context: JobContext, base: SampledBase, snapshots: Snapshots) -> None:
         self._context = context
         self._engine = base.engine
-        self._adapters = SampledAdapters(base.engine, context.config.tinker.sampled_at_once)
+        self._snapshots = snapshots
+        at_once = context.config.tinker.sampled_at_once
+        self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
         self._places = asyncio.Semaphore(_AT_ONCE)
-        self._states = states
         self._tokenizer: Any = base.tokenizer
         self._vocab = base.vocab
         self._max_context = base.max_context
@@ -84,12 +88,29 @@ class Sampler:
         await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
         self._context.set_state("working")
+        swept = time.monotonic()
         while not self._context.stopping.is_set():
-            await self._context.unless_stopping(asyncio.sleep(_SWEEP_S), None)
+            pause_s = _MOVE_S if self._snapshots.is_here else _MOVE_ELSEWHERE_S
+            await self._context.unless_stopping(asyncio.sleep(pause_s), None)
+            await self._move_on()
+            if time.monotonic() - swept < _SWEEP_S:
+                continue
+            swept = time.monotonic()
             self._sweep()
             self._context.numbers["adapters"] = float(self._adapters.num_held)
             if (failure := self._engine.failure) is not None:
                 raise failure
+
+    async def _move_on(self) -> None:
+        """Let samples that move on have the newest weights of their models."""
+        for running in self._adapters.moving():
+            try:
+                newest = await self._snapshots.find(running.user, running.source)
+                if newest.version > running.version:
+                    async with self._adapters.using(newest):
+                        pass
+            except TinkermqError as error:  # they go on with what they have
+                _log.warning("samples_stay", adapter=running.name, error=error.message)
 
     async def _take(self, request: SampleRequest, context: RequestContext) -> SampleTaken:
         """Take a request; one of its id that is here already is as good."""
@@ -101,9 +122,11 @@ class Sampler:
                     hint="wait for some of them",
                 )
             body = SampleBody.parse(request.body)
-            folder = self._folder(context.user, request.source)
-            work = asyncio.create_task(self._done(body, folder), name="sample")
-            found = mine[request.request] = _Open(work, body.num_samples)
+            snapshot = await self._find(context.user, request.source)
+            if (found := mine.get(request.request)) is None:  # not sent again meanwhile
+                work = asyncio.create_task(self._done(body, snapshot), name="sample")
+                found = mine[request.request] = _Open(work, body.num_samples)
+                self._open[context.user] = mine
         return SampleTaken(actor=self._context.name, num_samples=found.num_samples)
 
     async def _result(self, request: AwaitSample, context: RequestContext) -> OperationResult:
@@ -114,6 +137,7 @@ class Sampler:
                 f"sampler {self._context.name} has no request {request.request[-40:]}",
                 hint="sample again",
             )
+        found.told = time.monotonic()
         await asyncio.wait({found.work}, timeout=request.wait_s)
         if not found.work.done():
             return OperationResult(queue_reason="it is being sampled")
@@ -130,20 +154,18 @@ class Sampler:
             if not mine:
                 del self._open[user]
 
-    def _folder(self, user: str, source: str) -> Path | None:
-        """Return where an adapter lies, None for the base; raises NotFoundError."""
+    async def _find(self, user: str, source: str) -> Snapshot | None:
+        """Return what a user's samples are drawn with, None for the base; raises NotFoundError."""
         name = SamplerName("-", 0, source)
-        if name.base is not None:
-            if name.base != self._context.config.tinker.base:
-                raise NotFoundError(f"there is no base model {name.base!r} here")
-            return None
-        checkpoint = CheckpointName.parse(source)
-        self._states.info_of(user, checkpoint)
-        return self._states.place_of(user, checkpoint)
+        if name.base is None:
+            return await self._snapshots.find(user, name)
+        if name.base != self._context.config.tinker.base:
+            raise NotFoundError(f"there is no base model {name.base!r} here")
+        return None
 
-    async def _done(self, body: SampleBody, folder: Path | None) -> OperationResult:
+    async def _done(self, body: SampleBody, snapshot: Snapshot | None) -> OperationResult:
         try:
-            written = await self._sampled(body, folder)
+            written = await self._sampled(body, snapshot)
             self._context.progressed()
             return OperationResult(state="done", body=written, is_proto=True)
         except TinkermqError as error:
@@ -153,9 +175,9 @@ class Sampler:
             said = f"the sampler failed: {type(error).__name__}; its log has the details"
             return OperationResult(state="failed", error=said, category="server")
 
-    async def _sampled(self, body: SampleBody, folder: Path | None) -> bytes:
+    async def _sampled(self, body: SampleBody, snapshot: Snapshot | None) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
-        async with self._adapters.using(folder) as adapter:
+        async with self._adapters.using(snapshot) as adapter:
             scored = asyncio.ensure_future(self._scored(prompt, body, adapter))
             drawn = [
                 asyncio.ensure_future(self._one(prompt, body, number, adapter))

@@ -120,15 +120,23 @@ class OptimStepBody(TinkerBody):
 class SaveWeightsBody(TinkerBody):
     """`save_weights`, `save_weights_for_sampler` and `save_weights_external`."""
 
-    defaults: ClassVar[dict[str, Any]] = {"kind": "snapshot"}
     model_id: str
     seq_id: int
+    kind: Literal["snapshot", "inflight"] = "snapshot"
     path: str | None = None
     sampling_session_seq_id: int | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_S)
     overwrite: bool = False
     user_metadata: dict[str, Any] | None = None
     age_encryption_recipients: list[str] | None = Field(default=None, max_length=MAX_RECIPIENTS)
+
+    def check_kind(self, *, passing: bool) -> None:
+        """Raise ConfigError where samples are to move on to what has a name, or is no sampler's."""
+        if self.kind == "inflight" and not passing:
+            raise ConfigError(
+                "kind='inflight' is not offered for weights with a name",
+                hint="save_weights_and_get_sampling_client(kind='inflight') gives none",
+            )
 
     def name(self) -> str:
         """Return the checkpoint's name; raises ConfigError for one that cannot be."""

@@ -8,13 +8,16 @@ import pytest
 from tinkermq.actors.generator.engine.engine import PromptScores, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.tinker.sampling.engines import SampledAdapters
+from tinkermq.actors.tinker.sampling.snapshots import Snapshot
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.actors.tinker.wire import schema
 from tinkermq.actors.tinker.wire.sampling import Sampled, write_samples
 from tinkermq.schemas.tinker.datum import LoraSpec
+from tinkermq.schemas.tinker.names import CheckpointName, ModelName
+from tinkermq.schemas.tinker.sampling import SamplerName
 from tinkermq.schemas.wire.errors import ModelError, NotFoundError
 
-from tests.support.models import make_tiny_model
+from tests.support.models import make_tiny_model, until
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +33,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 async def test_an_idle_adapter_gives_way_and_where_all_work_one_waits(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
-    adapters = SampledAdapters(engine, most=2)
-    places = [base.parent / str(number) for number in range(3)]
+    adapters = held(engine, 2)
+    places = [snapshot(base, number) for number in range(3)]
     async with adapters.using(None) as name:
         assert name == ""
     async with adapters.using(places[1]) as second, adapters.using(places[0]) as first:
@@ -39,7 +42,7 @@ async def test_an_idle_adapter_gives_way_and_where_all_work_one_waits(base: Path
         assert await one_token(engine, adapters, places[0]) == first
         assert not third.done()
         assert adapters.num_held == 2
-    assert await third == str(places[2])
+    assert await third == "2"
     assert adapters.num_held == 2
     with pytest.raises(NotFoundError):  # the one that was idle for longest
         await engine.score([1, 2], request_id="gone", adapter=first)
@@ -47,22 +50,63 @@ async def test_an_idle_adapter_gives_way_and_where_all_work_one_waits(base: Path
     await engine.close()
 
 
-async def one_token(engine: TransformersEngine, adapters: SampledAdapters, folder: Path) -> str:
+def held(engine: TransformersEngine, most: int, freed: list[str] | None = None) -> SampledAdapters:
+    """Hold adapters whose folders are here."""
+
+    async def fetch(wanted: Snapshot) -> Path:
+        assert wanted.folder is not None
+        return wanted.folder
+
+    def free(given_up: Snapshot) -> None:
+        if freed is not None:
+            freed.append(f"{given_up.name}@{given_up.version}")
+
+    return SampledAdapters(engine, most, fetch, free)
+
+
+def snapshot(base: Path, number: int, *, moves: bool = False, version: int = 0) -> Snapshot:
+    """Return one of the trainer's adapters."""
+    path = CheckpointName(ModelName("s", 0), "sampler_weights", f"c{number}")
+    source = SamplerName.of_checkpoint("s", 0, path, moves=moves)
+    name = "moving" if moves else str(number)
+    return Snapshot(name, version, "ada", source, str(path), base.parent / str(number))
+
+
+async def one_token(engine: TransformersEngine, adapters: SampledAdapters, wanted: Snapshot) -> str:
     """Draw with an adapter; return its name."""
-    async with adapters.using(folder) as name:
+    async with adapters.using(wanted) as name:
         await engine.generate([1], Sampling(1), request_id=f"draw-{name}", adapter=name)
         return name
 
 
 async def test_a_folder_that_holds_no_adapter_is_told_to_each_who_asks(base: Path) -> None:
     engine = await TransformersEngine.start(str(base), max_slots=4, max_context=32)
-    adapters = SampledAdapters(engine, most=1)
+    adapters = held(engine, 1)
     for _ in range(2):
         with pytest.raises(ModelError, match="cannot be read"):
-            async with adapters.using(base.parent / "nothing"):
+            async with adapters.using(snapshot(base, 7)):
                 pass
     assert adapters.num_held == 0
-    assert await one_token(engine, adapters, base.parent / "0") == str(base.parent / "0")
+    assert await one_token(engine, adapters, snapshot(base, 0)) == "0"
+    await engine.close()
+
+
+async def test_samples_move_on_to_newer_weights_and_never_back(base: Path) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=120)
+    freed: list[str] = []
+    adapters = held(engine, 2, freed)
+    async with adapters.using(snapshot(base, 0, moves=True, version=3)) as name:
+        assert [one.version for one in adapters.moving()] == [3]
+        long = engine.generate([1], Sampling(110), request_id="long", adapter=name)
+        running = asyncio.create_task(long)
+        await until(lambda: engine.stats().generated_tokens > 3)
+        for version in (5, 4):
+            async with adapters.using(snapshot(base, 1, moves=True, version=version)):
+                pass
+        assert [one.version for one in adapters.moving()] == [5]
+        assert set((await running).versions.tolist()) == {3, 5}
+    assert freed == ["moving@3"]
+    assert adapters.moving() == []
     await engine.close()
 
 
