@@ -14,6 +14,7 @@ from .names import CheckpointName
 
 _SAMPLER = re.compile(r"([a-z0-9][a-z0-9-]{0,47}):sample:(0|[1-9][0-9]{0,18}):([A-Za-z0-9_-]+)")
 _REQUEST = re.compile(r"(.+:sample:[0-9]+:[A-Za-z0-9_-]+):([0-9]{1,19})@([a-z0-9][a-z0-9-]{0,47})")
+_USER = r"^([a-z0-9][a-z0-9_]{0,31})?$"
 _BASE = "base:"
 _MOVES = "inflight:"
 MAX_SAMPLE_BYTES = 4 << 20
@@ -128,7 +129,7 @@ class AwaitSample(Message):
 class FindSnapshot(Message):
     """Asks a trainer, by one of its samplers, what a user's samples are drawn with now."""
 
-    user: str = ""
+    user: str = Field(default="", pattern=_USER)
     path: str = Field(default="", max_length=400)
     """The checkpoint; empty: only what the trainer's folder is known by."""
     moves: bool = False
@@ -153,11 +154,11 @@ class FoundSnapshot(Message):
 class FetchSnapshot(Message):
     """Asks for a part of a file."""
 
-    user: str
+    user: str = Field(pattern=_USER)
     path: str = Field(max_length=400)
     seq: int
     file: str
-    offset: int = Field(ge=0)
+    offset: int = Field(ge=0, le=1 << 50)
 
     max_bytes: ClassVar[int] = 2 << 10
 

@@ -13,7 +13,7 @@ from ....schemas.tinker.names import CheckpointName
 from ....schemas.tinker.sampling import FetchSnapshot, FindSnapshot, FoundSnapshot, SnapshotPart
 from ....schemas.wire.errors import NotFoundError
 from ....schemas.wire.subjects import JobScope
-from .folders import CheckpointFolders, StoredCheckpoint
+from .folders import CheckpointFolders, StoredCheckpoint, missing
 from .inflight import InflightWeights
 
 FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -64,7 +64,10 @@ class SnapshotCalls:
             return FoundSnapshot(mark=mark)
         name = CheckpointName.parse(asked.path)
         stored = find_snapshot(self._folders, asked.user, name, moves=asked.moves)
-        sizes = {file: (stored.folder / file).stat().st_size for file in FILES}
+        try:
+            sizes = {file: (stored.folder / file).stat().st_size for file in FILES}
+        except OSError as error:
+            raise missing(name) from error
         return FoundSnapshot(
             mark=mark, owner=stored.user, path=str(stored.name), seq=stored.seq, files=sizes
         )
@@ -77,9 +80,12 @@ class SnapshotCalls:
         stored = self._folders.find(asked.user, name)
         if stored.seq != asked.seq or asked.file not in FILES:
             raise NotFoundError(f"{name} was saved anew", hint="sample again")
-        with (stored.folder / asked.file).open("rb") as file:
-            file.seek(asked.offset)
-            return SnapshotPart(data=file.read(self._part_bytes))
+        try:
+            with (stored.folder / asked.file).open("rb") as file:
+                file.seek(asked.offset)
+                return SnapshotPart(data=file.read(self._part_bytes))
+        except OSError as error:  # removed meanwhile
+            raise missing(name) from error
 
     def _set_mark(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
