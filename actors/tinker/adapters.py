@@ -63,8 +63,13 @@ class Adapters(Protocol):
         """Take a step with the gradients since the last; raises when one of these failed."""
         ...
 
-    def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Write an adapter to a folder that is not there yet, whole or not at all."""
+    def save(
+        self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
+    ) -> None:
+        """Write an adapter to a folder that is not there yet, whole or not at all.
+
+        One that is not `lasting` may be lost with the machine, not with a process.
+        """
         ...
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:

@@ -1,21 +1,24 @@
 """What the configuration of a service for the Tinker API implies: it trains what its users send."""
 
+import re
 from collections.abc import Mapping
+from posixpath import normpath
 from typing import Any, cast
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from .section import Section
 
+_BASE = re.compile(r"/?[A-Za-z0-9][A-Za-z0-9._/-]*")
 _IMPLIED: dict[str, Any] = {"game": "", "hosts": 0, "num_val": 0}
 
 
 class TinkerConfig(Section):
     """A base model that many users train adapters of, through the Tinker API."""
 
-    base: str = Field(default="", pattern=r"^([A-Za-z0-9][A-Za-z0-9._/-]*)?$", max_length=200)
+    base: str = Field(default="", max_length=200)
     """Name under which programs ask for the base model (`base_model`), such as
-    `Qwen/Qwen3.5-9B-Base`. Empty: not such a service."""
+    `Qwen/Qwen3.5-9B-Base`; an absolute path is a name, too. Empty: not such a service."""
     max_rank: int = Field(default=64, ge=1, le=1024)
     """Largest rank of an adapter."""
     adapters_in_memory: int = Field(default=256, ge=1, le=100_000)
@@ -32,6 +35,17 @@ class TinkerConfig(Section):
     """Megabytes of checkpoints that one user may have; saving fails beyond."""
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens that are computed at once, of one model."""
+
+    @field_validator("base")
+    @classmethod
+    def _check_base(cls, base: str) -> str:
+        """Raise ValueError for what programs could not ask for, or not tell apart."""
+        if base and (_BASE.fullmatch(base) is None or base != normpath(base)):
+            raise ValueError(
+                f"{base!r} is no name of a base model: take one such as org/model, or the absolute "
+                "path of its folder, of letters, digits, '.', '_', '-' and single '/'"
+            )
+        return base
 
 
 def settle_tinker(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
+from tests.support.tinker import TIED
 from tests.support.waiting import until
 from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
 from tests.tinker.service import TinkerService, tinker_service
@@ -58,6 +61,18 @@ async def test_every_call_that_the_page_names_works(
     if why := lacking(sdk):
         pytest.skip(why)
     assert "all well" in await start(service, str(PROGRAMS / program), BASE, sdk=sdk).done()
+
+
+@newest
+@pytest.mark.filterwarnings(TIED)
+async def test_the_cookbook_downloads_what_peft_opens(service: TinkerService) -> None:
+    told = await start(service, str(PROGRAMS / "download.py"), BASE).done()
+    assert "all well" in told
+    model = AutoModelForCausalLM.from_pretrained(service.folder / BASE)
+    for folder in ("downloaded-0", "downloaded-1"):
+        opened = PeftModel.from_pretrained(model, service.folder / folder)
+        assert opened.peft_config["default"].to_dict()["r"] == 4
+        model = opened.unload()
 
 
 @newest

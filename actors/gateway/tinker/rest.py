@@ -24,6 +24,7 @@ from .versions import knows_external, note_to
 Handler = Callable[[Request], Awaitable[Response]]
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _GONE = 410
+_FARTHEST = 10**6
 _RUN = "training_runs/{run}"
 _CHECKPOINT = _RUN + "/checkpoints/{kind}/{name}"
 
@@ -203,7 +204,8 @@ def _model(request: Request) -> ModelName:
 
 def _page(request: Request, limit: int) -> tuple[int, int]:
     """Return offset and limit of a list; raises MessageError for what is no number."""
-    return number_in(request, "offset", 0) or 0, number_in(request, "limit", limit) or 0
+    offset, most = number_in(request, "offset", 0) or 0, number_in(request, "limit", limit) or 0
+    return min(offset, _FARTHEST), min(most, _FARTHEST)
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:

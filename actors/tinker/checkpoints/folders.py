@@ -138,7 +138,8 @@ class CheckpointFolders:
             with hidden.open("w", encoding="utf-8") as file:
                 json.dump(meta, file)
                 file.flush()
-                os.fsync(file.fileno())
+                if not stored.passing:
+                    os.fsync(file.fileno())
             hidden.rename(stored.place / _META)
         except OSError as error:
             raise StorageError(

@@ -85,7 +85,12 @@ class KeptCheckpoints:
                     hint="choose another name, or set overwrite",
                 )
         stored = _new(model, name, seq, told, self.folders.place_of(model.user, name))
-        adapters.save(model.key, stored.folder, with_optimizer=name.kind == "weights")
+        adapters.save(
+            model.key,
+            stored.folder,
+            with_optimizer=name.kind == "weights",
+            lasting=not stored.passing,
+        )
         if name.kind == "external_weights":
             make_external(stored, told.get("age_encryption_recipients") or [])
         stored = replace(stored, size_bytes=_size(stored.folder))

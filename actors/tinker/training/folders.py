@@ -72,8 +72,12 @@ def write_adapter(
     tensors: Mapping[str, Tensor],
     steps: int,
     moments: Moments | None,
+    lasting: bool = True,
 ) -> None:
-    """Write an adapter, and replace what the folder held; StorageError if that cannot be done."""
+    """Write an adapter, and replace what the folder held; StorageError if that cannot be done.
+
+    One that is `lasting` is on the disk when this returns, with the digests of its files.
+    """
     ours = AdapterFile(base_model, spec, steps, moments is not None)
     temporary = folder.with_name(f".{folder.name}.writing")
     try:
@@ -86,9 +90,12 @@ def write_adapter(
             named = {_FIRST + name: value for name, value in moments.first.items()}
             named |= {_SECOND + name: value for name, value in moments.second.items()}
             save_file(named, temporary / _OPTIMIZER)
-        write_digests(temporary)
-        flush(temporary)
+        if lasting:
+            write_digests(temporary)
+            flush(temporary)
         _put_in_place(temporary, folder)
+        if lasting:
+            flush_entries(folder.parent)
     except Exception as error:
         failure = storage_error(folder, error)  # before room is made again
         shutil.rmtree(temporary, ignore_errors=True)
@@ -138,7 +145,6 @@ def _put_in_place(temporary: Path, folder: Path) -> None:
         shutil.rmtree(replaced, ignore_errors=True)
         folder.rename(replaced)
     temporary.rename(folder)
-    flush_entries(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -246,10 +246,13 @@ class AdapterTrainer:
 
     # -- folders -------------------------------------------------------------------------------
 
-    def save(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+    def save(
+        self, model_id: str, folder: Path, *, with_optimizer: bool, lasting: bool = True
+    ) -> None:
         """Write a model's adapter as a PEFT folder, and the optimiser's state beside it.
 
-        Gradients that are pending are not written. Raises StorageError.
+        Gradients that are pending are not written. One that is not `lasting` is not waited for
+        until it is on the disk. Raises StorageError.
         """
         adapter = self._of(model_id)
         write_adapter(
@@ -261,6 +264,7 @@ class AdapterTrainer:
             tensors=adapter.tensors(),
             steps=adapter.num_steps,
             moments=adapter.moments() if with_optimizer else None,
+            lasting=lasting,
         )
 
     def load(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:

@@ -30,7 +30,8 @@ def up(
         Configuration keys: `tinker.max_rank=32`.
     model
         `NAME=FOLDER`: a base model under the name that programs ask for, such as
-        `Qwen/Qwen3.5-9B-Base=/models/qwen`; may be given several times, for a service each.
+        `Qwen/Qwen3.5-9B-Base=/models/qwen`, or an absolute path, which is its name then; may be
+        given several times, for a service each.
     gateway
         URL of the pool's gateway; default: $TINKERMQ_GATEWAY_URL, or the local stack's.
     """
@@ -82,8 +83,13 @@ def _config(base: str, folder: str) -> dict[str, Any]:
 def _named(text: str) -> tuple[str, str]:
     """Return name and folder of NAME=FOLDER; raises ConfigError, ModelError."""
     name, equals, folder = text.partition("=")
-    if not equals or not name or not folder:
-        raise ConfigError(f"--model {text!r} is not NAME=FOLDER", hint="as in org/model=./folder")
+    if not equals and Path(text).is_absolute():  # its path is its name
+        name = folder = text.rstrip("/")
+    if not name or not folder:
+        raise ConfigError(
+            f"--model {text!r} is neither NAME=FOLDER nor the absolute path of a folder",
+            hint="as in org/model=./folder",
+        )
     if not (Path(folder).expanduser() / "config.json").is_file():
         raise ModelError(f"{folder} is no model folder: it has no config.json")
     return name, str(Path(folder).expanduser().resolve())

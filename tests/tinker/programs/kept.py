@@ -7,6 +7,7 @@ import io
 import json
 import sys
 import tarfile
+import time
 import urllib.error
 import urllib.request
 
@@ -156,5 +157,13 @@ refused(rest.get_session("s0").result, "no session")
 refused(rest.list_checkpoints("s0:train:0").result, "no training run")
 refused(rest.get_weights_info_by_tinker_path(first.replace("first", "no")).result, "no checkpoint")
 rest.delete_checkpoint(run, "weights/first").result()
+prompt, few = types.ModelInput.from_ints([20, 21]), types.SamplingParams(max_tokens=2)
+assert len(sampler.sample(prompt, 1, few).result().sequences) == 1
 assert [one.tinker_path for one in rest.list_checkpoints(run).result().checkpoints] == [sampled]
+rest.delete_checkpoint_from_tinker_path(sampled).result()
+refused(sampler.sample(prompt, 1, few).result, sampled, "was deleted")
+short = trained.save_weights_for_sampler("short", ttl_seconds=1).result().path
+time.sleep(1.5)
+refused(lambda: made(service.create_sampling_client(model_path=short)), short, "has expired")
+assert rest.list_checkpoints(run).result().checkpoints == []
 print("all well")

@@ -1,0 +1,256 @@
+"""What a trainer keeps of its users: whose it is, how much, how long, and who may read it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from nacl.bindings import crypto_aead_chacha20poly1305_ietf_decrypt as unseal
+from nacl.bindings import crypto_scalarmult, crypto_scalarmult_base
+from safetensors.torch import load_file
+from tinkermq.actors.tinker.checkpoints import external
+from tinkermq.actors.tinker.checkpoints.exports import Exports
+from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
+from tinkermq.actors.tinker.checkpoints.kept import KeptByTrainer
+from tinkermq.actors.tinker.models import TrainedModel
+from tinkermq.actors.tinker.training.trainer import AdapterTrainer
+from tinkermq.schemas.tinker.checkpoints import (
+    ChangeCheckpoint,
+    FetchFile,
+    ListCheckpoints,
+    ListSessions,
+    TellSession,
+)
+from tinkermq.schemas.tinker.datum import LoraSpec
+from tinkermq.schemas.tinker.names import CheckpointKind, CheckpointName, ModelName
+from tinkermq.schemas.tinker.operation import ModelInfo
+from tinkermq.schemas.wire.errors import (
+    AuthError,
+    ConfigError,
+    ConflictError,
+    NotFoundError,
+    QuotaError,
+    StateError,
+)
+
+from tests.support.models import make_tiny_model
+from tests.support.tinker import BASE, open_trainer
+
+torch.set_num_threads(1)
+MODEL = ModelName("s1", 0)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> AdapterTrainer:
+    trainer = open_trainer(make_tiny_model(tmp_path_factory.mktemp("kept") / "base"))
+    trainer.create(f"ada/{MODEL}", LoraSpec(rank=2, seed=1))
+    return trainer
+
+
+class Kept:
+    """What a trainer keeps, with one model of ada's."""
+
+    def __init__(self, folder: Path, adapters: AdapterTrainer, max_bytes: int = 1 << 30) -> None:
+        self.folder, self.adapters = folder, adapters
+        self.kept = KeptByTrainer(folder, max_bytes=max_bytes)
+        self.kept.load()
+        self.folders = CheckpointFolders(folder)
+        info = ModelInfo(model=str(MODEL), base=BASE, folder="f", arch="qwen3", rank=2)
+        self.model = TrainedModel("ada", MODEL, info=info)
+
+    def save(
+        self, name: str, seq: int, kind: CheckpointKind = "weights", **told: Any
+    ) -> StoredCheckpoint:
+        named = CheckpointName(MODEL, kind, name)
+        return self.kept.checkpoints.save(self.adapters, self.model, named, seq, told)
+
+    def change(self, path: str, action: Any, user: str = "ada", **more: Any) -> StoredCheckpoint:
+        asked = ChangeCheckpoint(path=path, action=action, **more)
+        wanted = more.pop("wanted", False)
+        return self.kept.checkpoints.change(user, asked, wanted=lambda _: wanted)
+
+    def listed(self, user: str = "ada", **asked: Any) -> list[str]:
+        page = self.kept.checkpoints.page(user, ListCheckpoints(**asked))
+        return [one.path.rpartition("/")[2] for one in page.checkpoints]
+
+    def found(self, stored: StoredCheckpoint, user: str = "ada") -> StoredCheckpoint:
+        return self.folders.find(user, stored.name)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, adapters: AdapterTrainer) -> Kept:
+    return Kept(tmp_path, adapters)
+
+
+def test_a_save_done_again_changes_nothing_and_a_name_is_given_once(kept: Kept) -> None:
+    first = kept.save("a", 3, user_metadata={"who": "me"})
+    assert kept.save("a", 3) == first
+    with pytest.raises(StateError, match="there is a checkpoint tinker://s1:train:0/weights/a al"):
+        kept.save("a", 5)
+    second = kept.save("a", 5, overwrite=True)
+    assert second.folder != first.folder  # who had read the first knows the second from it
+    assert not first.folder.exists()
+    assert kept.save("a", 3) == second
+    assert load_file(second.folder / "adapter_model.safetensors").keys()
+
+
+def test_lists_have_pages_and_what_is_gone_is_known_after_a_restart(
+    kept: Kept, adapters: AdapterTrainer
+) -> None:
+    saved = [kept.save(f"c{number}", number, time=100.0 + number) for number in range(4)]
+    kept.save("passing-9", 9, "sampler_weights", passing=True)
+    assert kept.listed() == ["c3", "c2", "c1", "c0"]
+    assert kept.listed(offset=1, limit=2) == ["c2", "c1"]
+    assert kept.listed("bob") == []
+    kept.change(str(saved[0].name), "delete")
+    kept.change(str(saved[1].name), "expire", ttl_s=1)
+    kept.kept.checkpoints._commit(replace(saved[2], expires=200.0))
+    (saved[3].place / "99").mkdir()  # what a save that was killed has left
+    again = Kept(kept.folder, adapters)
+    assert again.kept.checkpoints.sweep(wanted=lambda _: False) == 1
+    for one, words in ((saved[0], "was deleted"), (saved[2], "has expired")):
+        for some in (kept, again):
+            with pytest.raises(NotFoundError, match=words):
+                some.found(one)
+        assert not one.folder.exists()
+    assert again.listed() == ["c3", "c1"]
+    assert not (saved[3].place / "99").exists()
+    assert again.save("c0", 7).seq == 7
+
+
+def test_what_is_published_is_read_by_others_and_changed_by_nobody_else(kept: Kept) -> None:
+    stored = kept.save("a", 1)
+    path = str(stored.name)
+    with pytest.raises(NotFoundError, match="belongs to somebody who has not published it"):
+        kept.found(stored, "bob")
+    kept.change(path, "publish")
+    assert kept.found(stored, "bob").folder == stored.folder
+    assert kept.listed("bob") == []
+    for action in ("delete", "unpublish", "expire"):
+        with pytest.raises(NotFoundError, match="there is no checkpoint"):
+            kept.change(path, action, "bob")
+    kept.change(path, "unpublish")
+    with pytest.raises(NotFoundError):
+        kept.found(stored, "bob")
+    with pytest.raises(ConflictError, match="is about to be loaded"):
+        kept.kept.checkpoints.change(
+            "ada", ChangeCheckpoint(path=path, action="delete"), wanted=lambda _: True
+        )
+
+
+def test_a_user_has_so_many_bytes_and_what_is_for_a_while_goes_first(
+    tmp_path: Path, adapters: AdapterTrainer
+) -> None:
+    size = Kept(tmp_path / "one", adapters).save("a", 1).size_bytes
+    kept = Kept(tmp_path / "two", adapters, max_bytes=3 * size)
+    passing = kept.save("passing-1", 1, "sampler_weights", passing=True)
+    kept.save("a", 2)
+    kept.save("b", 3)
+    assert kept.found(passing)
+    kept.save("c", 4)
+    with pytest.raises(NotFoundError):
+        kept.found(passing)
+    with pytest.raises(QuotaError, match=r"over the limit of .*tinker\.checkpoint_mb"):
+        kept.save("d", 5)
+    assert kept.listed() == ["c", "b", "a"]
+    kept.change(f"tinker://{MODEL}/weights/a", "delete")
+    kept.save("d", 6)
+
+
+def test_a_ticket_opens_the_files_of_one_checkpoint_and_no_more(kept: Kept) -> None:
+    exports = Exports(kept.folder, kept.folders)
+    stored = kept.save("a", 1)
+    export = exports.export("ada", str(stored.name))
+    assert [one.name for one in export.files] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    part = exports.fetch(FetchFile(ticket=export.ticket, file="adapter_config.json"))
+    assert json.loads(part.data)["base_model_name_or_path"] == BASE
+    weights = FetchFile(ticket=export.ticket, file="adapter_model.safetensors", offset=8)
+    assert exports.fetch(weights).data == (stored.folder / weights.file).read_bytes()[8:]
+    for file in ("tinkermq.json", "../../tinker.json", "optimizer.safetensors"):
+        with pytest.raises(NotFoundError, match="has no file"):
+            exports.fetch(FetchFile(ticket=export.ticket, file=file))
+    said, _, signature = export.ticket.partition(".")
+    for ticket in (f"{said}.{signature[::-1]}", f"x{said}.{signature}", "", ".", "é.é"):
+        with pytest.raises(AuthError, match="is no URL of a checkpoint"):
+            exports.fetch(FetchFile(ticket=ticket, file="adapter_config.json"))
+    with pytest.raises(NotFoundError):
+        exports.export("bob", str(stored.name))
+
+
+def test_an_export_can_be_encrypted_for_an_age_key(kept: Kept) -> None:
+    secret = bytes(range(32))
+    public = crypto_scalarmult_base(secret)
+    recipient = _recipient(public)
+    plain = kept.save("plain", 1, "external_weights")
+    stored = kept.save("out", 2, "external_weights", age_encryption_recipients=[recipient])
+    assert sorted(one.name for one in plain.folder.iterdir()) == list(external.FILES)
+    assert sorted(one.name for one in stored.folder.iterdir()) == [
+        f"{name}.age" for name in external.FILES
+    ]
+    for name in external.FILES:
+        sealed = (stored.folder / f"{name}.age").read_bytes()
+        assert _opened(sealed, secret, public) == (plain.folder / name).read_bytes()
+    for wrong in (recipient[:-1] + "q", "ssh-ed25519 AAAA", recipient[:-1], "age1"):
+        with pytest.raises(ConfigError, match="is no recipient of age"):
+            kept.save("wrong", 3, "external_weights", age_encryption_recipients=[wrong])
+
+
+def _recipient(public: bytes) -> str:
+    number = int.from_bytes(public, "big") << 4
+    data = [number >> shift & 31 for shift in range(255, -1, -5)]
+    head = [3, 3, 3, 0, 1, 7, 5]
+    checked = external._checksum([*head, *data, 0, 0, 0, 0, 0, 0]) ^ 1
+    data += [checked >> shift & 31 for shift in range(25, -1, -5)]
+    return "age1" + "".join(external._BECH32[one] for one in data)
+
+
+def _opened(sealed: bytes, secret: bytes, public: bytes) -> bytes:
+    """Decrypt as age's specification says, of a file of one chunk or several."""
+    from base64 import b64decode
+
+    header, _, payload = sealed.partition(b"\n--- ")
+    _, share, wrapped = header.split(b"\n")
+    share, body = (b64decode(one + b"=") for one in (share.removeprefix(b"-> X25519 "), wrapped))
+    wrap = external._derived(
+        crypto_scalarmult(secret, share), share + public, b"age-encryption.org/v1/X25519"
+    )
+    key = unseal(body, None, bytes(12), wrap)
+    payload = payload.partition(b"\n")[2]
+    stream, rest, found = external._derived(key, payload[:16], b"payload"), payload[16:], b""
+    for number in range(-(-len(rest) // (65536 + 16))):
+        chunk = rest[number * 65552 : (number + 1) * 65552]
+        last = b"\1" if (number + 1) * 65552 >= len(rest) else b"\0"
+        found += unseal(chunk, None, number.to_bytes(11, "big") + last, stream)
+    return found
+
+
+def test_sessions_and_runs_are_their_users_and_outlast_a_restart(
+    kept: Kept, adapters: AdapterTrainer
+) -> None:
+    sessions, runs = kept.kept.sessions, kept.kept.runs
+    begin = TellSession(session="s1", event="begin", user_metadata={"a": "b"})
+    assert sessions.tell("ada", begin).state == "live"
+    assert kept.model.info is not None
+    runs.begin("ada", kept.model.info, {"renderer_name": "x"}, 5.0)
+    sessions.tell("ada", TellSession(session="s1", event="sampler", sampler="s1:sample:0:x"))
+    for told in (begin, TellSession(session="s1", event="finish", reason="mine")):
+        with pytest.raises(NotFoundError, match="there is no session s1"):
+            sessions.tell("bob", told)
+    assert sessions.tell("bob", TellSession(session="s2", event="beat")).state == "unknown"
+    finish = TellSession(session="s1", event="finish", reason="success")
+    assert sessions.tell("ada", finish).state == "over"
+    again = Kept(kept.folder, adapters).kept
+    (found,) = again.sessions.page("ada", ListSessions()).sessions
+    assert (found.models, found.reason) == ([str(MODEL)], "success")
+    assert (found.user_metadata, found.samplers) == ({"a": "b"}, ["s1:sample:0:x"])
+    assert again.sessions.page("bob", ListSessions(session="s1")).total == 0
+    (run,) = again.runs.of_user("ada", {MODEL: 7.0})
+    assert (run.model, run.time, run.user_metadata) == (str(MODEL), 7.0, {"renderer_name": "x"})
+    assert again.runs.of_user("bob", {}) == []
+    with pytest.raises(NotFoundError):
+        again.sessions.check_owner("bob", "s1")
