@@ -118,10 +118,12 @@ class SampleTaken(Message):
 
 
 class AwaitSample(Message):
-    """Asks a sampler for the result of a request that it has taken."""
+    """Asks a sampler for the result of a request that it has taken, or to end it."""
 
     request: str = Field(max_length=600)
     wait_s: float = Field(default=25.0, ge=0, le=60)
+    cancel: bool = False
+    """Nobody wants the result any more: it is sampled no further."""
 
     max_bytes: ClassVar[int] = 2 << 10
 

@@ -268,6 +268,22 @@ async def test_nothing_of_somebody_else_is_there_over_nats(pool: Pool, adas: Mad
         await refused_listen(bob, rpc("*", f"tinker-{pool.job}", "submit"))
 
 
+async def test_a_sample_that_nobody_wants_is_ended_by_who_asked_for_it(
+    pool: Pool, adas: Made
+) -> None:
+    body = sample(adas.sampler)
+    body |= {"seq_id": 5, "sampling_params": {"max_tokens": 100_000, "stop": []}}
+    name = {"request_id": (await pool.post("ada", "asample", body))["request_id"]}
+    assert (await pool.ask("bob", "POST", "cancel_future", name))[0] == 404
+    await pool.post("ada", "cancel_future", name)
+    assert (await pool.ask("ada", "POST", "retrieve_future", name))[0] == 410
+    await pool.post("ada", "cancel_future", name)
+    trained = {"request_id": f"{adas.model}:1"}
+    status, answer = await pool.ask("ada", "POST", "cancel_future", trained)
+    assert status == 400
+    assert "only samples can be" in answer["detail"]
+
+
 async def test_what_is_published_is_read_by_all_and_changed_by_its_owner_alone(
     pool: Pool, adas: Made
 ) -> None:

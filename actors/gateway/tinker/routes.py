@@ -6,6 +6,7 @@ finds what the first has done. So any gateway answers any request.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -82,6 +83,7 @@ def routes() -> list[Route]:
         "forward_backward": api.forward_backward,
         "load_weights": api.load_weights,
         "retrieve_future": api.retrieve_future,
+        "cancel_future": api.cancel_future,
         "create_sampling_session": api.create_sampling_session,
         "asample": api.sample,
     }
@@ -136,7 +138,7 @@ class TinkerApi:
     async def dynamic_config(self, request: Request) -> Response:
         """Tell a client what may change while it runs."""
         del request
-        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": False})
+        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
 
     async def telemetry(self, request: Request) -> Response:
         """Take what a client tells of itself, and forget it."""
@@ -269,6 +271,21 @@ class TinkerApi:
             await asyncio.sleep(_PAUSE_S)  # it is restarted; what it took is in its log
             return not_ready(str(name), error.message)
         return answered(str(name), result)
+
+    async def cancel_future(self, request: Request) -> Response:
+        """End a sample whose result nobody wants."""
+        visitor = await visitor_of_key(request)
+        _, body = await json_body(request)
+        name = SampleName.parse(text := text_in(body, "request_id"))
+        if name is None:
+            raise MessageError(
+                f"request {text[:80]!r} cannot be cancelled", hint="only samples can be"
+            )
+        job = await self._trainers.job_of_sampler(visitor.user, visitor.broker, name.sampler)
+        wanted = AwaitSample(request=f"{name.sampler}:{name.seq}", wait_s=0, cancel=True)
+        with suppress(NotFoundError, DeadlineError):  # it has ended, with its sampler maybe
+            await self._trainers.sampled(visitor.user, visitor.broker, job, name.actor, wanted)
+        return JSONResponse({})
 
     # -- sampling ----------------------------------------------------------------------------------
 

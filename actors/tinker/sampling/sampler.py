@@ -138,7 +138,12 @@ class Sampler:
                 hint="sample again",
             )
         found.told = time.monotonic()
+        if request.cancel:
+            del self._open[context.user][request.request]
+            found.work.cancel()
         await asyncio.wait({found.work}, timeout=request.wait_s)
+        if found.work.cancelled():
+            return OperationResult(state="failed", error="it was cancelled", category="user")
         if not found.work.done():
             return OperationResult(queue_reason="it is being sampled")
         found.told = time.monotonic()
@@ -187,6 +192,9 @@ class Sampler:
                 made = await asyncio.gather(*drawn)
                 scores = await scored
             finally:
+                for number, one in enumerate(drawn):
+                    if not one.done():
+                        self._engine.cancel(_name_of(body, number))
                 for one in (scored, *drawn):
                     one.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
@@ -210,7 +218,7 @@ class Sampler:
         params = body.sampling_params
         room = max(1, self._max_context - len(prompt))
         ids, texts = self._stops(params.stop)
-        request = f"{id(body):x}-{number}"
+        request = _name_of(body, number)
         stream = TextStream(self._tokenizer.decode, texts)
 
         def look(token: Drawn) -> None:
@@ -245,3 +253,8 @@ class Sampler:
             return (), [stop]
         ids = tuple(one for one in stop if isinstance(one, int))
         return ids, [one for one in stop if isinstance(one, str)]
+
+
+def _name_of(body: SampleBody, number: int) -> str:
+    """Return how one continuation is called in the engine."""
+    return f"{id(body):x}-{number}"
