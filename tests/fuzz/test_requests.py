@@ -87,7 +87,8 @@ class Field:
         """Return a subject of a topic, with names of what is there."""
         scope = self.serving if ".infer." in topic.subject else self.training.scope
         actor = rng.choice(("learner", "generator-0", "environment-0"))
-        if ".tinker-" in topic.subject or "<session>" in topic.subject:
+        of_tinker = (".tinker-", "<session>", ".snapshot.")
+        if any(one in topic.subject for one in of_tinker):
             scope, actor = self.tinkering, "sampler-0"
         filled = {
             "<u>": scope.user, "<j>": scope.job, "<n>": str(rng.randint(10**6, 10**9)),
