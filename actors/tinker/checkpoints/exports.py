@@ -10,6 +10,7 @@ import hmac
 import json
 import os
 import secrets
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Exports:
         self._file = folder / _SECRET
         self._folders = folders
         self._secret = b""
+        self._reading = threading.Lock()
 
     def export(self, user: str, path: str) -> CheckpointExport:
         """Return the files of a checkpoint that a user may read, with a ticket for them.
@@ -86,8 +88,9 @@ class Exports:
         return stored
 
     def _signed(self, said: bytes) -> bytes:
-        if not self._secret:
-            self._secret = _read_secret(self._file)
+        with self._reading:  # calls are answered in threads, and one of them makes the file
+            if not self._secret:
+                self._secret = _read_secret(self._file)
         return hmac.digest(self._secret, said, "sha256")
 
 
