@@ -63,15 +63,15 @@ class SdkProgram:
         assert code != 0, told
         return told
 
-    async def done(self) -> str:
+    async def done(self, patience_s: float = _PATIENCE_S) -> str:
         """Return what it has printed once it has ended well."""
-        code, told = await self._ended()
+        code, told = await self._ended(patience_s)
         assert code == 0, told
         return told
 
-    async def _ended(self) -> tuple[int, str]:
+    async def _ended(self, patience_s: float = _PATIENCE_S) -> tuple[int, str]:
         try:
-            code = await asyncio.to_thread(self.process.wait, _PATIENCE_S)
+            code = await asyncio.to_thread(self.process.wait, patience_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it did not end:\n{self.told}") from None

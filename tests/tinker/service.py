@@ -1,5 +1,6 @@
 """A service of the Tinker API in a test: a stack, a gateway before it, and a base model."""
 
+import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -49,3 +50,15 @@ async def tinker_service(folder: Path) -> AsyncIterator[TinkerService]:
 
         await eventually(offered, "the base model to be offered")
         yield TinkerService(stack, gateway, job, folder)
+
+
+def adapter_digest(service: TinkerService, told: str) -> str:
+    """Return the digest of the adapter that a program has saved at the end."""
+    session = told.split("tinker://")[1].split(":")[0]
+    found = [
+        one
+        for one in service.job.run_dir.rglob("adapter_model.safetensors")
+        if session in str(one) and "end" in one.parts
+    ]
+    assert len(found) == 1, found
+    return hashlib.sha256(found[0].read_bytes()).hexdigest()

@@ -3,7 +3,6 @@
 `make test-tinker` installs the SDK and runs these.
 """
 
-import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.tinker import TIED
 from tests.support.waiting import until
 from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
-from tests.tinker.service import TinkerService, tinker_service
+from tests.tinker.service import TinkerService, adapter_digest, tinker_service
 
 pytestmark = [
     pytest.mark.tinker,
@@ -35,18 +34,6 @@ async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Tin
 
 def start(service: TinkerService, *words: str, sdk: str = "newest") -> SdkProgram:
     return SdkProgram.start(sdk, service.gateway.url, service.folder, *words)
-
-
-def digest(service: TinkerService, told: str) -> str:
-    """Return the digest of the adapter that a program has saved at the end."""
-    session = told.split("tinker://")[1].split(":")[0]
-    found = [
-        one
-        for one in service.job.run_dir.rglob("adapter_model.safetensors")
-        if session in str(one) and "end" in one.parts
-    ]
-    assert len(found) == 1, found
-    return hashlib.sha256(found[0].read_bytes()).hexdigest()
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -91,7 +78,7 @@ async def test_killing_the_trainer_in_a_run_changes_no_bit_of_its_adapter(
         await service.job.kill("trainer")
     told = await program.done()
     assert "Traceback" not in told
-    assert digest(service, told) == digest(service, undisturbed)
+    assert adapter_digest(service, told) == adapter_digest(service, undisturbed)
     assert await service.job.events("replay_differs") == []
 
 
