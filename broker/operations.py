@@ -2,6 +2,9 @@
 
 The first of a number wins: whoever sends it again finds it there. So an operation that was answered
 for takes effect once, whoever dies meanwhile. Results stand under the same numbers.
+
+One trainer at a time writes results: it claims them when it starts, and each append names the last
+sequence that it knows, so that a trainer before it is fenced off and must end.
 """
 
 from collections.abc import Awaitable, Callable
@@ -9,11 +12,12 @@ from typing import TypeVar
 
 from ..schemas.tinker.names import ModelName, OperationName
 from ..schemas.tinker.operation import ModelOperation, OperationResult
-from ..schemas.wire.errors import MessageError
+from ..schemas.wire.errors import FencedError, MessageError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
-from .jetstream.appending import append_once
+from .jetstream.appending import Overtaken, append_as_owner, append_once
 from .jetstream.stored import StoredMessage, get_all, get_last
+from .jetstream.streams import stream_info
 
 T = TypeVar("T")
 _APPEND_DEADLINE_S = 20.0
@@ -28,6 +32,7 @@ class OperationLog:
         """Name the log; `streams` has made it."""
         self._broker = broker
         self._scope = scope
+        self._last = 0
 
     async def append(self, user: str, operation: ModelOperation) -> bool:
         """Append an operation; return False when one of its number is there already.
@@ -78,17 +83,65 @@ class OperationLog:
         await self._purge(self._scope.stream_operation, self._scope.operation(*names))
         await self._purge(self._scope.stream_result, self._scope.result(*names))
 
+    async def claim(self) -> None:
+        """Become the one who writes results; a trainer before this one is fenced off."""
+        stream, subject = self._scope.stream_result, self._scope.claim_of_results
+        while True:
+            last = await self._last_of_results()
+            try:
+                claimed = await append_as_owner(
+                    self._broker,
+                    stream,
+                    subject,
+                    b"",
+                    last,
+                    is_first=False,
+                    deadline_s=_READ_DEADLINE_S,
+                    waiting_for=f"the results of job {self._scope.job} to be claimed",
+                )
+            except Overtaken:  # a trainer before this one has just written a result
+                continue
+            assert claimed is not None
+            self._last = claimed
+            return
+
+    async def check_claim(self) -> None:
+        """Raise FencedError if another trainer has claimed the results since."""
+        last = await self._last_of_results()
+        if last > self._last:
+            raise self._fenced(last)
+
     async def put_result(self, user: str, name: OperationName, result: OperationResult) -> bool:
-        """Store a result; return False when there is one already."""
-        return await append_once(
-            self._broker,
-            self._scope.result(user, name.model.session, name.model.number, name.seq),
-            result.to_bytes(),
-            traceparent="",
-            deadline_s=_APPEND_DEADLINE_S,
-            what=f"the result of operation {name}",
-            place="the results",
-            full_hint=_FULL_HINT,
+        """Store a result; return False when there is one already.
+
+        Not for several at once. Raises FencedError once another trainer has claimed the results.
+        """
+        try:
+            seq = await append_as_owner(
+                self._broker,
+                self._scope.stream_result,
+                self._scope.result(user, name.model.session, name.model.number, name.seq),
+                result.to_bytes(),
+                self._last,
+                deadline_s=_READ_DEADLINE_S,
+                waiting_for=f"the result of operation {name} to be stored",
+            )
+        except Overtaken as error:
+            raise self._fenced(error.last) from error
+        if seq is not None:
+            self._last = seq
+        return seq is not None
+
+    async def _last_of_results(self) -> int:
+        stream = self._scope.stream_result
+        info = await self._retry(lambda: stream_info(self._broker, stream), stream)
+        return int(info["state"]["last_seq"])
+
+    def _fenced(self, last: int | None) -> FencedError:
+        return FencedError(
+            f"another trainer of job {self._scope.job} has written results: the last entry is "
+            f"{last or 'gone'}, not {self._last}",
+            hint="only one trainer may run for a job: end this one",
         )
 
     async def result(self, user: str, name: OperationName) -> OperationResult | None:

@@ -67,13 +67,16 @@ class TrainerService:
 
     async def _recover(self) -> None:
         """Bring back the models, and what stands in the log behind their states."""
+        await self._log.claim()
+        # The log before the states: a trainer that is fenced off may still write one and trim.
+        logged = await self._log.read_all()
         await asyncio.to_thread(self._kept.load)
         await asyncio.to_thread(self._states.forget_suspended)
         for state in await asyncio.to_thread(self._states.read_all):
             model = self.models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
             model.history = state.history
-        for user, operation in await self._log.read_all():
+        for user, operation in logged:
             model = self.models.enqueue(user, operation)
             model.logged = max(model.logged, operation.seq)
             if operation.seq <= model.saved:  # a crash came between state and trimming
@@ -119,6 +122,8 @@ class TrainerService:
         """Return a result as soon as there is one, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
         model = self.models.find(context.user, name.model)
+        if model is None or (request.seq > model.applied and request.seq not in model.waiting):
+            model = await self._look_in_log(context.user, name) or model
         if model is None:
             raise NotFoundError(f"there is no request {name}", hint="its model is gone")
         try:
@@ -132,6 +137,13 @@ class TrainerService:
                 f"the result of {name} is no longer kept", hint="results are kept for a day"
             )
         return found
+
+    async def _look_in_log(self, user: str, name: OperationName) -> TrainedModel | None:
+        """Take what another trainer has put into the log after this one read it."""
+        if (found := await self._log.find(user, name)) is None:
+            return None
+        self.worker.wake()
+        return self.models.enqueue(user, found)
 
     def _reason(self, model: TrainedModel, seq: int) -> str:
         if model.has_gap:

@@ -110,6 +110,8 @@ class Worker:
         """Do the next piece of an operation."""
         if model.doing is None:
             result = await self._saved_before(model, operation)
+            if operation.kind in _SAVES:
+                await self._log.check_claim()
             if result is not None:
                 await self._finish(model, operation, result)
                 return
@@ -185,12 +187,14 @@ class Worker:
             return  # what is done in memory may be ahead of what has been told
         if model.is_pending or not self.residence.is_resident(model):
             return
+        await self._log.check_claim()
         await self._in_thread(partial(self._states.save, self._adapters, model))
         since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0
         await self._log.trim(model.user, model.name, model.saved, since)
 
     async def _look(self, now: float) -> None:
         """Save models that are idle, write down what is long so, end gaps that nobody closes."""
+        await self._log.check_claim()
         for model in self._models:
             if model.has_gap:
                 await self._end_gap(model, now)

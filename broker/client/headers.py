@@ -3,6 +3,7 @@
 from nats.aio.msg import Msg
 
 EXPECTED_SEQ = "Nats-Expected-Last-Subject-Sequence"
+EXPECTED_STREAM_SEQ = "Nats-Expected-Last-Sequence"
 MESSAGE_ID = "Nats-Msg-Id"
 """Of two messages with one id a stream keeps the first, for some minutes."""
 OPERATION = "KV-Operation"

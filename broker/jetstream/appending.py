@@ -8,9 +8,9 @@ from ...schemas.wire.errors import BrokerError, ConflictError
 from ...schemas.wire.trace import TRACEPARENT
 from ..client.connection import Broker
 from ..client.faults import Refused
-from ..client.headers import EXPECTED_SEQ, WRITE_ID
+from ..client.headers import EXPECTED_SEQ, EXPECTED_STREAM_SEQ, WRITE_ID
 from ..outages.availability import Unanswered
-from .stored import get_last_behind
+from .stored import StoredMessage, get_last, get_last_behind
 
 _FULL_PAUSE_S = 0.2
 
@@ -57,6 +57,47 @@ async def append_behind(
             found = None if last is None else last.seq
             raise Overtaken(f"somebody else has written on {subject}", last=found) from error
         raise
+
+
+async def append_as_owner(
+    broker: Broker,
+    stream: str,
+    subject: str,
+    payload: bytes,
+    seq: int,
+    *,
+    is_first: bool = True,
+    deadline_s: float,
+    waiting_for: str,
+) -> int | None:
+    """Append what is to follow `seq` in its whole stream, and be the first on its subject.
+
+    Returns its sequence; None where the subject has a message already. Raises Overtaken when
+    somebody else has written to the stream, BrokerError, DeadlineError, NotFoundError.
+    """
+    write_id = uuid.uuid4().hex
+    expecting = {EXPECTED_STREAM_SEQ: str(seq), WRITE_ID: write_id}
+    if is_first:
+        expecting[EXPECTED_SEQ] = "0"
+    try:
+        return await broker.append(
+            subject, payload, headers=expecting, deadline_s=deadline_s, waiting_for=waiting_for
+        )
+    except Refused as error:
+        if not _is_there(error):
+            raise
+
+        async def stored() -> StoredMessage | None:
+            found = await get_last(broker, stream, subject)
+            return found or await get_last_behind(broker, stream, subject, seq)
+
+        last = await broker.retry(stored, deadline_s=deadline_s, waiting_for=waiting_for)
+        if last is not None and last.headers.get(WRITE_ID) == write_id:
+            return last.seq
+        if is_first and last is not None and last.seq <= seq:
+            return None
+        found = None if last is None else last.seq
+        raise Overtaken(f"somebody else has written to {stream}", last=found) from error
 
 
 async def append_once(

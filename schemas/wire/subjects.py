@@ -230,6 +230,11 @@ class JobScope:
         return self._subject(f"result.{user}.{token(session, what='session')}.{number}.{seq}")
 
     @property
+    def claim_of_results(self) -> str:
+        """Subject under which a trainer claims that it alone writes results."""
+        return self._subject("result.claim")
+
+    @property
     def all_results(self) -> str:
         """Subjects of all results."""
         return self._subject("result.>")

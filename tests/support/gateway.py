@@ -145,9 +145,9 @@ async def run_gateway(
     try:
         await eventually(gateway.alive, "the gateway to answer")
         yield gateway
-        process.terminate()
-        code = await asyncio.to_thread(process.wait, _STOP_S)
+        gateway.process.terminate()  # a test may have killed the first one
+        code = await asyncio.to_thread(gateway.process.wait, _STOP_S)
         assert code == 0, gateway.log.read_text()
     finally:
-        process.kill()
-        process.wait()
+        gateway.process.kill()
+        gateway.process.wait()

@@ -51,6 +51,7 @@ class Trainer:
         self._folder = folder
         self.states = States(folder)
         self._base = base
+        self.task: asyncio.Task[None] | None = None
 
     def begin_anew(self) -> None:
         """Let the next trainer find no states."""
@@ -81,7 +82,7 @@ class Trainer:
             kept = KeptByTrainer(self._folder, max_bytes=max_bytes)
             applying = Applying(adapters, self.states, kept, about)
             service = TrainerService(context, adapters, applying, self.states, kept, gap_s=gap_s)
-            task = asyncio.create_task(service.run())
+            task = self.task = asyncio.create_task(service.run())
             try:
                 yield service
                 if drains:

@@ -1,4 +1,4 @@
-"""An HTTP proxy that loses answers: what was asked for is done, and its client never hears of it."""
+"""An HTTP proxy that loses answers: what was asked for is done, its client hears nothing."""
 
 import asyncio
 import contextlib

@@ -32,6 +32,9 @@ R = TypeVar("R", bound=Message)
 _KEPT_S = 2.0
 _MAX_KNOWN = 10_000
 _TIMEOUT_S = 30.0
+_PART_S, _LATE_S = 3.0, 4.0
+"""Of a wait for a result, what is asked for at once, and how late its answer may be."""
+_SUBMITS, _SUBMIT_S = 3, 12.0
 
 
 class Trainers:

@@ -1,5 +1,6 @@
 """The trainer's service: what was answered takes effect once and in order, whatever ends it."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -7,16 +8,20 @@ import torch
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
+from tinkermq.broker.operations import OperationLog
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.tinker.names import OperationName
 from tinkermq.schemas.tinker.operation import (
+    ModelOperation,
     OperationTaken,
 )
-from tinkermq.schemas.wire.errors import MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE
 from tests.support.tinker_service import END, MODEL, SCOPE, Trainer, create, loss, step_body
+from tests.support.waiting import PATIENCE_S
 
 torch.set_num_threads(1)
 _BEFORE = f"tinker://{MODEL}/weights/before"
@@ -135,3 +140,24 @@ async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer
         assert (await trainer.result(2)).state == "done"
         assert "never came" in (await trainer.result(1)).error
         assert not (await trainer.send("forward_backward", 1, loss(1))).is_new
+
+
+async def test_a_trainer_that_another_has_replaced_neither_applies_nor_writes(
+    trainer: Trainer,
+) -> None:
+    """The first one is cut off with operations in its memory; the second one takes over."""
+    async with trainer.running(drains=False):
+        await trainer.send("create_model", 0, create())
+        await trainer.train(1, 2)
+        assert (await trainer.result(4)).state == "done"
+        log = OperationLog(trainer.broker, SCOPE)
+        await log.claim()
+        await trainer.send("optim_step", 5, step_body(5))
+        with pytest.raises(FencedError, match="another trainer of job"):
+            await asyncio.wait_for(trainer.task or asyncio.Future(), PATIENCE_S)
+    assert await trainer.log.result("ada", OperationName(END, 5)) is None
+    async with trainer.running():
+        assert (await trainer.result(5)).state == "done"
+        other = ModelOperation(kind="optim_step", model=MODEL, seq=6, body=b"{}")
+        await trainer.log.append("ada", other)  # as a trainer does that is not yet fenced off
+        assert (await trainer.result(6)).category == "user"
