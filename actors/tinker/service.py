@@ -26,6 +26,7 @@ from .adapters import Adapters
 from .applying import Applying
 from .checkpoints.kept import KeptByTrainer
 from .models import Models, TrainedModel
+from .replaying.archive import Archive
 from .showing import Showing
 from .states import States
 from .working import GAP_S, Worker
@@ -52,9 +53,11 @@ class TrainerService:
         self._states = states
         self._kept = kept
         self._log = OperationLog(context.broker, context.scope)
-        self.models = Models(quantum=context.config.tinker.micro_batch_tokens)
+        tinker = context.config.tinker
+        archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
+        self.models = Models(quantum=tinker.micro_batch_tokens)
         self.worker = Worker(
-            context, adapters, applying, states, self.models, self._log, gap_s=gap_s
+            context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
         )
 
     async def run(self) -> None:

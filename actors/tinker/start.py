@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from transformers import AutoConfig
 
-from ...schemas.config.job import ModelConfig
+from ...schemas.config.job import JobConfig, ModelConfig
 from ...schemas.tinker.operation import ModelInfo
 from ..models.devices import own_device
 from ..runtime import JobContext, settle_memory
@@ -20,11 +20,9 @@ async def run_trainer(context: JobContext) -> None:
     """Serve until told to stop."""
     await context.serve_control()
     config = context.config
-    folder = config.model.path
-    about = await asyncio.to_thread(_about, config.model)
-    adapters = await asyncio.to_thread(_open, context)
-    name = config.tinker.base
-    base = ModelInfo(model="-", base=name, folder=folder, arch=str(about.model_type), rank=1)
+    base = await asyncio.to_thread(base_info, config)
+    adapters = await asyncio.to_thread(open_trainer, config)
+    name = base.base
     folder_of_states = context.run_dir / STATES
     states = States(folder_of_states)
     kept = KeptByTrainer(folder_of_states, max_bytes=config.tinker.checkpoint_mb << 20)
@@ -40,9 +38,14 @@ def _about(model: ModelConfig) -> Any:
     return read(model.path, trust_remote_code=model.trust_remote_code).get_text_config()
 
 
-def _open(context: JobContext) -> AdapterTrainer:
-    """Load the base model; raises ModelError."""
-    config = context.config
+def base_info(config: JobConfig) -> ModelInfo:
+    """Return what is told of each model of a service, as of its base."""
+    arch, folder = str(_about(config.model).model_type), config.model.path
+    return ModelInfo(model="-", base=config.tinker.base, folder=folder, arch=arch, rank=1)
+
+
+def open_trainer(config: JobConfig) -> AdapterTrainer:
+    """Load the base model of a service; raises ModelError."""
     return AdapterTrainer.open(
         config.model.path,
         base_model=config.tinker.base,

@@ -41,13 +41,14 @@ class States:
 
     def __init__(self, folder: Path) -> None:
         """Keep them below `folder`."""
-        self._folder = folder
+        self.folder = folder
+        """Where they lie."""
         self._folders = CheckpointFolders(folder)
 
     def read_all(self) -> list[SavedState]:
         """Return the newest state of each model; raises StorageError."""
         found: list[SavedState] = []
-        for place in sorted(self._folder.glob("*/*/state")):
+        for place in sorted(self.folder.glob("*/*/state")):
             numbers = sorted(int(one.name) for one in place.iterdir() if one.name.isdigit())
             if numbers:
                 found.append(_read_state(place / str(numbers[-1])))
@@ -84,7 +85,7 @@ class States:
 
     def forget_suspended(self) -> None:
         """Remove what an earlier trainer has written down: it is in the log as well."""
-        for file in self._folder.glob(f"*/*/{_SUSPENDED}"):
+        for file in self.folder.glob(f"*/*/{_SUSPENDED}"):
             file.unlink()
 
     def info_of(self, user: str, name: CheckpointName) -> ModelInfo:
@@ -107,7 +108,7 @@ class States:
         return self._place(model.user, model.name) / _SUSPENDED
 
     def _place(self, user: str, name: ModelName) -> Path:
-        return self._folder / user / f"{name.session}.train.{name.number}"
+        return self.folder / user / f"{name.session}.train.{name.number}"
 
     def _write(
         self,

@@ -20,6 +20,7 @@ from ..runtime import JobContext
 from .adapters import Adapters
 from .applying import Applying, as_failure
 from .models import Models, TrainedModel
+from .replaying.archive import Archive
 from .residence import Residence
 from .states import States
 
@@ -48,16 +49,18 @@ class Worker:
         states: States,
         models: Models,
         log: OperationLog,
+        archive: Archive,
         *,
         gap_s: float,
     ) -> None:
-        """Do the operations that wait in `models`."""
+        """Do the operations that wait in `models`; `archive` keeps what was done."""
         self._context = context
         self._adapters = adapters
         self._applying = applying
         self._states = states
         self._models = models
         self._log = log
+        self._archive = archive
         self._gap_s = gap_s
         tinker = context.config.tinker
         self.residence = Residence(
@@ -146,6 +149,7 @@ class Worker:
         """Store the result of an operation, and tell it."""
         if not await self._log.put_result(model.user, operation.name, result):
             await self._compare(model, operation.name, result)
+        await self._keep(model, operation, result)
         self._models.applied(model, operation)
         model.doing = None
         model.used = time.monotonic()
@@ -156,6 +160,16 @@ class Worker:
             self._changed.notify_all()
         if operation.kind == "optim_step" and self._is_long(model):
             await self._save(model)
+
+    async def _keep(
+        self, model: TrainedModel, operation: ModelOperation, result: OperationResult
+    ) -> None:
+        """Keep an operation for those who want to do the session again; the rest goes on anyway."""
+        try:
+            await self._in_thread(partial(self._archive.add, model.user, operation, result))
+        except OSError as error:
+            text = f"operation {operation.name} was not kept: {error.strerror}"
+            await self._context.event("operation_not_kept", text)
 
     async def _saved_before(
         self, model: TrainedModel, operation: ModelOperation

@@ -33,6 +33,10 @@ class TinkerConfig(Section):
     one is idle."""
     checkpoint_mb: int = Field(default=64 << 10, ge=1, le=1 << 30)
     """Megabytes of checkpoints that one user may have; saving fails beyond."""
+    history_mb: int = Field(default=64 << 10, ge=0, le=1 << 30)
+    """Megabytes of operations that are kept in the run's folder once they have taken effect, so
+    that `tinkermq replay` can do a session again; those of the models that rest longest go first.
+    0: none are kept."""
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens that are computed at once, of one model."""
 

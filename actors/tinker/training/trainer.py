@@ -25,7 +25,7 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ...learner.training.model import Scorer, load_model
-from .adapter import Adapter, check_adam, num_bytes_of
+from .adapter import Adapter, Moments, check_adam, num_bytes_of
 from .folders import read_adapter, write_adapter
 from .inputs import DataReader
 from .layers import adapt, linear_names
@@ -174,6 +174,10 @@ class AdapterTrainer:
     def tensors(self, model_id: str) -> dict[str, Tensor]:
         """Return copies of a model's adapter on the CPU, float32, by PEFT's names."""
         return self._of(model_id).tensors()
+
+    def moments(self, model_id: str) -> Moments:
+        """Return copies of the state of a model's optimiser, on the CPU."""
+        return self._of(model_id).moments()
 
     # -- operations ----------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import asdict
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -312,22 +314,35 @@ def _episodes(event: Event) -> list[Scored]:
 def replay(run: str, /, *, common: Common = COMMON) -> int:
     """Train a finished run again from its rollout log and compare the weights.
 
-    The run must have kept its log: `training.keep_rollouts=true`.
+    The run must have kept its log: `training.keep_rollouts=true`. Or do the session of a program
+    again that was written with Tinker's SDK, on the machine that has the folder of its service.
 
     Parameters
     ----------
     run
-        Name or job id.
+        Name or job id; or the id of a session, or of one of its models.
     """
     url = find_url(common.nats_url)
-
-    async def work(pool: Pool) -> JobRecord:
-        return await pool.find(run)
-
-    record = with_pool(url, work)
-    command = [sys.executable, "-m", "tinkermq.actors.learner.replay"]
+    record, session = with_pool(url, partial(_found, run))
+    module = "tinker.replaying" if session else "learner.replay"
+    command = [sys.executable, "-m", f"tinkermq.actors.{module}"]
     command += ["--user", record.user, "--job", record.job]
+    if session:
+        command += ["--session", session, *(["--json"] if common.json else [])]
     process = subprocess.run(command, env={**os.environ, URL_VARIABLE: url}, check=False)
-    if common.json and process.returncode in (IDENTICAL, DIFFERENT):
+    if common.json and not session and process.returncode in (IDENTICAL, DIFFERENT):
         print_json({"run": record.name, "identical": process.returncode == IDENTICAL})
     return process.returncode
+
+
+async def _found(name: str, pool: Pool) -> tuple[JobRecord, str]:
+    """Return a run, or the service that has a session, and which; raises NotFoundError."""
+    session = name.partition(":")[0]
+    try:
+        return await pool.find(name), ""
+    except NotFoundError:
+        for record in await pool.list_jobs(all=True):
+            folder = Path(record.run_dir) / "tinker"
+            if record.kind == "tinker" and any(folder.glob(f"*/{escape(session)}.train.*")):
+                return record, name
+        raise
