@@ -38,6 +38,7 @@ from ....schemas.wire.errors import (
     TinkermqError,
 )
 from ..sessions import Visitor
+from .about import AboutApi
 from .downloads import Downloads
 from .kept import KeptByTrainers
 from .reading import (
@@ -63,7 +64,6 @@ _GONE = 410
 _SOON = 503
 _PAUSE_S = 1.0
 """Before a client is told that its trainer is away: it asks again at once."""
-_CHUNK_BYTES = 2_000_000
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -74,9 +74,6 @@ def routes() -> list[Route]:
     kept = KeptByTrainers(trainers)
     api = TinkerApi(trainers, kept)
     posts: dict[str, Handler] = {
-        "client/config": api.config,
-        "client/dynamic_config": api.dynamic_config,
-        "telemetry": api.telemetry,
         "create_model": api.create_model,
         "get_info": api.get_info,
         "weights_info": api.weights_info,
@@ -95,20 +92,19 @@ def routes() -> list[Route]:
     )
     for kind in kinds:
         posts[kind] = partial(api.operation, kind)
-    gets: dict[str, Handler] = {
-        "healthz": api.health,
-        "get_server_capabilities": api.capabilities,
-        "samplers/{sampler}": api.sampler,
-    }
     return [
         *(
             Route(f"{PREFIX}/{path}", _guarded(one), methods=["POST"])
             for path, one in posts.items()
         ),
-        *(Route(f"{PREFIX}/{path}", _guarded(one), methods=["GET"]) for path, one in gets.items()),
         *(
             Route(f"{PREFIX}/{path}", _guarded(one), methods=[method])
-            for method, path, one in (*RestApi(kept).routes(), *Downloads(trainers, kept).routes())
+            for method, path, one in (
+                ("GET", "samplers/{sampler}", api.sampler),
+                *AboutApi(trainers).routes(),
+                *RestApi(kept).routes(),
+                *Downloads(trainers, kept).routes(),
+            )
         ),
         Route(
             PREFIX + "/{path:path}",
@@ -119,54 +115,12 @@ def routes() -> list[Route]:
 
 
 class TinkerApi:
-    """The endpoints."""
+    """The endpoints about models, their operations and samples."""
 
     def __init__(self, trainers: Trainers, kept: KeptByTrainers) -> None:
         """Hand requests to trainers."""
         self._trainers = trainers
         self._kept = kept
-
-    # -- sessions ----------------------------------------------------------------------------------
-
-    async def config(self, request: Request) -> Response:
-        """Tell a client how large its requests may be, and that it may compress them."""
-        del request
-        return JSONResponse(
-            {"proto_compress_fwdbwd": True, "fwdbwd_max_chunk_bytes_count": _CHUNK_BYTES}
-        )
-
-    async def dynamic_config(self, request: Request) -> Response:
-        """Tell a client what may change while it runs."""
-        del request
-        return JSONResponse({"refresh_interval_sec": 300, "sample_cancel_enabled": True})
-
-    async def telemetry(self, request: Request) -> Response:
-        """Take what a client tells of itself, and forget it."""
-        del request
-        return JSONResponse({"status": "accepted"})
-
-    async def health(self, request: Request) -> Response:
-        """Say that somebody answers."""
-        del request
-        return JSONResponse({"status": "ok"})
-
-    async def capabilities(self, request: Request) -> Response:
-        """List the base models."""
-        visitor = await visitor_of_key(request)
-        offers = await self._trainers.offers(visitor.broker)
-        return JSONResponse(
-            {
-                "supported_models": [
-                    {
-                        "model_name": offer.base,
-                        "max_context_length": offer.max_context,
-                        "trainable": True,
-                        "sampleable": True,
-                    }
-                    for offer in offers
-                ]
-            }
-        )
 
     # -- models ------------------------------------------------------------------------------------
 
