@@ -13,7 +13,8 @@ from typing import Any, cast
 import numpy as np
 
 from ....schemas.agent import CallPlaces, RewardedBranch
-from .call_tree import CallTree, ModelCall, quotes
+from .call_tree import CallTree, ModelCall
+from .reading import Readers
 from .rows import CallRow, TreeRows, main_root
 
 
@@ -154,12 +155,13 @@ def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]
         before = call.parent if call.parent is not None else call.follows
         if before is not None:
             continued.setdefault(before.number, []).append(call)
+    readers = Readers(tree.calls)
     leads = {end}
     nexts: dict[int, int] = {}
     for call in reversed(tree.calls):
         after = continued.get(call.number, [])
         if not after:
-            after = _first_reader(call, tree.calls)
+            after = readers.of(call)[:1]
         if not after:
             continue
         chosen = min(after, key=lambda one: (one.number not in leads, one.digest)).number
@@ -169,13 +171,6 @@ def _nexts(tree: CallTree, trained: Collection[int], end: int) -> dict[int, int]
         if onward >= 0:
             nexts[call.number] = onward
     return {number: to for number, to in nexts.items() if number in trained}
-
-
-def _first_reader(answer: ModelCall, calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the first call that was given the answer to read, where there is one."""
-    readers = (call for call in calls if answer.number < call.num_seen)
-    found = next((call for call in readers if quotes(call.given, answer.reply)), None)
-    return [] if found is None else [found]
 
 
 def _ints(numbers: Sequence[int]) -> Any:

@@ -238,7 +238,7 @@ class CallTree:
             return "compacted"
         if all(root.context != context for root in self.roots):
             return "tools"
-        if all(_system(root.given) != _system(given) for root in self.roots):
+        if all(system_of(root.given) != system_of(given) for root in self.roots):
             return "system"
         return "apart"
 
@@ -294,5 +294,6 @@ def _same(some: Sequence[CanonicalMessage], others: Sequence[CanonicalMessage]) 
     return [message.key for message in some] == [message.key for message in others]
 
 
-def _system(messages: Sequence[CanonicalMessage]) -> list[bytes]:
+def system_of(messages: Sequence[CanonicalMessage]) -> list[bytes]:
+    """Return the keys of the system messages."""
     return [message.key for message in messages if message.role == "system"]

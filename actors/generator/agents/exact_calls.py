@@ -182,3 +182,7 @@ def digest_of(tools: Tools) -> bytes:
     """Return a call's context, which tells sets of tools apart; other orders are other sets."""
     told = json.dumps([dict(tool) for tool in tools], sort_keys=True)
     return blake2b(told.encode(), digest_size=16).digest()
+
+
+NO_TOOLS = digest_of(())
+"""The context of calls without tools."""

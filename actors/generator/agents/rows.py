@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine.engine import FloatVector, IntVector
-from .call_tree import CallTree, ModelCall, quotes
+from .call_tree import CallTree, ModelCall, system_of
+from .exact_calls import NO_TOOLS
+from .reading import Readers
 
 Kind: TypeAlias = Literal["main", "compacted", "sub-agent", "edited", "sample"]
 
@@ -78,19 +80,35 @@ def rows_of(
 
 
 def main_root(tree: CallTree) -> ModelCall | None:
-    """Return the first call of the history with most calls, then most generated tokens."""
-    counts: dict[ModelCall, tuple[int, int]] = {}
+    """Return the first call of the main conversation: the one with most calls.
+
+    Of equals it is the one that reads the answers of most others, then one that has tools, then the
+    one with most generated tokens.
+    """
+    histories: dict[ModelCall, list[ModelCall]] = {}
     for call in tree.calls:
-        calls, tokens = counts.get(root := call.origin, (0, 0))
-        counts[root] = (calls + 1, tokens + len(call.generated.token_ids))
-    return max(counts, key=lambda root: (counts[root], root.digest), default=None)
+        histories.setdefault(call.origin, []).append(call)
+    most = max(map(len, histories.values()), default=0)
+    tied = [root for root, calls in histories.items() if len(calls) == most]
+    if len(tied) < 2:
+        return next(iter(tied), None)
+    readers = Readers(tree.calls)
+
+    def worth(root: ModelCall) -> tuple[int, bool, int, bytes]:
+        mine = histories[root]
+        others = [calls for one, calls in histories.items() if one is not root]
+        num_read = sum(readers.any(calls, mine) for calls in others)
+        num_tokens = sum(len(call.generated.token_ids) for call in mine)
+        return num_read, root.context != NO_TOOLS, num_tokens, root.digest
+
+    return max(tied, key=worth)
 
 
 def trained_calls(tree: CallTree, which: Which = "alive") -> set[ModelCall]:
     """Return the calls that are trained; by default what can have had a part in the outcome."""
     main = main_root(tree)
     if which == "alive":
-        counting = _counting(tree, main)
+        counting = _Counting(tree, main).roots
     else:
         counting = {call.root for call in tree.calls if which == "all" or call.origin is main}
     return {
@@ -100,55 +118,55 @@ def trained_calls(tree: CallTree, which: Which = "alive") -> set[ModelCall]:
     }
 
 
-def _counting(tree: CallTree, main: ModelCall | None) -> set[ModelCall]:
-    """Return the roots of the calls that can have had a part in the outcome.
+class _Counting:
+    """Finds the roots of the calls that can have had a part in the outcome.
 
-    A root counts where it is the main one or continues what counts, where a tool ran for it, where
-    an answer of it was read in one that counts, and where it goes on from one that counts with the
-    same tools. There each answer that arrived counts, one that the program threw away too: it acted
-    upon it. The first answer was thrown away where a root that counts begins with all that it was
-    given.
+    A conversation counts that the program went on with, and the main one. So does what belongs to
+    one that counts: what it has read, what is asked of the same agent, and what goes on from it.
+    There each answer that arrived counts, one that the program threw away too: it acted upon it.
     """
-    counting = {call.root for call in tree.calls if call.parent and _had_tools_run(call)}
-    if main is not None:
-        counting.add(main)
-    apart = {root for root in tree.roots if root not in counting}
-    while found := {root for root in apart if _has_part(tree, root, counting)}:
-        counting |= found
-        apart -= found
-    return counting
 
+    def __init__(self, tree: CallTree, main: ModelCall | None) -> None:
+        self._readers = Readers(tree.calls)
+        self._calls: dict[ModelCall, list[ModelCall]] = {}
+        for call in tree.calls:
+            self._calls.setdefault(call.root, []).append(call)
+        before = [call.parent or call.follows for call in tree.calls]
+        self.roots = {call.root for call in before if call is not None}
+        self._goes_on = bool(self.roots)
+        if main is not None:
+            self.roots.add(main)
+        apart = {root for root in tree.roots if root not in self.roots}
+        while found := {root for root in apart if self._has_part(root)}:
+            self.roots |= found
+            apart -= found
 
-def _had_tools_run(call: ModelCall) -> bool:
-    return any(message.role == "tool" for message in call.given)
+    def _has_part(self, root: ModelCall) -> bool:
+        if root.follows is not None and root.follows.root in self.roots:
+            return True
+        if any(self._is_same_agent(root, one) for one in self.roots):
+            return True
+        counting = [call for one in self.roots for call in self._calls[one]]
+        return self._readers.any(self._calls[root], counting) or self._takes_over(root, counting)
 
+    def _is_same_agent(self, root: ModelCall, other: ModelCall) -> bool:
+        """Whether two have the same tools, and, where they have none, the same system message.
 
-def _has_part(tree: CallTree, root: ModelCall, counting: Collection[ModelCall]) -> bool:
-    if root.follows is not None and root.follows.root in counting:
-        return True
-    mine = [call for call in tree.calls if call.root is root]
-    others = [call for call in tree.calls if call.root in counting]
-    if _read(mine, others):
-        return True
-    same_tools = [call for call in others if call.context == root.context]
-    return _read(same_tools, mine) or any(_begins(root, call) for call in same_tools)
+        Where the program goes on with no conversation, each of its prompts may be a new one.
+        """
+        if root.context != other.context:
+            return False
+        same = root.context != NO_TOOLS or not self._goes_on
+        return same or system_of(root.given) == system_of(other.given)
 
-
-def _begins(root: ModelCall, other: ModelCall) -> bool:
-    """Whether another root goes on from what this one was given, as if it had not been answered."""
-    if other.parent is not None or len(other.given) < len(root.given):
-        return False
-    given = other.given[: len(root.given)]
-    return all(mine.key == theirs.key for mine, theirs in zip(root.given, given, strict=True))
-
-
-def _read(answers: Sequence[ModelCall], readers: Sequence[ModelCall]) -> bool:
-    """Whether an answer that was there when a reader asked stands in what that was given."""
-    return any(
-        answer.number < reader.num_seen and quotes(reader.given, answer.reply)
-        for reader in readers
-        for answer in answers
-    )
+    def _takes_over(self, root: ModelCall, counting: Sequence[ModelCall]) -> bool:
+        """Whether one reads what counts and has its tools, or the last word."""
+        mine = self._calls[root]
+        same_tools = [call for call in counting if call.context == root.context]
+        if self._readers.any(same_tools, mine):
+            return True
+        is_last = all(call.num_seen <= mine[-1].number for call in counting)
+        return is_last and self._readers.any(counting, mine)
 
 
 def _leaves(trained: Collection[ModelCall], main: ModelCall | None) -> list[ModelCall]:
