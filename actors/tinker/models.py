@@ -69,6 +69,8 @@ class Models:
 
     def __init__(self, *, quantum: int = QUANTUM) -> None:
         """Give each user at least `quantum` tokens in a row, if he has so much to be done."""
+        self.most = MAX_MODELS
+        """Models that one user may have."""
         self._models: dict[tuple[str, ModelName], TrainedModel] = {}
         self._bytes: dict[str, int] = {}
         self.turns = FairTurns(quantum)
@@ -94,15 +96,20 @@ class Models:
         self._models.pop((model.user, model.name), None)
         self._turns.pop(model.key, None)
 
+    def num_of(self, user: str) -> int:
+        """Return how many models a user has."""
+        return sum(one.user == user for one in self)
+
     def check_room(self, user: str, operation: ModelOperation) -> None:
         """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
 
         StateError for one whose number is so far ahead that it cannot be the client's next.
         """
         model = self.find(user, operation.name.model)
-        if model is None and sum(one.user == user for one in self) >= MAX_MODELS:
+        if model is None and self.num_of(user) >= self.most:
             raise QuotaError(
-                f"user {user!r} has {MAX_MODELS} models here", hint="finish sessions that are over"
+                f"user {user!r} has {self.most} models here",
+                hint="finish sessions that are over: `ServiceClient.close`",
             )
         if self._bytes.get(user, 0) + len(operation.body) > MAX_WAITING_BYTES:
             raise BusyError(

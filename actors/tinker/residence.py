@@ -102,6 +102,13 @@ class Residence:
             self.num_suspended += 1
         del self._bytes[model.key], self._since[model.key]
 
+    def drop(self, model: TrainedModel) -> None:
+        """Take a model out of memory for good."""
+        self._suspended.discard(model.key)
+        if model.key in self._bytes:
+            self._adapters.evict(model.key)
+            del self._bytes[model.key], self._since[model.key]
+
     def is_resident(self, model: TrainedModel) -> bool:
         """Whether a model is in memory."""
         return model.key in self._bytes

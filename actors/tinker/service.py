@@ -7,6 +7,7 @@ bits.
 
 import asyncio
 import time
+from functools import partial
 
 from ...broker.client.rpc import RequestContext, Service
 from ...broker.operations import OperationLog
@@ -110,6 +111,7 @@ class TrainerService:
         _check_kind(operation)
         if model is None:
             self._kept.sessions.check_owner(context.user, name.model.session)
+            await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
         self.models.check_room(context.user, operation)
@@ -120,6 +122,16 @@ class TrainerService:
         self.models.enqueue(context.user, operation)
         self.worker.wake()
         return taken.model_copy(update={"is_new": is_new})
+
+    async def _make_room(self, user: str) -> None:
+        """Forget models of sessions that are over where a user has as many as one may have."""
+        over = partial(self._kept.sessions.is_over, user)
+        while self.models.num_of(user) >= self.models.most:
+            idle = [one for one in self.models if one.user == user and not one.waiting]
+            gone = [one for one in idle if one.doing is None and over(one.name.session, one.used)]
+            if not gone:
+                return
+            await self.worker.forget(min(gone, key=lambda one: one.used))
 
     async def _result(self, request: AwaitResult, context: RequestContext) -> OperationResult:
         """Return a result as soon as there is one, or what the operation waits for."""

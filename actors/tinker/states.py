@@ -103,6 +103,7 @@ class States:
         """Remove a model's states; its named checkpoints stay."""
         place = self._place(model.user, model.name) / "state"
         shutil.rmtree(place, ignore_errors=True)
+        self._suspended(model).unlink(missing_ok=True)
 
     def _suspended(self, model: TrainedModel) -> Path:
         return self._place(model.user, model.name) / _SUSPENDED

@@ -109,6 +109,16 @@ class Worker:
         for model in self._models:
             await self._save(model)
 
+    async def forget(self, model: TrainedModel) -> None:
+        """Forget a model of which nothing is to be done; its named checkpoints stay."""
+        self._models.remove(model)
+        await self._log.forget(model.user, model.name)
+        await self._in_thread(partial(self._drop, model))
+
+    def _drop(self, model: TrainedModel) -> None:
+        self.residence.drop(model)
+        self._states.forget(model)
+
     async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
         """Do the next piece of an operation."""
         if model.doing is None:
@@ -201,6 +211,8 @@ class Worker:
             return  # what is done in memory may be ahead of what has been told
         if model.is_pending or not self.residence.is_resident(model):
             return
+        if self._models.find(model.user, model.name) is not model:
+            return  # it is being forgotten
         await self._log.check_claim()
         await self._in_thread(partial(self._states.save, self._adapters, model))
         since, model.saved, model.tail_bytes = model.saved + 1, model.applied, 0

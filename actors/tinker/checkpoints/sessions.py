@@ -21,6 +21,8 @@ MAX_SESSIONS = 10_000
 """Of one user: the oldest is forgotten."""
 MAX_SAMPLERS = 256
 """Of one session, the newest ones."""
+ABANDONED_S = 86400.0
+"""Nothing was heard of a session for so long: nobody goes on with it."""
 _FOLDER = "sessions"
 
 
@@ -34,6 +36,7 @@ class TinkerSessions:
         self._users: dict[str, dict[str, TinkerSession]] = {}
         self._owners: dict[str, str] = {}
         self._lock = threading.Lock()
+        self._loaded = time.time()
 
     def load(self) -> None:
         """Read what is there."""
@@ -41,7 +44,8 @@ class TinkerSessions:
             found = read_record(file)
             if found is not None and (session := _session_in(found)) is not None:
                 user = file.parents[1].name
-                self._users.setdefault(user, {})[session.session] = session
+                live = session.model_copy(update={"seen": self._loaded})  # as far as is known
+                self._users.setdefault(user, {})[session.session] = live
                 self._owners[session.session] = user
 
     def check_owner(self, user: str, session: str) -> None:
@@ -73,6 +77,20 @@ class TinkerSessions:
                 del mine[old], self._owners[old]
                 self._file(user, old).unlink(missing_ok=True)
         return SessionState(state="over" if now.reason else "live")
+
+    def is_over(self, user: str, session: str, used: float) -> bool:
+        """Whether nobody will go on with a session.
+
+        It was finished, or nothing was heard of it for a day; `used` is when a model of it was used
+        last, by the monotonic clock, 0 if never by this trainer.
+        """
+        with self._lock:
+            known = self._users.get(user, {}).get(session)
+        if known is not None and known.reason:
+            return True
+        heard = self._loaded if known is None else known.seen
+        is_idle = not used or time.monotonic() - used > ABANDONED_S
+        return is_idle and time.time() - heard > ABANDONED_S
 
     def page(self, user: str, asked: ListSessions) -> SessionPage:
         """Return a part of the list of a user's sessions, or one, with their models."""

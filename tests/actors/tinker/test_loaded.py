@@ -12,9 +12,14 @@ from tinkermq.broker.feed import read_events
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
-from tinkermq.schemas.tinker.checkpoints import ChangeCheckpoint, TinkerCheckpoint
+from tinkermq.schemas.tinker.checkpoints import (
+    ChangeCheckpoint,
+    SessionState,
+    TellSession,
+    TinkerCheckpoint,
+)
 from tinkermq.schemas.tinker.names import CheckpointName
-from tinkermq.schemas.wire.errors import NotFoundError
+from tinkermq.schemas.wire.errors import NotFoundError, QuotaError
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker_service import MODEL, SCOPE, Trainer, create
@@ -82,6 +87,32 @@ async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> 
         assert "there is no checkpoint" in none
         with pytest.raises(NotFoundError, match="there is no session s1"):
             await trainer.send("create_model", 0, create("s1"), "bob", "s1:train:1")
+
+
+async def test_models_of_sessions_that_are_over_make_room(trainer: Trainer) -> None:
+    async def tell(session: str, event: str) -> None:
+        told = TellSession.model_validate({"session": session, "event": event})
+        await trainer.ask("ada", "session", told, SessionState)
+
+    async with trainer.running() as service:
+        service.models.most = 2
+        for session in ("s1", "s2"):
+            await tell(session, "begin")
+            await trainer.send("create_model", 0, create(session), model=f"{session}:train:0")
+            assert (await trainer.result(0, model=f"{session}:train:0")).state == "done"
+        path = await save(trainer, 1, "kept")
+        with pytest.raises(QuotaError, match="user 'ada' has 2 models here"):
+            await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
+        await tell("s1", "finish")
+        await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
+        assert (await trainer.result(0, model="s3:train:0")).state == "done"
+        with pytest.raises(NotFoundError, match="there is no model s1:train:0"):
+            await trainer.info()
+        assert (await trainer.checkpoint(path)).rank == 4
+    async with trainer.running():
+        with pytest.raises(NotFoundError, match="there is no model s1:train:0"):
+            await trainer.info()
+        assert (await trainer.result(0, model="s2:train:0")).state == "done"
 
 
 def _name(path: str) -> CheckpointName:
