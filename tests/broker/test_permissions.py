@@ -12,7 +12,7 @@ from tinkermq.broker.users.permissions import (
     service_permissions,
     user_permissions,
 )
-from tinkermq.schemas.wire.subjects import SERVICES, stream_of
+from tinkermq.schemas.wire.subjects import SERVICES, rpc, stream_of
 
 ROLES = ("learner", "generator", "evaluator", "environment", "server")
 JOB = "tmq.v1.job.ada.j1"
@@ -290,3 +290,17 @@ def test_hosts_hear_what_programs_elsewhere_post_and_answer_them() -> None:
     for role in ("generator", "evaluator"):
         assert may_publish(of_role(role), answer)
     assert not any(covers(one, post) for one in of_role("learner").subscribe)
+
+
+def test_a_gateway_asks_trainers_for_nothing_but_files() -> None:
+    gateway = service_permissions("gateway")
+    assert may_publish(gateway, rpc("gateway", "tinker-j1", "fetch"))
+    for subject in (
+        rpc("ada", "tinker-j1", "fetch"),
+        rpc("gateway", "tinker-j1", "export"),
+        rpc("gateway", "tinker-j1", "submit"),
+        rpc("gateway", "scheduler", "submit"),
+    ):
+        assert not may_publish(gateway, subject)
+    assert any(covers(one, "_INBOX_tinker.gateway.x") for one in gateway.subscribe)
+    assert not any(covers(one, "_INBOX_tinker.ada.x") for one in gateway.subscribe)
