@@ -5,6 +5,7 @@ class WeightVersionSpan:
 
 class FlatLogprobs:
     logprobs: list[float]
+    token_ids: list[int]
 
 class CompletionOutput:
     token_ids: list[int]
@@ -15,3 +16,4 @@ class CompletionOutput:
 class RequestOutput:
     outputs: list[CompletionOutput]
     num_cached_tokens: int | None
+    prompt_logprobs: FlatLogprobs | None

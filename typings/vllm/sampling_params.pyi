@@ -16,6 +16,7 @@ class SamplingParams:
         stop_token_ids: list[int] | None = None,
         seed: int | None = None,
         logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         flat_logprobs: bool = False,
         detokenize: bool = True,
         ignore_eos: bool = False,

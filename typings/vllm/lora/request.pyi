@@ -1,4 +1,5 @@
 class LoRARequest:
+    lora_int_id: int
     def __init__(
         self,
         lora_name: str,

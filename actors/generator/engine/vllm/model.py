@@ -12,6 +12,7 @@ This module imports vllm: `players` imports it when it is asked for. Written for
 # pyright: reportMissingModuleSource=false
 
 import asyncio
+import itertools
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vllm import AsyncEngineArgs, SamplingParams
-from vllm.inputs import tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -37,11 +38,18 @@ from ..engine import (
     IntVector,
     KvOnSwap,
     OnToken,
+    PromptScores,
     Sampling,
     nothing,
 )
 from .images import ShownImages, prompt_with_images
-from .request import VllmRequest, generation_of, parameters_of
+from .request import (
+    VllmRequest,
+    generation_of,
+    parameters_of,
+    scores_of,
+    scoring_parameters,
+)
 from .start import Recorder, engine_arguments, settle_environment
 
 _SHUTDOWN_S = 1.0
@@ -64,7 +72,7 @@ class VllmModel:
         recorder.gate = self._gate
         self._requests: dict[str, VllmRequest] = {}
         self._adapters: dict[str, LoRARequest] = {}
-        self._num_adapters = 0
+        self._numbers = itertools.count(1)
         self._poisoned = ""
         """Label of the weights under which something was computed that is no number."""
         self._swapping = asyncio.Lock()
@@ -110,6 +118,8 @@ class VllmModel:
         await model._call(llm.get_supported_tasks())  # kept there: no request waits for it
         await model._call(llm.collective_rpc("end_with", args=(os.getpid(),)))
         await model._call(llm.collective_rpc("record_logprobs_before_filters"))
+        if ranks:
+            await model._call(llm.collective_rpc("score_prompts_with_adapters"))
         await model.name_version("", 0)
         return model
 
@@ -154,7 +164,8 @@ class VllmModel:
     ) -> Generation:
         """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
-        request = self._requests[key] = VllmRequest(adapter, key, self._gate.ask())
+        version = self.versions[adapter]
+        request = self._requests[key] = VllmRequest(adapter, key, self._gate.ask(), version)
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
         parameters = parameters_of(sampling, seed, kind)
@@ -172,6 +183,26 @@ class VllmModel:
             self._gate.leave(request.place)
             del self._requests[key]
         return nothing()
+
+    async def score(
+        self, adapter: str, prompt: IntVector, top_k: int, request_id: str
+    ) -> PromptScores:
+        """Return the log-probs of a prompt, all of them by the same weights."""
+        place = self._gate.ask()
+        tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
+        try:
+            await asyncio.wait({place})
+            while True:
+                await self._open.wait()
+                version = self.versions[adapter]
+                salt = f"{adapter}:{version}"
+                request = VllmRequest(adapter, f"{adapter}/{request_id}", place, version)
+                made = tokens_input(tokens, cache_salt=salt)
+                last = (await self._outputs(request, made, parameters, None))[-1]
+                if self.versions.get(adapter, version) == version:
+                    return scores_of(last, len(tokens), top_k)
+        finally:
+            self._gate.leave(place)
 
     def cancel(self, adapter: str, request_id: str) -> None:
         """End a request; `generate` returns what it has."""
@@ -194,11 +225,22 @@ class VllmModel:
         on_token: OnToken | None,
         shown: ShownImages | None,
     ) -> Generation:
-        salt = f"{request.adapter}:{self.versions[request.adapter]}"
+        salt = f"{request.adapter}:{self.versions.get(request.adapter, request.version)}"
         if shown is None:
             prompt = tokens_input(tokens, cache_salt=salt)
         else:
             prompt = prompt_with_images(self._llm.input_processor, tokens, shown, salt)
+        parts = await self._outputs(request, prompt, parameters, on_token)
+        self._count(len(tokens), parts[-1])
+        return generation_of(request, parts)
+
+    async def _outputs(
+        self,
+        request: VllmRequest,
+        prompt: TokensInput | MultiModalInput,
+        parameters: SamplingParams,
+        on_token: OnToken | None,
+    ) -> list[RequestOutput]:
         adapter = self._adapters.get(request.adapter)
         outputs = self._llm.generate(prompt, parameters, request.key, lora_request=adapter)
         parts: list[RequestOutput] = []
@@ -206,7 +248,7 @@ class VllmModel:
             async for output in outputs:
                 parts.append(output)
                 if on_token is not None and not request.again:
-                    self._stream(request.adapter, output, on_token)
+                    self._stream(request, output, on_token)
         except EngineDeadError as error:
             raise _dead() from error
         except EngineGenerateError as error:
@@ -214,14 +256,14 @@ class VllmModel:
                 f"vLLM failed at request {request.key}: {error.__cause__}",
                 hint="see the generator's log",
             ) from error
-        self._count(len(tokens), parts[-1])
-        return generation_of(request, parts)
+        return parts
 
-    def _stream(self, adapter: str, output: RequestOutput, on_token: OnToken) -> None:
+    def _stream(self, request: VllmRequest, output: RequestOutput, on_token: OnToken) -> None:
         completion = output.outputs[0]
         logprobs = completion.logprobs.logprobs if completion.logprobs else []
         for token, logprob in zip(completion.token_ids, logprobs, strict=True):
-            on_token(Drawn(token, logprob, self.versions[adapter]))
+            version = self.versions.get(request.adapter, request.version)
+            on_token(Drawn(token, logprob, version))
 
     def _count(self, num_prompt: int, last: RequestOutput) -> None:
         reused = last.num_cached_tokens or 0
@@ -237,15 +279,31 @@ class VllmModel:
 
     def new_adapter(self) -> str:
         """Return a name for one more adapter."""
-        self._num_adapters += 1
-        return f"adapter-{self._num_adapters}"
+        return f"adapter-{next(self._numbers)}"
 
     async def load_adapter(self, name: str, version: int, folder: str, kv: KvOnSwap) -> None:
         """Make the adapter in a folder the one of this name, between two steps."""
-        number = int(name.rpartition("-")[2])
+        known = self._adapters.get(name)
+        number = next(self._numbers) if known is None else known.lora_int_id
         fresh = LoRARequest(name, number, folder, load_inplace=True)
         await self._swap(name, version, kv, lambda: self._llm.add_lora(fresh))
         self._adapters[name] = LoRARequest(name, number, folder)
+
+    async def add_adapter(self, name: str, version: int, folder: str) -> None:
+        """Let requests have one more adapter; none of those that run stands still for that."""
+        fresh = LoRARequest(name, next(self._numbers), folder)
+        await self._call(self._llm.add_lora(fresh))
+        self._adapters[name] = fresh
+        self.versions[name] = version
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether requests may have it."""
+        return name in self._adapters
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; vLLM gives its place to the next one."""
+        self._adapters.pop(name, None)
+        self.versions.pop(name, None)
 
     async def name_version(self, adapter: str, version: int) -> None:
         """Label what is made from now on."""

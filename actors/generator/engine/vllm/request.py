@@ -13,7 +13,7 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from .....schemas.wire.errors import EngineError
-from ..engine import FinishReason, Generation, Sampling
+from ..engine import FinishReason, Generation, PromptScores, Sampling
 
 _FINISH: Mapping[str | None, FinishReason] = {
     "stop": "stop",
@@ -25,8 +25,10 @@ _FINISH: Mapping[str | None, FinishReason] = {
 class VllmRequest:
     """A request on its way."""
 
-    def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]") -> None:
+    def __init__(self, adapter: str, key: str, place: "asyncio.Future[None]", version: int) -> None:
         self.adapter = adapter
+        self.version = version
+        """Of its weights when it came."""
         self.key = key
         """vLLM's name of it."""
         self.place = place
@@ -53,6 +55,39 @@ def parameters_of(sampling: Sampling, seed: int | None, kind: RequestOutputKind)
     )
 
 
+def scoring_parameters(top_k: int) -> SamplingParams:
+    """Say how a prompt is scored: a token has to be drawn behind it."""
+    return SamplingParams(
+        max_tokens=1,
+        prompt_logprobs=top_k,
+        flat_logprobs=True,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def scores_of(output: RequestOutput, num: int, top_k: int) -> PromptScores:
+    """Return what an output says of its prompt of `num` tokens.
+
+    At each place stand the prompt's token and the likeliest ones, in this order.
+    """
+    told = output.prompt_logprobs
+    scores = PromptScores(
+        np.full(num, np.nan, np.float32),
+        np.zeros((num, top_k), np.int32),
+        np.full((num, top_k), np.nan, np.float32),
+    )
+    if told is None or num == 1:
+        return scores
+    width = top_k + 1
+    values = np.array(told.logprobs, np.float32).reshape(num - 1, -1)[:, :width]
+    scores.logprobs[1:] = values[:, 0]
+    scores.top_logprobs[1:] = values[:, 1:]
+    scores.top_ids[1:] = np.array(told.token_ids, np.int32).reshape(num - 1, -1)[:, 1:width]
+    return scores
+
+
 def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generation:
     """Put the outputs of a request together; the last one has the versions of all tokens.
 
@@ -70,7 +105,9 @@ def generation_of(request: VllmRequest, parts: list[RequestOutput]) -> Generatio
     versions: list[int] = []
     for span in completions[-1].weight_versions or []:
         label: dict[str, int] = json.loads(span.version)
-        versions += [label[request.adapter]] * (span.end - span.start)
+        # An adapter that came without a pause stands in no label before the next swap.
+        version = label.get(request.adapter, request.version)
+        versions += [version] * (span.end - span.start)
     assert len(tokens) == len(logprobs) == len(versions)
     return Generation(
         np.array(tokens, np.int32),

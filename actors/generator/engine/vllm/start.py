@@ -16,6 +16,7 @@ from vllm.v1.metrics.stats import IterationStats, SchedulerStats
 
 from .....schemas.config.job import GeneratorConfig
 from ..concurrency import RequestLimit
+from ..engine import MAX_TOP_K
 from ..meter import Meter
 
 _CPU_CACHE_MB = 1024
@@ -47,6 +48,7 @@ def engine_arguments(
         "trust_remote_code": trust_remote_code,
         "dtype": config.dtype,
         "max_model_len": max_context,
+        "max_logprobs": MAX_TOP_K,
         "max_num_seqs": config.max_requests,
         "tensor_parallel_size": config.tensor_parallel,
         "enforce_eager": not config.compile,

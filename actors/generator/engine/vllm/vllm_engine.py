@@ -15,7 +15,7 @@ import numpy as np
 from .....schemas.config.job import JobConfig
 from .....schemas.config.lora import LoraConfig
 from .....schemas.wire.errors import ConfigError, EngineError, ModelError
-from ....models.lora import base_of, is_adapter
+from ....models.lora import base_of, is_adapter, read_lora
 from ....models.model_folder import load_model_config, sees_images
 from ....models.vision import ImageReader, Images, digest_of, load_image_reader
 from ....models.weight_tensors import TensorSource
@@ -25,6 +25,7 @@ from ..engine import (
     IntVector,
     KvOnSwap,
     OnToken,
+    PromptScores,
     Sampling,
 )
 from ..image_reads import ImageReads, require_reader
@@ -33,12 +34,15 @@ from ..refusals import (
     check_prompt,
     check_queue,
     check_sampling,
+    check_scored,
+    no_adapter,
     not_finite,
 )
+from ..transformers.row_adapters import RowAdapters
 from ..weight_names import WeightNames
 from .images import ShownImages, show
 from .model import VllmModel
-from .weight_files import WeightFiles, reference_names
+from .weight_files import WeightFiles, hollow_model, reference_names
 
 _LEAST_TEMPERATURE = 0.01
 """vLLM replaces lower ones by this."""
@@ -56,8 +60,12 @@ class VllmEngine:
         reader: ImageReader | None = None,
         *,
         max_waiting: int = 4096,
+        max_rank: int = 0,
     ) -> None:
-        """`start_vllm` makes one; `adapter` names it, "" is the model itself."""
+        """`start_vllm` makes one; `adapter` names it, "" is the model itself.
+
+        `max_rank` is that of the largest adapter that there is room for.
+        """
         self._model = model
         self._adapter = adapter
         self._reader = reader
@@ -67,7 +75,10 @@ class VllmEngine:
         self._trust_remote_code = config.model.trust_remote_code
         self._max_context = max_context_of(config)
         self._max_pending = max_waiting + config.generator.max_requests
-        self._pending = set[str]()
+        self._pending: dict[str, str] = {}
+        """The adapters of the requests by their ids."""
+        self._max_rank = max_rank
+        self._layers: RowAdapters | None = None
         self._files = WeightFiles()
         self._names: WeightNames | None = None
         self._loading = asyncio.Lock()
@@ -94,31 +105,94 @@ class VllmEngine:
         conversation: str | None = None,
         on_token: OnToken | None = None,
         images: Sequence[bytes] = (),
+        adapter: str = "",
     ) -> Generation:
-        """Generate from a prompt; see `engine.Engine.generate`.
+        """Generate from a prompt; see `engine.AdapterEngine.generate`.
 
         A conversation needs no name: what its turns have in common is found in the cache.
         """
         prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
         self._check(prompt, sampling, request_id)
-        self._pending.add(request_id)
+        name = self._named(adapter)
+        self._pending[request_id] = name
         try:
             shown = await self._show(prompt, images) if images else None
             seed = None  # one that goes on is another one: vLLM's cannot begin in the middle
             if sampling.seed is not None:
                 seed = (sampling.seed + (sampling.num_drawn << 32)) % (1 << 63)
             result = await self._unless_ended(
-                self._model.generate(
-                    self._adapter, prompt, sampling, seed, request_id, on_token, shown
-                )
+                self._model.generate(name, prompt, sampling, seed, request_id, on_token, shown)
             )
         finally:
-            self._pending.discard(request_id)
+            self._pending.pop(request_id, None)
         broken = ~np.isfinite(result.logprobs)
         if broken.any():
             await self._to_the_end(self._model.purge())
             raise not_finite(int(result.versions[broken][0]))
         return result
+
+    async def score(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        *,
+        request_id: str,
+        top_k: int = 0,
+        adapter: str = "",
+    ) -> PromptScores:
+        """Score a prompt; see `engine.AdapterEngine.score`."""
+        prompt = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        self._check_alive()
+        running = request_id in self._pending
+        check_queue(request_id, len(self._pending), self._max_pending, running=running)
+        vocab, most = self._model.vocab_size, self._max_context
+        check_scored(prompt, top_k, max_context=most, vocab_size=vocab)
+        if len(prompt) == most:  # vLLM draws a token behind it
+            raise ConfigError(
+                f"vLLM scores prompts of less than its {most} tokens",
+                hint="shorten the prompt, or raise generator.max_context",
+            )
+        name = self._named(adapter)
+        self._pending[request_id] = name
+        try:
+            return await self._unless_ended(self._model.score(name, prompt, top_k, request_id))
+        finally:
+            self._pending.pop(request_id, None)
+
+    async def add_adapter(self, name: str, folder: Path, version: int = 0) -> None:
+        """Let requests have the adapter of a folder; see `engine.AdapterEngine.add_adapter`.
+
+        Newer weights of one that is there are swapped in between two steps.
+        """
+        self._check_alive()
+        await asyncio.to_thread(self._check_adapter, folder)
+        self._check_alive()
+        if self._model.has_adapter(name):
+            await self._to_the_end(self._model.load_adapter(name, version, str(folder), "keep"))
+        else:
+            await self._to_the_end(self._model.add_adapter(name, version, str(folder)))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter; see `engine.AdapterEngine.drop_adapter`."""
+        self._model.drop_adapter(name)
+
+    def _named(self, adapter: str) -> str:
+        if adapter and not self._model.has_adapter(adapter):
+            raise no_adapter(adapter)
+        return adapter or self._adapter
+
+    def _check_adapter(self, folder: Path) -> None:
+        """Raise ModelError for an adapter that vLLM could not take: it would end by it."""
+        scale, tensors = read_lora(folder)
+        if self._layers is None:
+            trusted = self._trust_remote_code
+            self._layers = RowAdapters(hollow_model(self._path, trust_remote_code=trusted))
+        pairs = self._layers.prepare(tensors, scale)
+        rank = max((len(a) for a, _ in pairs.values()), default=0)
+        if rank > self._max_rank:
+            raise ModelError(
+                f"the adapter has rank {rank}, there is room for {self._max_rank}",
+                hint="raise tinker.max_rank",
+            )
 
     async def _show(self, prompt: IntVector, images: Sequence[bytes]) -> ShownImages:
         """Read images; all who ask for the same ones at a time go on together."""
@@ -138,7 +212,8 @@ class VllmEngine:
 
     def cancel(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with `cancelled`."""
-        self._model.cancel(self._adapter, request_id)
+        if request_id in self._pending:
+            self._model.cancel(self._pending[request_id], request_id)
 
     def release(self, conversation: str) -> None:
         """Do nothing: the cache gives up by itself what was not used for longest."""
@@ -285,6 +360,13 @@ async def start_vllm(
     reader = await asyncio.to_thread(
         load_image_reader, config.model.path, trust_remote_code=config.model.trust_remote_code
     )
-    engine = VllmEngine(model, adapter, config, reader, max_waiting=max_waiting)
+    engine = VllmEngine(
+        model,
+        adapter,
+        config,
+        reader,
+        max_waiting=max_waiting,
+        max_rank=config.tinker.max_rank if config.tinker.base else 0,
+    )
     await engine.begin(version)
     return engine

@@ -90,17 +90,21 @@ class WeightFiles:
         return folder
 
 
+def hollow_model(path: str, *, trust_remote_code: bool) -> "PreTrainedModel":
+    """Return a model without weights; ModelError."""
+    config = load_model_config(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+
+
 def reference_names(path: str, lora: LoraConfig, *, trust_remote_code: bool) -> WeightNames:
     """Return what new weights of a model, or of its adapter, must be; takes no memory for them.
 
     Raises ModelError for an adapter that vLLM would not use whole.
     """
-    config = load_model_config(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
-            config, trust_remote_code=trust_remote_code
-        )
-        if lora.rank:
+    model = hollow_model(path, trust_remote_code=trust_remote_code)
+    if lora.rank:
+        with torch.device("meta"):
             add_adapter(model, lora, seed=0)
     tensors = policy_tensors(model)
     if lora.rank and any(_VISION_TOWER in name for name in tensors):

@@ -39,6 +39,29 @@ class Recording(torch.nn.Module):
         return tokens_B, logprobs_BV
 
 
+class _PromptLogits:
+    """Computes the logits of a prompt's tokens with the adapter of their request.
+
+    vLLM 0.32 multiplies them by that part of an adapter which lies in the output layer as if they
+    were the tokens that are drawn in this step, one of each request.
+    """
+
+    def __init__(self, runner: Any, hidden_states: torch.Tensor) -> None:
+        self._runner = runner
+        self._first = int(hidden_states.storage_offset())
+        self._compute = runner.model.compute_logits
+
+    def __call__(self, states_ND: torch.Tensor) -> torch.Tensor:
+        batch = self._runner.input_batch
+        place = int(states_ND.storage_offset()) - self._first
+        token = place // int(states_ND.stride()[0])
+        starts = self._runner.query_start_loc.np[: batch.num_reqs].tolist()
+        adapter = (int(batch.request_lora_mapping[starts.index(token)]),) * len(states_ND)
+        present = set(batch.lora_id_to_lora_request.values())
+        self._runner._set_active_loras(adapter, adapter, present)
+        return self._compute(states_ND)
+
+
 class WorkerExtension:
     """Methods that each worker process gets; the engine's process calls them by name."""
 
@@ -73,6 +96,23 @@ class WorkerExtension:
         """Forget all keys and values; the caller sees to it that no request relies on any."""
         for cache in self.model_runner.kv_caches:
             cache.zero_()
+
+    def score_prompts_with_adapters(self) -> None:
+        """Let log-probs of prompts be those of their adapters; the next step sets its own."""
+        runner = self.model_runner
+        plain = runner._get_prompt_logprobs_dict
+
+        def scored(hidden_states: torch.Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+            if not runner.num_prompt_logprobs:
+                return plain(hidden_states, num_scheduled_tokens)
+            compute = runner.model.compute_logits
+            runner.model.compute_logits = _PromptLogits(runner, hidden_states)
+            try:
+                return plain(hidden_states, num_scheduled_tokens)
+            finally:
+                runner.model.compute_logits = compute
+
+        runner._get_prompt_logprobs_dict = scored
 
     def record_logprobs_before_filters(self) -> None:
         """Record log-probs after the temperature and before top-k and top-p."""
