@@ -112,6 +112,7 @@ from tinkermq.schemas.tinker.sampling import (
     SnapshotPart,
 )
 from tinkermq.schemas.tinker.sessions import AboutSessions, ModelCurves, SessionsShown
+from tinkermq.schemas.tinker.usage import TenantShares, TrainerUsage
 from tinkermq.schemas.user import (
     AddUser,
     AuditList,
@@ -207,6 +208,7 @@ TOPICS: tuple[Topic, ...] = (
     _scheduler("quota", Empty, QuotaReply),
     _scheduler("trainers", Empty, TrainerOffers),
     _scheduler("take_checkpoint", TakeCheckpoint, ModelInfo),
+    _scheduler("tinker-usage", TrainerUsage, TenantShares),
     _scheduler("stop", StopRequest, JobReply),
     _scheduler("resume", JobRequest, JobReply),
     _scheduler("scale", ScaleRequest, JobReply),

@@ -132,6 +132,8 @@ class JobRecord(Message):
     """What its streams may hold while it lives, what they do hold once it has ended."""
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds that it has held, by role, until `metered`."""
+    tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
+    """Tokens that a Tinker service has computed, by user."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
     """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0

@@ -42,6 +42,8 @@ class Quota(Message):
     """Bytes of the records of the user's jobs."""
     max_evaluations: Bound = 4096
     """Evaluations of the user's jobs that are kept."""
+    max_tinker_tokens: Bound = None
+    """Tokens that are computed for the user's programs that speak the Tinker API, in all."""
     max_requests: Bound = 16
     """Requests of the user that a service of the pool works on at once; eight times as many may
     wait."""
@@ -172,6 +174,8 @@ class SetQuota(Request):
     """Bytes of records."""
     max_evaluations: Wish = None
     """Evaluations."""
+    max_tinker_tokens: Wish = None
+    """Tokens of programs that speak the Tinker API."""
     max_requests: Wish = None
     """Requests at once."""
     max_connections: Wish = None

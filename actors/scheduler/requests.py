@@ -25,6 +25,7 @@ from ...schemas.node import DamagedRecords, NodeList, NodeStatus
 from ...schemas.secret import OpenRequest, SealingKey, SecretsRequest
 from ...schemas.tinker.checkpoints import TakeCheckpoint
 from ...schemas.tinker.operation import ModelInfo, TrainerOffers
+from ...schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from ...schemas.user import Quota, QuotaReply
 from ...schemas.wire.errors import StateError
 from ...schemas.wire.message import Empty, Message
@@ -93,6 +94,7 @@ class SchedulerRequests:
             ("quota", Empty, self.quota),
             ("trainers", Empty, self.trainers),
             ("take_checkpoint", TakeCheckpoint, self.take_checkpoint),
+            ("tinker-usage", TrainerUsage, self.tinker_usage),
             ("archive", JobRequest, partial(self._remove, removal="archive")),
             ("unarchive", JobRequest, partial(self._remove, removal="unarchive")),
             ("delete", JobRequest, partial(self._remove, removal="delete")),
@@ -157,6 +159,22 @@ class SchedulerRequests:
     async def trainers(self, _: Empty) -> TrainerOffers:
         """Return the base models that anybody may train on through the Tinker API."""
         return TrainerOffers(offers=self._view.offers())
+
+    async def tinker_usage(self, told: TrainerUsage, context: RequestContext) -> TenantShares:
+        """Note what the users of a Tinker service have used, and return their shares."""
+        record = self._view.get(context.user, told.job)
+        known = record.tinker_tokens
+        newer = {user: used for user, used in told.tokens.items() if used > known.get(user, 0)}
+        if newer:
+            await self._jobs.update(record, lambda now: _with_tokens(now, newer))
+        return TenantShares(users={user: self._share(user) for user in told.tokens})
+
+    def _share(self, user: str) -> TenantShare:
+        quota = self._view.quota(user)
+        left = None
+        if quota.max_tinker_tokens is not None:
+            left = max(quota.max_tinker_tokens - self._view.tinker_tokens(user), 0)
+        return TenantShare(weight=quota.weight, tokens_left=left)
 
     async def take_checkpoint(self, asked: TakeCheckpoint, context: RequestContext) -> ModelInfo:
         """Copy a checkpoint of one's run to the service that trains on its base model."""
@@ -349,6 +367,13 @@ def _short(node: NodeStatus) -> NodeStatus:
         for one in node.actors
     ]
     return node.model_copy(update={"actors": actors})
+
+
+def _with_tokens(record: JobRecord, newer: dict[str, int]) -> JobRecord:
+    """Return a record with what users have used since; a service that starts again knows less."""
+    known = record.tinker_tokens
+    more = {user: max(used, known.get(user, 0)) for user, used in newer.items()}
+    return record.model_copy(update={"tinker_tokens": {**known, **more}})
 
 
 def _shown(node: NodeStatus, user: str) -> NodeStatus:

@@ -150,6 +150,7 @@ class Applying:
             loss_pass.advance()
             yield tokens
         result = loss_pass.result()
+        model.tokens += sum(len(datum.tokens) for datum in request.data)
         model.history.passed(result.metrics, forward_only=request.forward_only)
         return write_result(result)
 

@@ -40,6 +40,8 @@ class TrainedModel:
     """Of the operations since the saved one."""
     info: ModelInfo | None = None
     """What it is, once it has been made."""
+    tokens: int = 0
+    """Computed for it, in `forward` and `forward_backward`."""
     used: float = 0.0
     """When an operation last took effect."""
     history: ModelHistory = field(default_factory=ModelHistory)

@@ -28,6 +28,7 @@ from .applying import Applying
 from .checkpoints.kept import KeptByTrainer
 from .models import Models, TrainedModel
 from .replaying.archive import Archive
+from .shares import Shares
 from .showing import Showing
 from .states import States
 from .working import GAP_S, Worker
@@ -55,8 +56,9 @@ class TrainerService:
         self._kept = kept
         self._log = OperationLog(context.broker, context.scope)
         tinker = context.config.tinker
-        archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
         self.models = Models(quantum=tinker.micro_batch_tokens)
+        self.shares = Shares(context, self.models)
+        archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
             context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s
         )
@@ -66,8 +68,12 @@ class TrainerService:
         await self._recover()
         await self._open(self._context.service)
         self._context.set_state("working")
-        await self._context.unless_stopping(self.worker.work(self._kept.calls.sweep), None)
-        await self.worker.save_all()
+        following = asyncio.create_task(self.shares.follow(), name="shares")
+        try:
+            await self._context.unless_stopping(self.worker.work(self._kept.calls.sweep), None)
+            await self.worker.save_all()
+        finally:
+            following.cancel()
 
     async def _recover(self) -> None:
         """Bring back the models, and what stands in the log behind their states."""
@@ -79,7 +85,7 @@ class TrainerService:
         for state in await asyncio.to_thread(self._states.read_all):
             model = self.models.add(state.user, state.name)
             model.info, model.applied, model.saved = state.info, state.applied, state.applied
-            model.history = state.history
+            model.history, model.tokens = state.history, state.tokens
         for user, operation in logged:
             model = self.models.enqueue(user, operation)
             model.logged = max(model.logged, operation.seq)
@@ -114,6 +120,8 @@ class TrainerService:
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
+        if operation.kind == "forward_backward":
+            self.shares.check(context.user)
         self.models.check_room(context.user, operation)
         operation = operation.model_copy(update={"time": time.time()})
         is_new = await self._log.append(context.user, operation)

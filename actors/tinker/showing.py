@@ -53,6 +53,7 @@ class Showing:
         return ModelShown(
             info=model.info.model_copy(update={"applied": model.applied}),
             steps=model.history.steps,
+            tokens=model.tokens,
             waiting=len(model.waiting),
             waiting_bytes=_waiting_bytes(model),
             reason=self._reason(model),
@@ -68,12 +69,20 @@ class Showing:
 
     def _tenants(self) -> list[TenantShown]:
         models, waiting, size = Counter[str](), Counter[str](), Counter[str]()
+        tokens = Counter[str]()
         for model in self._models:
             models[model.user] += 1
+            tokens[model.user] += model.tokens
             waiting[model.user] += len(model.waiting)
             size[model.user] += _waiting_bytes(model)
         return [
-            TenantShown(user=user, models=count, waiting=waiting[user], waiting_bytes=size[user])
+            TenantShown(
+                user=user,
+                models=count,
+                tokens=tokens[user],
+                waiting=waiting[user],
+                waiting_bytes=size[user],
+            )
             for user, count in sorted(models.items())
         ]
 

@@ -34,6 +34,7 @@ class SavedState:
     info: ModelInfo
     folder: Path
     history: ModelHistory
+    tokens: int = 0
 
 
 class States:
@@ -61,7 +62,7 @@ class States:
         if model.info is None or folder.is_dir():
             return
         meta = {"user": model.user, "applied": model.applied, "info": model.info.to_map()}
-        meta["history"] = model.history.to_map()
+        meta |= {"history": model.history.to_map(), "tokens": model.tokens}
         self._write(adapters, model, folder, meta, with_optimizer=True)
         for old in place.iterdir():
             # what is newer was written by a trainer after this one
@@ -148,6 +149,7 @@ def _read_state(folder: Path) -> SavedState:
         info = ModelInfo.from_map(meta["info"])
         name, applied = ModelName.parse(info.model), int(meta["applied"])
         history = ModelHistory(meta.get("history"))
-        return SavedState(meta["user"], name, applied, info, folder, history)
+        tokens = int(meta.get("tokens", 0))
+        return SavedState(meta["user"], name, applied, info, folder, history, tokens)
     except (KeyError, TypeError, MessageError) as error:
         raise ModelError(f"{folder} is damaged: {error}", hint="restore it") from error

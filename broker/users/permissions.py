@@ -245,6 +245,7 @@ def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:
         scope.all_operations,
         scope.all_results,
         scope.metric,
+        rpc(scope.user, "scheduler", "tinker-usage"),
         *(f"$JS.API.STREAM.PURGE.{stream}" for stream in streams),
         *_readable(*streams),
         f"{inbox('tinker')}.>",

@@ -20,6 +20,8 @@ class ModelShown(Message):
     info: ModelInfo
     steps: int
     """Updates so far."""
+    tokens: int = 0
+    """Computed for it, in `forward` and `forward_backward`."""
     waiting: int
     """Operations that wait for their turn."""
     waiting_bytes: int
@@ -36,6 +38,8 @@ class TenantShown(Message):
 
     user: str
     models: int
+    tokens: int = 0
+    """Computed for them."""
     waiting: int
     """Operations that wait for their turn."""
     waiting_bytes: int

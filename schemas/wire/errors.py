@@ -208,6 +208,13 @@ class BusyError(TinkermqError):
     """How much later."""
 
 
+class ExhaustedError(TinkermqError):
+    """A user has used up a quota: the same request is welcome once an admin has raised it."""
+
+    code = "exhausted"
+    status = 402
+
+
 class StorageError(TinkermqError):
     """A file could not be written or read: a full disk, a missing right."""
 

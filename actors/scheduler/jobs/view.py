@@ -215,6 +215,10 @@ class JobsView:
         unknown = Quota() if self._has_users else NO_BOUNDS
         return unknown if entry is None else entry.value
 
+    def tinker_tokens(self, user: str) -> int:
+        """Return the tokens that Tinker services have computed for a user, ended ones included."""
+        return sum(record.tinker_tokens.get(user, 0) for record in self._every())
+
     def held(self, user: str) -> dict[str, int]:
         """Return what a user holds, by the names of the bounds of a quota."""
         return holdings(self._own(user), self._of_user.get(user, {}))

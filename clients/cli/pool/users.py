@@ -115,6 +115,7 @@ def quota(
     stored_bytes: int | None = None,
     record_bytes: int | None = None,
     evaluations: int | None = None,
+    tinker_tokens: int | None = None,
     requests: int | None = None,
     connections: int | None = None,
     subscriptions: int | None = None,
@@ -146,6 +147,8 @@ def quota(
         Bytes of the records of the user's jobs.
     evaluations
         Evaluations of the user's jobs that are kept.
+    tinker_tokens
+        Tokens computed for the user's programs that speak the Tinker API, in all.
     requests
         Requests that a service of the pool works on at once.
     connections
@@ -168,6 +171,7 @@ def quota(
         max_stored_bytes=stored_bytes,
         max_record_bytes=record_bytes,
         max_evaluations=evaluations,
+        max_tinker_tokens=tinker_tokens,
         max_requests=requests,
         max_connections=connections,
         max_subscriptions=subscriptions,

@@ -1,0 +1,78 @@
+"""What each user of a trainer has used and may use: told to the scheduler, and asked of it."""
+
+import asyncio
+
+import structlog
+
+from ...broker.client.rpc import call
+from ...schemas.tinker.usage import TenantShares, TrainerUsage
+from ...schemas.wire.errors import ExhaustedError, TinkermqError
+from ...schemas.wire.subjects import rpc
+from ..runtime import JobContext
+from .models import Models
+
+EACH_S = 4.0
+_TIMEOUT_S = 10.0
+_MOST = 1000
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
+
+
+class Shares:
+    """The users' weights and quotas, as of a few seconds ago; while nobody tells, the last ones."""
+
+    def __init__(self, context: JobContext, models: Models) -> None:
+        """Count what is computed for `models`, and set the weights of their users' turns."""
+        self._context = context
+        self._models = models
+        self._told: dict[str, int] = {}
+        self._left: dict[str, int] = {}
+
+    def check(self, user: str) -> None:
+        """Raise ExhaustedError if a user has used all tokens that the quota has."""
+        left = self._left.get(user)
+        if left is not None and self.used().get(user, 0) - self._told.get(user, 0) >= left:
+            raise ExhaustedError(
+                f"user {user!r} has used all tokens of the quota (max_tinker_tokens)",
+                hint=f"an admin may raise it: tinkermq user quota {user} --tinker-tokens",
+            )
+
+    def used(self) -> dict[str, int]:
+        """Return the tokens computed for each user."""
+        found: dict[str, int] = {}
+        for model in self._models:
+            found[model.user] = found.get(model.user, 0) + model.tokens
+        return found
+
+    async def follow(self) -> None:
+        """Tell and ask every few seconds, for ever."""
+        while True:
+            try:
+                await self.ask()
+            except TinkermqError as error:
+                _log.debug("no_shares", reason=error.message)
+            await asyncio.sleep(EACH_S)
+
+    async def ask(self) -> None:
+        """Tell what was used, and take over what the scheduler says; raises TinkermqError."""
+        scope, used = self._context.scope, self.used()
+        for part in _parts(used):
+            shares = await call(
+                self._context.broker,
+                rpc(scope.user, "scheduler", "tinker-usage"),
+                TrainerUsage(job=scope.job, tokens=part),
+                TenantShares,
+                timeout_s=_TIMEOUT_S,
+                waiting_for="the scheduler",
+            )
+            self._told |= part
+            for user, share in shares.users.items():
+                self._models.turns.weights[user] = share.weight
+                self._left.pop(user, None)
+                if share.tokens_left is not None:
+                    self._left[user] = share.tokens_left
+
+
+def _parts(used: dict[str, int]) -> list[dict[str, int]]:
+    users = sorted(used)
+    starts = range(0, len(users), _MOST)
+    return [{user: used[user] for user in users[start : start + _MOST]} for start in starts]
