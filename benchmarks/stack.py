@@ -107,6 +107,12 @@ class Stack:
         self._slots = slots
         self._broker: Broker | None = None
 
+    @property
+    def connection(self) -> Broker:
+        """The benchmark's own connection."""
+        assert self._broker is not None, "the stack was not entered"
+        return self._broker
+
     async def __aenter__(self) -> Self:
         try:
             self.server.start()

@@ -32,7 +32,7 @@ class OperationLog:
         """Name the log; `streams` has made it."""
         self._broker = broker
         self._scope = scope
-        self._last = 0
+        self._last = self._claimed = 0
 
     async def append(self, user: str, operation: ModelOperation) -> bool:
         """Append an operation; return False when one of its number is there already.
@@ -102,45 +102,51 @@ class OperationLog:
             except Overtaken:  # a trainer before this one has just written a result
                 continue
             assert claimed is not None
-            self._last = claimed
+            self._last = self._claimed = claimed
             return
 
     async def check_claim(self) -> None:
         """Raise FencedError if another trainer has claimed the results since."""
-        last = await self._last_of_results()
-        if last > self._last:
-            raise self._fenced(last)
+        if (newest := await self._newest_claim()) > self._claimed:
+            raise self._fenced(newest)
 
     async def put_result(self, user: str, name: OperationName, result: OperationResult) -> bool:
         """Store a result; return False when there is one already.
 
         Not for several at once. Raises FencedError once another trainer has claimed the results.
         """
-        try:
-            seq = await append_as_owner(
-                self._broker,
-                self._scope.stream_result,
-                self._scope.result(user, name.model.session, name.model.number, name.seq),
-                result.to_bytes(),
-                self._last,
-                deadline_s=_READ_DEADLINE_S,
-                waiting_for=f"the result of operation {name} to be stored",
-            )
-        except Overtaken as error:
-            raise self._fenced(error.last) from error
-        if seq is not None:
-            self._last = seq
-        return seq is not None
+        while True:
+            try:
+                seq = await append_as_owner(
+                    self._broker,
+                    self._scope.stream_result,
+                    self._scope.result(user, name.model.session, name.model.number, name.seq),
+                    result.to_bytes(),
+                    self._last,
+                    deadline_s=_READ_DEADLINE_S,
+                    waiting_for=f"the result of operation {name} to be stored",
+                )
+            except Overtaken:  # by a trainer that has claimed, or by what nobody of us has written
+                await self.check_claim()
+                self._last = await self._last_of_results()
+                continue
+            self._last = seq or self._last
+            return seq is not None
+
+    async def _newest_claim(self) -> int:
+        stream, subject = self._scope.stream_result, self._scope.claim_of_results
+        found = await self._retry(lambda: get_last(self._broker, stream, subject), stream)
+        return 0 if found is None else found.seq
 
     async def _last_of_results(self) -> int:
         stream = self._scope.stream_result
         info = await self._retry(lambda: stream_info(self._broker, stream), stream)
         return int(info["state"]["last_seq"])
 
-    def _fenced(self, last: int | None) -> FencedError:
+    def _fenced(self, last: int) -> FencedError:
         return FencedError(
-            f"another trainer of job {self._scope.job} has written results: the last entry is "
-            f"{last or 'gone'}, not {self._last}",
+            f"another trainer of job {self._scope.job} has claimed its results: entry {last} is "
+            f"behind our own claim {self._claimed}",
             hint="only one trainer may run for a job: end this one",
         )
 

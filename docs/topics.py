@@ -278,7 +278,6 @@ TOPICS: tuple[Topic, ...] = (
         OperationResult,
         "trainer → who asks for it",
     ),
-    _stored(_SCOPE.claim_of_results, Empty, "trainer → a trainer before it, which ends"),
     Topic(
         _shown(_SCOPE.appended),
         "announcement",
