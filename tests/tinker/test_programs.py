@@ -51,6 +51,11 @@ async def test_every_call_that_the_page_names_works(
 
 
 @newest
+async def test_samples_are_what_transformers_computes_and_move_on(service: TinkerService) -> None:
+    assert "all well" in await start(service, str(PROGRAMS / "sampling.py"), BASE).done()
+
+
+@newest
 @pytest.mark.filterwarnings(TIED)
 async def test_the_cookbook_downloads_what_peft_opens(service: TinkerService) -> None:
     told = await start(service, str(PROGRAMS / "download.py"), BASE).done()
