@@ -1,6 +1,7 @@
 """The adapters that a sampler draws with: found on the trainer's disk, or fetched from there."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ..checkpoints.folders import CheckpointFolders
 from ..checkpoints.snapshots import find_snapshot, mark_of
 
 _TIMEOUT_S = 20.0
+_PREFIX = "tinkermq-lora-"
 _TRAINER = "the trainer of this sampler"
 
 
@@ -83,7 +85,7 @@ class Snapshots:
         if snapshot.folder is not None:
             return snapshot.folder
         if self._fetched is None:
-            self._fetched = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tinkermq-lora-"))
+            self._fetched = await asyncio.to_thread(_own_folder)
         folder = self._place(snapshot)
         await asyncio.to_thread(folder.mkdir, exist_ok=True)
         for file, size in snapshot.files.items():
@@ -150,6 +152,15 @@ class Snapshots:
             waiting_for=_TRAINER,
             idempotent=True,
         )
+
+
+def _own_folder() -> Path:
+    """Return a folder of this process, and remove those of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if not Path("/proc", pid).is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
 
 
 def _engine_name(owner: str, source: SamplerName, path: str, seq: int) -> str:
