@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tinkermq.actors.generator.engine.engine import AdapterEngine, Generation, Sampling
+from tinkermq.actors.generator.engine.engine import AdapterEngine, Drawn, Generation, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.schemas.config.lora import LoraConfig
 from tinkermq.schemas.wire.errors import ConfigError, ModelError, NotFoundError
@@ -46,8 +46,10 @@ def folders(
     return {name: place / name for name in LORAS}
 
 
-async def started(folder: Path, folders: dict[str, Path], slots: int = 8) -> TransformersEngine:
-    engine = await TransformersEngine.start(str(folder), max_slots=slots, max_context=160)
+async def started(
+    folder: Path, folders: dict[str, Path], max_context: int = 160
+) -> TransformersEngine:
+    engine = await TransformersEngine.start(str(folder), max_slots=8, max_context=max_context)
     for name, place in folders.items():
         await engine.add_adapter(name, place)
     return engine
@@ -106,14 +108,21 @@ async def test_a_prompt_is_scored_as_transformers_does(
 async def test_an_adapter_takes_newer_weights_while_its_requests_run(
     folder: Path, folders: dict[str, Path]
 ) -> None:
-    engine = await started(folder, folders)
+    engine = await started(folder, folders, max_context=1000)
     await engine.add_adapter("moving", folders["all"], version=1)
-    long = Sampling(120, temperature=0)
-    running = asyncio.create_task(
-        engine.generate(PROMPT, long, request_id="long", adapter="moving")
+    drawn: list[Drawn] = []
+    long = engine.generate(
+        PROMPT,
+        Sampling(900, temperature=0),
+        request_id="long",
+        adapter="moving",
+        on_token=drawn.append,
     )
-    await until(lambda: engine.stats().generated_tokens > 3)
+    running = asyncio.create_task(long)
+    await until(lambda: len(drawn) > 3)
     await engine.add_adapter("moving", folders["some"], version=2)
+    await until(lambda: drawn[-1].version == 2)
+    engine.cancel("long")
     made = await running
     assert set(made.versions.tolist()) == {1, 2}
     assert (np.diff(made.versions) >= 0).all()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tinkermq.actors.generator.engine.engine import PromptScores, Sampling
+from tinkermq.actors.generator.engine.engine import Drawn, PromptScores, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.tinker.sampling.engines import SampledAdapters
 from tinkermq.actors.tinker.sampling.snapshots import Snapshot
@@ -92,18 +92,23 @@ async def test_a_folder_that_holds_no_adapter_is_told_to_each_who_asks(base: Pat
 
 
 async def test_samples_move_on_to_newer_weights_and_never_back(base: Path) -> None:
-    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=120)
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=1000)
     freed: list[str] = []
     adapters = held(engine, 2, freed)
     async with adapters.using(snapshot(base, 0, moves=True, version=3)) as name:
         assert [one.version for one in adapters.moving()] == [3]
-        long = engine.generate([1], Sampling(110), request_id="long", adapter=name)
+        drawn: list[Drawn] = []
+        long = engine.generate(
+            [1], Sampling(990), request_id="long", adapter=name, on_token=drawn.append
+        )
         running = asyncio.create_task(long)
-        await until(lambda: engine.stats().generated_tokens > 3)
+        await until(lambda: len(drawn) > 3)
         for version in (5, 4):
             async with adapters.using(snapshot(base, 1, moves=True, version=version)):
                 pass
         assert [one.version for one in adapters.moving()] == [5]
+        await until(lambda: drawn[-1].version == 5)
+        engine.cancel("long")
         assert set((await running).versions.tolist()) == {3, 5}
     assert freed == ["moving@3"]
     assert adapters.moving() == []
