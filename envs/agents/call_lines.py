@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, cast
 
 _MAX_CHARS = 200
@@ -42,8 +43,12 @@ class CallLine:
     """Tokens that were generated."""
     given_tokens: int
     """Tokens that were new in its prompt."""
-    reward: float
-    """A reward of its own."""
+    reward: float | None
+    """A reward of its own; None: it has none."""
+    branch_reward: float | None
+    """What the branch that begins with it was rewarded with; None: nothing."""
+    name: str
+    """What the program calls the branch that begins with it."""
     finish: str
     """Why it ended: stop or length."""
     text: str
@@ -87,6 +92,8 @@ def _line(call: Mapping[str, Any], depths: Mapping[int, int]) -> CallLine:
         tokens=_whole(call.get("tokens")),
         given_tokens=_whole(call.get("given_tokens")),
         reward=_number(call.get("reward")),
+        branch_reward=_number(call.get("branch_reward")),
+        name=str(call.get("name") or "")[:_MAX_CHARS],
         finish=str(call.get("finish") or "")[:_MAX_CHARS],
         text=str(call.get("text") or "")[:_MAX_CHARS],
         tools=[str(name)[:_MAX_CHARS] for name in cast("list[Any]", tools)]
@@ -99,5 +106,5 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and isfinite(value) else None

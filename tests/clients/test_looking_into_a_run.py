@@ -243,6 +243,25 @@ async def test_an_unknown_run_names_the_closest(broker: Broker, run: JobRecord, 
         assert f"did you mean {run.name}?" in outcome.err
 
 
+async def test_rollouts_show_what_calls_and_branches_were_rewarded_with(
+    broker: Broker, scope: JobScope, run: JobRecord, cli: Cli
+) -> None:
+    call = {"parent": None, "row": 0, "tokens": 3, "text": "said"}
+    calls = [
+        {**call, "call": 0},
+        {**call, "call": 1, "reward": 0.0, "branch_reward": -1.5, "name": "reader"},
+        {**call, "call": 2, "parent": 1, "branch": "edited", "reward": 0.25},
+    ]
+    episode = make_trajectory([1, 2], [([3, 4], [])], [1.0], info={"calls": calls})
+    await RolloutLog(broker, scope).append(make_group([episode], 9))
+    told = (await aside(cli, "rollouts", run.name, "--nats-url", broker.url)).out
+    assert [line.strip() for line in told.splitlines() if line.strip().startswith("call ")] == [
+        "call 0: 3 tokens, row 1  said",
+        "call 1 (reader): 3 tokens, row 1  reward 0  reward of its branch -1.5  said",
+        "call 2 (the history was edited): 3 tokens, row 1  reward 0.25  said",
+    ]
+
+
 async def test_rollouts_show_messages_rewards_and_versions_best_first(
     broker: Broker, run: JobRecord, cli: Cli
 ) -> None:

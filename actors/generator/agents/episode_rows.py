@@ -140,8 +140,9 @@ def _told(
         "given_tokens": len(call.given_ids),
         "tokens": len(call.generated.token_ids),
         "finish": call.generated.finish_reason,
-        "reward": float(posted.calls.get(call.number, 0.0)),
+        "reward": posted.calls.get(call.number),
         "branch_reward": posted.branches.get(call.number),
+        "name": posted.names.get(call.number, ""),
         "text": call.reply.text[:200],
         "tools": [one.name for one in call.reply.calls],
     }

@@ -182,8 +182,12 @@ def _name(episode: Episode) -> str:
 def _print_call(line: CallLine) -> None:
     """Print one call of a program's tree."""
     where = f"row {line.row + 1}" if line.row is not None else f"not trained: {line.why_not}"
-    reward = f"  reward {line.reward:g}" if line.reward else ""
-    branch = f" ({line.branch})" if line.branch else ""
+    reward = f"  reward {line.reward:g}" if line.reward is not None else ""
+    if line.branch_reward is not None:
+        reward += f"  reward of its branch {line.branch_reward:g}"
+    branch = (
+        f" ({', '.join(named)})" if (named := [*filter(None, (line.name, line.branch))]) else ""
+    )
     said = " ".join([*line.text.split(), *(f"→ {tool}" for tool in line.tools)])
     say_plain(
         f"  {'  ' * line.depth}call {line.call}{branch}: {line.tokens} tokens, {where}{reward}  "

@@ -10,15 +10,18 @@ from playwright.async_api import Page, expect
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.feed import publish_log
 from tinkermq.broker.jetstream.kv import Bucket
+from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.schemas.metric import LogLines
 from tinkermq.schemas.node import Gpu, NodeStatus, NodeSync
 from tinkermq.schemas.wire.subjects import BUCKET_NODES, JobScope
 from tinkermq.schemas.wire.subjects import node as node_subject
 
+from tests.actors.gateway.test_episodes import two_turns
 from tests.actors.gateway.test_rest import HOSTILE, finished_job
 from tests.support.browser import PATIENCE_MS, Browser, watched_page
 from tests.support.configs import UNHURRIED, small_job
 from tests.support.gateway import Gateway
+from tests.support.groups import make_group
 from tests.support.stack import Stack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(400)]
@@ -148,6 +151,31 @@ async def test_what_jobs_say_is_text_and_never_runs(
         await page.goto(f"/jobs/{record.job}")
         await expect(page.locator("[data-chart=reward] canvas")).to_be_visible()
         assert await last_step(page) == 5
+
+
+async def test_the_tree_of_an_episode_shows_what_calls_and_branches_were_rewarded_with(
+    stack: Stack, gateway: Gateway, browser: Browser
+) -> None:
+    record = await finished_job(stack, gateway)
+    call = {"parent": None, "row": 0, "tokens": 3, "given_tokens": 5, "finish": "stop"}
+    calls = [
+        {**call, "call": 0, "text": "I ask both"},
+        {**call, "call": 1, "reward": 0.25, "branch_reward": -1.5, "name": "reader"},
+        {**call, "call": 2, "parent": 1, "branch": "edited", "reward": 0.0},
+        {**call, "call": 3, "row": None, "untrained": "apart", "branch_reward": 2, "name": HOSTILE},
+    ]
+    group = make_group([two_turns(info={"calls": calls})], 1)
+    await RolloutLog(stack.broker, JobScope("local", record.job)).append(group)
+    async with watched_page(browser, gateway.url) as page:
+        await page.goto(f"/jobs/{record.job}/rollouts/2/0")
+        rows = page.locator(".calls tbody tr")
+        await expect(rows).to_have_count(len(calls))
+        shown = [await row.locator(".turn-reward").all_inner_texts() for row in await rows.all()]
+        assert shown == [[], ["+0.25", "branch -1.5"], ["+0"], ["branch +2"]]
+        await expect(rows.nth(1).locator("td").first).to_have_text(re.compile("1 +reader"))
+        await expect(rows.nth(1).locator(".minus")).to_have_text("branch -1.5")
+        await expect(rows.nth(3)).to_contain_text("no: nothing of it reached the outcome")
+        await expect(rows.nth(3)).to_contain_text(HOSTILE)
 
 
 async def test_the_pages_fit_a_phone_and_follow_the_theme(

@@ -3,10 +3,12 @@
 from typing import Any
 
 import pytest
+from tinkermq.actors.generator.agents import episode_rows
 from tinkermq.actors.generator.agents.call_places import EpisodeCredit, PostedRewards
 from tinkermq.actors.generator.agents.call_tree import CallTree
 from tinkermq.actors.generator.agents.exact_calls import ExactCalls
 from tinkermq.actors.generator.agents.rows import rows_of
+from tinkermq.envs.agents.call_lines import call_lines
 from tinkermq.envs.agents.messages import CanonicalMessage
 from tinkermq.schemas.agent import CallPlaces
 
@@ -99,3 +101,16 @@ def test_what_is_no_reward_of_a_call_is_left_out(told: Any) -> None:
     tree = episode().tree
     posted = PostedRewards.of({"call_rewards": told, "branch_names": told}, tree)
     assert posted.calls == {}
+
+
+def test_people_are_shown_what_was_posted_for_calls_and_branches() -> None:
+    tree = episode().tree
+    info = {
+        "call_rewards": {"0": 0.0, "1": 2},
+        "branch_rewards": {"3": -0.5},
+        "branch_names": {"3": "reader"},
+    }
+    posted, found = PostedRewards.of(info, tree), rows_of(tree, 1 << 30)
+    told = [episode_rows._told(call, found, (), posted) for call in tree.calls]
+    shown = [(line.reward, line.branch_reward, line.name) for line in call_lines({"calls": told})]
+    assert shown[:4] == [(0, None, ""), (2, None, ""), (None, None, ""), (None, -0.5, "reader")]
