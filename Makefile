@@ -24,7 +24,7 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
 test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 5 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long

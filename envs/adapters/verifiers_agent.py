@@ -132,8 +132,8 @@ def check_task(vf: Any, task: Any) -> None:
     if needs:
         raise GameError(
             f"tasks of {type(task).__name__} need {' and '.join(needs)}",
-            hint="play here what is a conversation; let verifiers run the others, and publish "
-            "their trajectories with the client",
+            hint="play here what is a conversation; verifiers runs others itself, as a program: "
+            "agent.command=[{python}, -m, tinkermq.envs.adapters.verifiers_program, TASKSET]",
         )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ..wire.message import Message
+from ..wire.message import Message, Request
 from .operation import ModelId
 
 MAX_METADATA_BYTES = 4 << 10
@@ -195,7 +195,7 @@ class SessionPage(Message):
     """How many there are."""
 
 
-class TakeCheckpoint(Message):
+class TakeCheckpoint(Request):
     """Asks that a checkpoint of an own run can be loaded by programs written for Tinker."""
 
     path: str = Field(max_length=200)

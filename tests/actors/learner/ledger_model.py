@@ -54,8 +54,6 @@ class World:
     """Numbers that have been in the log."""
     failures: Counter[int] = field(default_factory=Counter[int])
     """How often each position came back as nothing that can be trained."""
-    unreadable: set[int] = field(default_factory=set[int])
-    """Positions of which a group was unreadable."""
     records: list[Record] = field(default_factory=list[Record])
     checkpoint: str = LearnerState().model_dump_json()
     published_version: int = 0
@@ -88,8 +86,6 @@ class World:
         failed, unreadable = (self.rng.random() < failing for _ in range(2))
         assert task.index is not None
         self.failures[task.index] += failed or unreadable
-        if unreadable:
-            self.unreadable.add(task.index)
         self.log[self.last_seq + 1] = Entry(task, oldest, failed, unreadable)
 
     @property

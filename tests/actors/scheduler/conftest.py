@@ -11,7 +11,7 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import structlog
@@ -46,6 +46,9 @@ from .toy_node import toy_command
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
 FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)
+
+
+R = TypeVar("R", bound=Message)
 
 
 class Inside:
@@ -171,19 +174,24 @@ class Stack:
 
     async def ask(self, method: str, request: Message, user: str = "local") -> JobRecord:
         """Ask as soon as a scheduler leads."""
+        return (await self.ask_for(method, request, JobReply, user)).record
+
+    async def ask_for(
+        self, method: str, request: Message, reply: type[R], user: str = "local"
+    ) -> R:
+        """Ask for another reply than a job's, as soon as a scheduler leads."""
         subject = rpc(user, "scheduler", method)
         async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
-                    reply = await call(
+                    return await call(
                         self.broker,
                         subject,
                         request,
-                        JobReply,
+                        reply,
                         timeout_s=PATIENCE_S,
                         waiting_for="the scheduler",
                     )
-                    return reply.record
                 except NobodyAnswersError:
                     await asyncio.sleep(0.05)
 

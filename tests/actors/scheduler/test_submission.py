@@ -13,7 +13,6 @@ import pytest
 from tinkermq.actors.scheduler.jobs.actors import slots_of
 from tinkermq.actors.tinker.checkpoints.folders import CheckpointFolders, StoredCheckpoint
 from tinkermq.actors.tinker.states import STATES
-from tinkermq.broker.client.rpc import call
 from tinkermq.schemas.config.load_config import parse_config
 from tinkermq.schemas.job import (
     ConfigureRequest,
@@ -33,9 +32,6 @@ from tinkermq.schemas.wire.errors import (
     StateError,
     StorageError,
 )
-from tinkermq.schemas.wire.subjects import rpc
-
-from tests.support.waiting import PATIENCE_S
 
 from .conftest import Stack
 
@@ -244,10 +240,7 @@ async def test_a_checkpoint_of_ones_run_is_taken_over_by_the_service_of_its_base
             (folder / "adapter_config.json").write_text(json.dumps(told))
 
     async def take(path: str, user: str = "local") -> ModelInfo:
-        subject, asked = rpc(user, "scheduler", "take_checkpoint"), TakeCheckpoint(path=path)
-        return await call(
-            stack.broker, subject, asked, ModelInfo, timeout_s=PATIENCE_S, waiting_for="it"
-        )
+        return await stack.ask_for("take_checkpoint", TakeCheckpoint(path=path), ModelInfo, user)
 
     for _ in range(2):  # the second time it is there
         held = await take("tinker://origin@3")
