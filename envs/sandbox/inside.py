@@ -51,7 +51,10 @@ def main() -> None:
         while len(code) < length:
             code += os.read(incoming, length - len(code))
         reap()
+        runs_programs = os.getpid()
         well = run(code.decode("utf-8", "replace"), module.__dict__, f"<program {number}>")
+        if os.getpid() != runs_programs:  # a child that the program forked, at the program's end
+            os._exit(0 if well else 1)
         os.write(done, b"." if well else b"!")
 
 

@@ -3,6 +3,7 @@
 The fixtures see that no process is left of any of them.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -185,3 +186,13 @@ def test_what_it_writes_is_gone_and_takes_no_disk(run, tmp_path):
 def test_a_child_that_hides_ends_with_its_program(run):
     code = "import os, time\nif not os.fork():\n  os.setsid()\n  if not os.fork(): time.sleep(1000)"
     assert run(f"{code}\nelse: print('done')").text == "done\n"
+
+
+def test_a_child_that_comes_to_the_end_of_the_code_does_not_end_its_program(sandbox):
+    with contextlib.closing(sandbox.session()) as session:
+        outcome = session.run(
+            "import os\nchild = os.fork()\n"
+            "if child: print('child:', os.waitpid(child, 0)[1])\nelse: print('forked')"
+        )
+        assert (outcome.status, outcome.text) == ("ok", "forked\nchild: 0\n")
+        assert session.run("print(child > 0)").text == "True\n"

@@ -97,16 +97,16 @@ async def test_a_stuck_program_is_tried_again_once():
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    ("code", "timeout_s", "words"),
     [
-        ("print('hello')", "exited with code 0 without one answered call"),
-        ("raise SystemExit('no key')", "exited with code 1 without one answered call"),
-        (SLEEP, "ran out of time .agent.timeout_s=0.5. without one answered call"),
+        ("print('hello')", 60, "exited with code 0 without one answered call"),
+        ("raise SystemExit('no key')", 60, "exited with code 1 without one answered call"),
+        (SLEEP, 0.5, "ran out of time .agent.timeout_s=0.5. without one answered call"),
     ],
 )
-async def test_a_program_that_never_asks_the_model_is_to_blame(play, code, words):
+async def test_a_program_that_never_asks_the_model_is_to_blame(play, code, timeout_s, words):
     with pytest.raises(NoCalls, match=words) as error:
-        await play(code, max_tries=1, timeout_s=0.5)
+        await play(code, max_tries=1, timeout_s=timeout_s)
     assert error.value.boundary == "task"
     assert "it printed" in error.value.hint
 
