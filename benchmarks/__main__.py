@@ -42,6 +42,7 @@ NAMES = (
     "retokenised",
     "lora",
     "tinker_step",
+    "tinker_peer",
     "tinker_tenants",
     "tinker_snapshot",
     "overhead",

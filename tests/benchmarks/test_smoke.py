@@ -29,6 +29,9 @@ NEEDS = {
 def benchmark(name: str) -> Any:
     missing = [each for each in NEEDS.get(name, ()) if importlib.util.find_spec(each) is None]
     reason = f"`make bench-quick` installs {', '.join(missing)}"
+    if name == "tinker_peer":
+        missing = [each for each in ("skyrl", "newest") if not (ROOT / ".tinker" / each).exists()]
+        reason = f"no .tinker/{', '.join(missing)}: benchmarks/tinker_peer.py says how to make it"
     return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=reason))
 
 
