@@ -3,6 +3,8 @@
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
@@ -35,6 +37,7 @@ _TIMEOUT_S = 30.0
 _PART_S, _LATE_S = 3.0, 4.0
 """Of a wait for a result, what is asked for at once, and how late its answer may be."""
 _SUBMITS, _SUBMIT_S = 3, 12.0
+"""How often an operation is handed over, and how long each may take."""
 
 
 class Trainers:
@@ -143,15 +146,29 @@ class Trainers:
     async def submit(
         self, user: str, broker: Broker, job: str, operation: ModelOperation
     ) -> OperationTaken:
-        """Hand an operation to a trainer; returns once it is in the log."""
-        return await self.ask(user, broker, job, "submit", operation, OperationTaken)
+        """Hand an operation to a trainer; returns once it is in the log.
+
+        Handed over again where no answer comes, since a trainer may die with it; its first form
+        counts.
+        """
+        for _ in range(_SUBMITS - 1):
+            with suppress(DeadlineError):
+                return await self.ask(
+                    user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S
+                )
+        return await self.ask(user, broker, job, "submit", operation, OperationTaken, _SUBMIT_S)
 
     async def result(
         self, user: str, broker: Broker, job: str, request: AwaitResult
     ) -> OperationResult:
         """Return the result of an operation, or what it waits for."""
-        timeout_s = request.wait_s + _TIMEOUT_S
-        return await self.ask(user, broker, job, "result", request, OperationResult, timeout_s)
+
+        async def ask(wait_s: float) -> OperationResult:
+            part = request.model_copy(update={"wait_s": wait_s})
+            late_s = wait_s + _LATE_S
+            return await self.ask(user, broker, job, "result", part, OperationResult, late_s)
+
+        return await _in_parts(ask, request.wait_s)
 
     async def sample(
         self, user: str, broker: Broker, job: str, request: SampleRequest
@@ -163,10 +180,13 @@ class Trainers:
         self, user: str, broker: Broker, job: str, actor: str, request: AwaitSample
     ) -> OperationResult:
         """Return what a sampler has made of a request, or that it is not done."""
-        timeout_s = request.wait_s + _TIMEOUT_S
-        return await self.ask(
-            user, broker, job, f"sampled-{actor}", request, OperationResult, timeout_s
-        )
+
+        async def ask(wait_s: float) -> OperationResult:
+            part = request.model_copy(update={"wait_s": wait_s})
+            method, late_s = f"sampled-{actor}", wait_s + _LATE_S
+            return await self.ask(user, broker, job, method, part, OperationResult, late_s)
+
+        return await _in_parts(ask, request.wait_s)
 
     async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
         """Return the job that samples for a session; raises NotFoundError."""
@@ -196,6 +216,26 @@ class Trainers:
         if broker not in self._replies:
             self._replies[broker] = _Replies(broker, user)
         return self._replies[broker]
+
+
+async def _in_parts(
+    ask: Callable[[float], Awaitable[OperationResult]], wait_s: float
+) -> OperationResult:
+    """Wait for a result by short questions: one that an actor dies with costs only its own time.
+
+    Raises DeadlineError where the last of them has no answer.
+    """
+    ends = time.monotonic() + wait_s
+    while True:
+        left_s = max(0.0, ends - time.monotonic())
+        try:
+            result = await ask(min(_PART_S, left_s))
+        except DeadlineError:
+            if time.monotonic() >= ends:
+                raise
+        else:
+            if result.state != "pending" or time.monotonic() >= ends:
+                return result
 
 
 class _Replies:
