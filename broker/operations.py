@@ -8,11 +8,13 @@ sequence that it knows, so that a trainer before it is fenced off and must end.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ..schemas.tinker.names import ModelName, OperationName
 from ..schemas.tinker.operation import ModelOperation, OperationResult
-from ..schemas.wire.errors import FencedError, MessageError
+from ..schemas.wire.errors import FencedError, MessageError, NotFoundError
 from ..schemas.wire.subjects import JobScope
 from .client.connection import Broker
 from .jetstream.appending import Overtaken, append_as_owner, append_once
@@ -51,19 +53,28 @@ class OperationLog:
             full_hint=_FULL_HINT,
         )
 
-    async def read_all(self) -> list[tuple[str, ModelOperation]]:
+    async def read_all(self) -> tuple[list[tuple[str, ModelOperation]], list["Unreadable"]]:
         """Return all operations that are there with their users, in order of arrival.
 
-        Raises MessageError for one that cannot be read: without it a model cannot be rebuilt.
+        Beside them what cannot be read: a model cannot be rebuilt beyond such an operation of it.
         """
         messages = await self._retry(
             lambda: get_all(self._broker, self._scope.stream_operation, self._scope.all_operations),
             "the operation log",
         )
-        return [_read(message) for message in messages]
+        operations, unreadable = list[tuple[str, ModelOperation]](), list[Unreadable]()
+        for message in messages:
+            try:
+                operations.append(_read(message))
+            except MessageError as error:
+                unreadable.append(Unreadable.found(message, error))
+        return operations, unreadable
 
     async def find(self, user: str, name: OperationName) -> ModelOperation | None:
-        """Return an operation, or None if it is not there (any more)."""
+        """Return an operation, or None if it is not there (any more).
+
+        Raises MessageError for one that cannot be read.
+        """
         subject = self._scope.operation(user, name.model.session, name.model.number, name.seq)
         message = await self._retry(
             lambda: get_last(self._broker, self._scope.stream_operation, subject),
@@ -151,13 +162,22 @@ class OperationLog:
         )
 
     async def result(self, user: str, name: OperationName) -> OperationResult | None:
-        """Return the result of an operation, or None if there is none (any more)."""
+        """Return the result of an operation, or None if there is none (any more).
+
+        Raises MessageError for one that cannot be read.
+        """
         subject = self._scope.result(user, name.model.session, name.model.number, name.seq)
         message = await self._retry(
             lambda: get_last(self._broker, self._scope.stream_result, subject),
             f"the result of operation {name}",
         )
-        return None if message is None else OperationResult.from_bytes(message.payload)
+        if message is None:
+            return None
+        try:
+            return OperationResult.from_bytes(message.payload)
+        except MessageError as error:
+            place = f"entry {message.seq} of the results, {message.subject}"
+            raise MessageError(f"{place}, cannot be read: {error.message}") from error
 
     async def _purge(self, stream: str, subject: str) -> None:
         await self._retry(
@@ -170,14 +190,37 @@ class OperationLog:
         )
 
 
+@dataclass(frozen=True)
+class Unreadable:
+    """An entry under an operation's subject that is none: nobody of us has written it so."""
+
+    user: str
+    name: OperationName | None
+    """Which operation of which model it stands for, where its subject says it."""
+    reason: str
+
+    @classmethod
+    def found(cls, message: StoredMessage, error: MessageError) -> "Unreadable":
+        """Note what stands in the log, and why it cannot be read."""
+        parts = message.subject.split(".")[-4:]
+        user, session, number, seq = parts if len(parts) == 4 else ("", "", "", "")
+        name: OperationName | None = None
+        with suppress(NotFoundError):
+            name = OperationName.parse(f"{session}:train:{number}:{seq}")
+        return cls(user, name, error.message)
+
+
 def _read(message: StoredMessage) -> tuple[str, ModelOperation]:
-    """Return who sent an operation, by its subject, and the operation."""
-    user, session, number, seq = message.subject.split(".")[-4:]
-    operation = ModelOperation.from_bytes(message.payload)
-    if operation.model != f"{session}:train:{number}" or str(operation.seq) != seq:
-        raise MessageError(
-            f"the operation under {message.subject} says that it is {operation.model} "
-            f"{operation.seq}",
-            hint="restore the job's streams from a back-up",
-        )
+    """Return who sent an operation, by its subject, and the operation; raises MessageError."""
+    place = f"entry {message.seq} of the operation log, {message.subject}"
+    hint = "nobody of us writes such; in a pool with users nobody else can"
+    try:
+        operation = ModelOperation.from_bytes(message.payload)
+        name = operation.name
+        operation.check_place()
+    except (MessageError, NotFoundError) as error:
+        raise MessageError(f"{place}, cannot be read: {error.message}", hint=hint) from error
+    user, *named = message.subject.split(".")[-4:]
+    if named != [name.model.session, str(name.model.number), str(name.seq)]:
+        raise MessageError(f"{place}, says that it is {name}", hint=hint)
     return user, operation

@@ -36,6 +36,8 @@ class TrainedModel:
     logged: int = -1
     """The newest one that stood in the log when the trainer began."""
     waiting: dict[int, ModelOperation] = field(default_factory=dict[int, ModelOperation])
+    unreadable: dict[int, str] = field(default_factory=dict[int, str])
+    """Operations that cannot be read in the log, and why."""
     tail_bytes: int = 0
     """Of the operations since the saved one."""
     info: ModelInfo | None = None
@@ -60,10 +62,19 @@ class TrainedModel:
         """The operation whose turn it is, if it has come."""
         return self.waiting.get(self.applied + 1)
 
+    def knows(self, seq: int) -> bool:
+        """Whether an operation has been taken, or stands in the log and cannot be read."""
+        return seq <= self.applied or seq in self.waiting or seq in self.unreadable
+
     @property
     def has_gap(self) -> bool:
         """Whether operations wait for one that has not come."""
-        return bool(self.waiting) and self.next is None
+        return bool(self.waiting) and self.next is None and self.broken is None
+
+    @property
+    def broken(self) -> str | None:
+        """Why nothing more can be done with it: its next operation cannot be read."""
+        return self.unreadable.get(self.applied + 1)
 
 
 class Models:

@@ -10,7 +10,7 @@ import time
 from functools import partial
 
 from ...broker.client.rpc import RequestContext, Service
-from ...broker.operations import OperationLog
+from ...broker.operations import OperationLog, Unreadable
 from ...schemas.tinker.names import ModelName, OperationName
 from ...schemas.tinker.operation import (
     AboutModel,
@@ -20,7 +20,7 @@ from ...schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
-from ...schemas.wire.errors import BusyError, MessageError, NotFoundError
+from ...schemas.wire.errors import BusyError, MessageError, NotFoundError, StateError
 from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext
 from .adapters import Adapters
@@ -34,7 +34,6 @@ from .states import States
 from .working import GAP_S, Worker
 
 _MAKING_S = 20.0
-_FIRST = frozenset({"create_model", "load_weights"})
 
 
 class TrainerService:
@@ -79,7 +78,7 @@ class TrainerService:
         """Bring back the models, and what stands in the log behind their states."""
         await self._log.claim()
         # The log before the states: a trainer that is fenced off may still write one and trim.
-        logged = await self._log.read_all()
+        logged, unreadable = await self._log.read_all()
         await asyncio.to_thread(self._kept.load)
         await asyncio.to_thread(self._states.forget_suspended)
         for state in await asyncio.to_thread(self._states.read_all):
@@ -91,6 +90,16 @@ class TrainerService:
             model.logged = max(model.logged, operation.seq)
             if operation.seq <= model.saved:  # a crash came between state and trimming
                 await self._log.trim(user, model.name, operation.seq, operation.seq)
+        for entry in unreadable:
+            await self._leave(entry)
+
+    async def _leave(self, entry: Unreadable) -> None:
+        """Leave a model alone from what cannot be read on; pass over what is of no model."""
+        if entry.name is None:
+            await self._context.event("operation_unreadable", entry.reason)
+            return
+        if (model := self.models.find(entry.user, entry.name.model)) is not None:
+            await self.worker.leave(model, entry.name.seq, entry.reason)
 
     async def _open(self, service: Service) -> None:
         job = self._context.scope.job
@@ -120,16 +129,29 @@ class TrainerService:
             await self._make_room(context.user)
         if model is not None and (operation.seq <= model.applied or operation.seq in model.waiting):
             return taken.model_copy(update={"is_new": False})
+        if model is not None and model.broken is not None:
+            raise self._broken(model, model.broken)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)
         operation = operation.model_copy(update={"time": time.time()})
         is_new = await self._log.append(context.user, operation)
         if not is_new:  # its first form counts, which a trainer before this one may have taken
-            operation = await self._log.find(context.user, name) or operation
+            operation = await self._first_form(context.user, name, model) or operation
         self.models.enqueue(context.user, operation)
         self.worker.wake()
         return taken.model_copy(update={"is_new": is_new})
+
+    async def _first_form(
+        self, user: str, name: OperationName, model: TrainedModel | None
+    ) -> ModelOperation | None:
+        """Return an operation as it stands in the log; raises MessageError if that is none."""
+        try:
+            return await self._log.find(user, name)
+        except MessageError as error:
+            if model is not None:
+                await self.worker.leave(model, name.seq, error.message)
+            raise
 
     async def _make_room(self, user: str) -> None:
         """Forget models of sessions that are over where a user has as many as one may have."""
@@ -145,8 +167,8 @@ class TrainerService:
         """Return a result as soon as there is one, or what the operation waits for."""
         name = OperationName(ModelName.parse(request.model), request.seq)
         model = self.models.find(context.user, name.model)
-        if model is None or (request.seq > model.applied and request.seq not in model.waiting):
-            model = await self._look_in_log(context.user, name) or model
+        if model is None or not model.knows(request.seq):
+            model = await self._look_in_log(context.user, name, model) or model
         if model is None:
             raise NotFoundError(f"there is no request {name}", hint="its model is gone")
         try:
@@ -154,6 +176,9 @@ class TrainerService:
                 await self.worker.until_applied(model, request.seq)
         except TimeoutError:
             return OperationResult(queue_reason=self._reason(model, request.seq))
+        if model.applied < request.seq and model.broken is not None:
+            error = self._broken(model, model.broken)
+            return OperationResult(state="failed", error=str(error), category="server")
         found = await self._log.result(context.user, name)
         if found is None:
             raise NotFoundError(
@@ -161,12 +186,21 @@ class TrainerService:
             )
         return found
 
-    async def _look_in_log(self, user: str, name: OperationName) -> TrainedModel | None:
+    async def _look_in_log(
+        self, user: str, name: OperationName, model: TrainedModel | None
+    ) -> TrainedModel | None:
         """Take what another trainer has put into the log after this one read it."""
-        if (found := await self._log.find(user, name)) is None:
+        if (found := await self._first_form(user, name, model)) is None:
             return None
         self.worker.wake()
         return self.models.enqueue(user, found)
+
+    def _broken(self, model: TrainedModel, reason: str) -> StateError:
+        seq = model.applied + 1
+        return StateError(
+            f"nothing more of {model.name} is done, since operation {seq} is not known: {reason}",
+            hint="go on in a new model, from a checkpoint: `create_training_client_from_state`",
+        )
 
     def _reason(self, model: TrainedModel, seq: int) -> str:
         if model.has_gap:
@@ -185,6 +219,8 @@ class TrainerService:
         model = self.models.find(context.user, ModelName.parse(request.model))
         if model is not None and model.applied < 0:
             await self._until_made(model)
+            if model.broken is not None:
+                raise self._broken(model, model.broken)
         if model is None or model.info is None:
             raise NotFoundError(f"there is no model {request.model}", hint="see create_model")
         return model.info.model_copy(update={"applied": model.applied})
@@ -201,11 +237,7 @@ class TrainerService:
 
 
 def _check_kind(operation: ModelOperation) -> None:
-    """Raise MessageError for what cannot stand at its number."""
-    kind = operation.kind
-    fits = kind in _FIRST if operation.seq == 0 else kind != "create_model"
-    if kind == "missing" or not fits:
-        raise MessageError(
-            f"operation {operation.seq} of a model cannot be {kind}",
-            hint="create_model and load_weights make a model, as its operation 0",
-        )
+    """Raise MessageError for what a client cannot ask for."""
+    if operation.kind == "missing":
+        raise MessageError(f"operation {operation.seq} of a model cannot be missing")
+    operation.check_place()

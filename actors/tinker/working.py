@@ -15,7 +15,7 @@ from typing import TypeVar
 from ...broker.operations import OperationLog
 from ...schemas.tinker.names import OperationName
 from ...schemas.tinker.operation import ModelOperation, OperationResult
-from ...schemas.wire.errors import ModelError, StateError, StorageError
+from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
 from ..runtime import JobContext
 from .adapters import Adapters
 from .applying import Applying, as_failure
@@ -81,9 +81,9 @@ class Worker:
         self._arrived.set()
 
     async def until_applied(self, model: TrainedModel, seq: int) -> None:
-        """Wait until an operation of a model has taken effect."""
+        """Wait until an operation of a model has taken effect, or never will."""
         async with self._changed:
-            await self._changed.wait_for(lambda: model.applied >= seq)
+            await self._changed.wait_for(lambda: model.applied >= seq or model.broken is not None)
 
     async def work(self, sweep: Callable[[], Awaitable[object]]) -> None:
         """Do one piece after the other, and look after those that wait, for ever."""
@@ -190,13 +190,22 @@ class Worker:
         """
         if operation.kind not in _SAVES or operation.seq > model.logged:
             return None
-        return await self._log.result(model.user, operation.name)
+        return await self._stored(model, operation.name)
+
+    async def _stored(self, model: TrainedModel, name: OperationName) -> OperationResult | None:
+        """Return the result that stands in the log; None, and an event, where it is none."""
+        try:
+            return await self._log.result(model.user, name)
+        except MessageError as error:
+            text = f"the result of {name} of {model.user} cannot be read: {error.message}"
+            await self._context.event("result_unreadable", text, operation=str(name))
+            return None
 
     async def _compare(
         self, model: TrainedModel, name: OperationName, result: OperationResult
     ) -> None:
         """Say so where an operation that was done again had another result."""
-        before = await self._log.result(model.user, name)
+        before = await self._stored(model, name)
         if before is not None and (before.state, before.body) != (result.state, result.body):
             text = f"operation {name} of {model.user} had another result when it was done again"
             await self._context.event("replay_differs", text, operation=str(name))
@@ -240,11 +249,25 @@ class Worker:
             await self._log.append(
                 model.user, ModelOperation(kind="missing", model=str(model.name), seq=seq, body=b"")
             )
-            found = await self._log.find(model.user, OperationName(model.name, seq))
+            try:
+                found = await self._log.find(model.user, OperationName(model.name, seq))
+            except MessageError as error:
+                await self.leave(model, seq, error.message)
+                return
             if found is None:
                 raise StateError(f"operation {seq} of {model.key} is in the log and cannot be read")
             self._models.enqueue(model.user, found)
             self._arrived.set()
+
+    async def leave(self, model: TrainedModel, seq: int, reason: str) -> None:
+        """Do nothing of a model from an operation on that cannot be read; tell it once."""
+        if seq <= model.applied or seq in model.unreadable:
+            return
+        model.unreadable[seq] = reason
+        text = f"nothing of {model.key} is done from operation {seq} on: {reason}"
+        await self._context.event("operation_unreadable", text, model=model.key)
+        async with self._changed:
+            self._changed.notify_all()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
+from ..wire.errors import MessageError
 from ..wire.message import Message
 from .names import MAX_SEQ, ModelName, OperationName
 
@@ -17,6 +18,7 @@ OperationKind = Literal[
     "save_weights_external",
     "missing",
 ]
+_AT_0 = frozenset({"create_model", "load_weights", "missing"})
 MAX_BODY_BYTES = 7 << 20
 """Of one operation, as it came: a request of the broker's size holds it and its names."""
 Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
@@ -45,6 +47,15 @@ class ModelOperation(Message):
     def name(self) -> OperationName:
         """Its name; raises NotFoundError for a model id that is none."""
         return OperationName(ModelName.parse(self.model), self.seq)
+
+    def check_place(self) -> None:
+        """Raise MessageError for what cannot stand at its number."""
+        fits = self.kind in _AT_0 if self.seq == 0 else self.kind != "create_model"
+        if not fits:
+            raise MessageError(
+                f"operation {self.seq} of a model cannot be {self.kind}",
+                hint="create_model and load_weights make a model, as its operation 0",
+            )
 
 
 class OperationTaken(Message):

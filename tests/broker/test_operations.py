@@ -30,7 +30,7 @@ async def test_the_first_of_a_number_wins_and_order_is_as_it_came(log: Operation
     assert await log.append("ada", operation(1))
     assert not await log.append("ada", operation(2, b"second"))
     assert await log.append("bob", operation(2, b"bob's"))  # another user's model of the same name
-    told = [(user, one.seq, one.body) for user, one in await log.read_all()]
+    told = [(user, one.seq, one.body) for user, one in (await log.read_all())[0]]
     assert told == [("ada", 2, b"first"), ("ada", 1, b"{}"), ("bob", 2, b"bob's")]
 
 
@@ -39,7 +39,7 @@ async def test_trimming_takes_the_named_numbers_of_one_model(log: OperationLog) 
         await log.append("ada", operation(seq))
     await log.append("bob", operation(1))
     await log.trim("ada", MODEL, through_seq=2, since_seq=0)
-    assert [(user, one.seq) for user, one in await log.read_all()] == [("ada", 3), ("bob", 1)]
+    assert [(user, one.seq) for user, one in (await log.read_all())[0]] == [("ada", 3), ("bob", 1)]
     assert await log.find("ada", OperationName(MODEL, 2)) is None
 
 
@@ -55,12 +55,27 @@ async def test_a_result_is_stored_once_and_goes_with_its_model(log: OperationLog
     assert await log.result("ada", name) is None
 
 
-async def test_an_operation_under_another_name_than_its_own_is_refused(
+async def test_what_is_no_operation_is_told_beside_those_that_are(
     log: OperationLog, broker: Broker
 ) -> None:
     scope = JobScope("local", "operations")
-    forged = operation(7).to_bytes()
-    subject = scope.operation("ada", "s1", 0, 8)
-    await broker.append(subject, forged, deadline_s=30, waiting_for="the test")
-    with pytest.raises(MessageError, match=r"says that it is s1:train:0 7"):
-        await log.read_all()
+    await log.append("ada", operation(7))
+    bad_id = ModelOperation(kind="optim_step", model="../..", seq=2, body=b"").to_bytes()
+    for subject, payload in (
+        (scope.operation("ada", "s1", 0, 8), operation(7).to_bytes()),
+        (scope.operation("ada", "s1", 0, 9), b"garbage"),
+        (scope.operation("ada", "s2", 0, 2), bad_id),
+        (scope.operation("ada", "s1", "x", 1), b""),
+        (scope.all_operations.replace(">", "nobody"), b""),
+    ):
+        await broker.append(subject, payload, deadline_s=30, waiting_for="the test")
+    operations, unreadable = await log.read_all()
+    assert [one.seq for _, one in operations] == [7]
+    named = [("ada", OperationName(MODEL, 8)), ("ada", OperationName(MODEL, 9))]
+    named += [("ada", OperationName(ModelName("s2", 0), 2))]
+    assert [(one.user, one.name) for one in unreadable[:3]] == named
+    assert [one.name for one in unreadable[3:]] == [None, None]
+    assert "says that it is s1:train:0:7" in unreadable[0].reason
+    assert "entry 2 of the operation log" in unreadable[0].reason
+    with pytest.raises(MessageError):
+        await log.find("ada", OperationName(MODEL, 9))

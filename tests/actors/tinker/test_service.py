@@ -16,7 +16,7 @@ from tinkermq.schemas.tinker.operation import (
     ModelOperation,
     OperationTaken,
 )
-from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError
+from tinkermq.schemas.wire.errors import FencedError, MessageError, NotFoundError, StateError
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import BASE
@@ -47,7 +47,7 @@ async def test_a_trainer_that_ends_anywhere_goes_on_to_the_same_bits(trainer: Tr
         await trainer.train(1, 6)
         undisturbed = await trainer.weights(13)
         curves = (await trainer.curves()).points
-    assert await trainer.log.read_all() == []  # all of it is in a state
+    assert await trainer.log.read_all() == ([], [])  # all of it is in a state
     trainer.begin_anew()
     await trainer.log.forget("ada", END)
     async with trainer.running(drains=False):
@@ -113,7 +113,7 @@ async def test_models_of_others_and_what_cannot_be_are_refused_before_the_log(
             await trainer.send("create_model", 1, create())
         with pytest.raises(MessageError, match="cannot be missing"):
             await trainer.send("missing", 1, {})
-        told = [seq for _, one in await trainer.log.read_all() for seq in [one.seq]]
+        told = [seq for _, one in (await trainer.log.read_all())[0] for seq in [one.seq]]
         assert told == [0]
         for session, body, words in (
             ("s2", create("s2", rank=17), "rank 17 is not offered"),
@@ -140,6 +140,46 @@ async def test_a_number_that_never_comes_fails_and_those_behind_it_go_on(trainer
         assert (await trainer.result(2)).state == "done"
         assert "never came" in (await trainer.result(1)).error
         assert not (await trainer.send("forward_backward", 1, loss(1))).is_new
+
+
+async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Trainer) -> None:
+    """Of a pool without users anybody may write there."""
+
+    async def write(seq: int, payload: bytes, model: str = "s1", log: str = "operation") -> None:
+        subject = getattr(SCOPE, log)("ada", model, 0, seq)
+        await trainer.broker.append(subject, payload, deadline_s=PATIENCE_S, waiting_for="it")
+
+    async with trainer.running(drains=False, gap_s=0.5):
+        await trainer.send("create_model", 0, create())
+        await trainer.train(1, 1)
+        assert (await trainer.result(2)).state == "done"
+        await write(4, b"garbage")
+        await trainer.send("forward_backward", 3, loss(3))
+        await trainer.send("optim_step", 5, step_body(5))
+        ended = await trainer.result(5)
+        assert (ended.state, ended.category) == ("failed", "server")
+        assert "since operation 4 is not known" in ended.error
+    await write(1, b"garbage", model="s2")
+    await write(
+        0, ModelOperation(kind="optim_step", model="s3:train:0", seq=0, body=b"").to_bytes(), "s3"
+    )
+    await write(0, b"garbage", model="s4", log="result")
+    async with trainer.running(gap_s=0.5):
+        assert (await trainer.result(3)).state == "done"
+        assert "since operation 4 is not known" in (await trainer.result(4)).error
+        with pytest.raises(StateError, match=r"entry \d+ of the operation log"):
+            await trainer.send("optim_step", 6, step_body(6))
+        await trainer.send("create_model", 0, create("s2"), model="s2:train:0")
+        with pytest.raises(MessageError, match="cannot be read"):
+            await trainer.send("optim_step", 1, step_body(1), model="s2:train:0")
+        with pytest.raises(MessageError, match="cannot be optim_step"):
+            await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
+        await trainer.send("create_model", 0, create("s4"), model="s4:train:0")
+        await trainer.send("create_model", 0, create("s5"), model="s5:train:0")
+        assert (await trainer.result(0, model="s5:train:0")).state == "done"
+    kinds = [event.kind for event in await read_events(trainer.broker, SCOPE)]
+    assert kinds.count("operation_unreadable") == 3  # s1 by either trainer, s2
+    assert "result_unreadable" in kinds
 
 
 async def test_a_trainer_that_another_has_replaced_neither_applies_nor_writes(
