@@ -6,6 +6,7 @@ from pydantic import Field
 
 from .metric import Event
 from .secret import MAX_SEALED_BYTES, SecretName
+from .tinker.usage import SamplerTokens
 from .wire.message import Message, Request
 from .wire.subjects import JobScope, token
 
@@ -133,7 +134,11 @@ class JobRecord(Message):
     slot_s: dict[str, float] = Field(default_factory=dict[str, float])
     """Slot-seconds that it has held, by role, until `metered`."""
     tinker_tokens: dict[str, int] = Field(default_factory=dict[str, int])
-    """Tokens that a Tinker service has computed, by user."""
+    """Tokens that a Tinker service has computed for models, by user."""
+    tinker_sampled: dict[str, int] = Field(default_factory=dict[str, int])
+    """Tokens that its samplers have computed, prompts included, by user."""
+    tinker_samplers: dict[str, SamplerTokens] = Field(default_factory=dict[str, SamplerTokens])
+    """What each of its samplers has last told; it is in the sum."""
     secrets: list[SecretName] = Field(default_factory=list[SecretName])
     """Names of what its owner has handed over sealed; never the values."""
     metered: float = 0.0

@@ -34,6 +34,7 @@ from .jobs.actors import scaled, slots_of, unplaced
 from .jobs.damaged import DamageReport
 from .jobs.holdings import check_priority, check_room, reserved_bytes
 from .jobs.secrets import SecretStore
+from .jobs.usage import with_usage
 from .jobs.view import JobsView
 from .messenger import tell_learner
 from .placement.nodes import Nodes
@@ -163,10 +164,8 @@ class SchedulerRequests:
     async def tinker_usage(self, told: TrainerUsage, context: RequestContext) -> TenantShares:
         """Note what the users of a Tinker service have used, and return their shares."""
         record = self._view.get(context.user, told.job)
-        known = record.tinker_tokens
-        newer = {user: used for user, used in told.tokens.items() if used > known.get(user, 0)}
-        if newer:
-            await self._jobs.update(record, lambda now: _with_tokens(now, newer))
+        if with_usage(record, told) is not record:
+            await self._jobs.update(record, lambda now: with_usage(now, told))
         return TenantShares(users={user: self._share(user) for user in told.tokens})
 
     def _share(self, user: str) -> TenantShare:
@@ -367,13 +366,6 @@ def _short(node: NodeStatus) -> NodeStatus:
         for one in node.actors
     ]
     return node.model_copy(update={"actors": actors})
-
-
-def _with_tokens(record: JobRecord, newer: dict[str, int]) -> JobRecord:
-    """Return a record with what users have used since; a service that starts again knows less."""
-    known = record.tinker_tokens
-    more = {user: max(used, known.get(user, 0)) for user, used in newer.items()}
-    return record.model_copy(update={"tinker_tokens": {**known, **more}})
 
 
 def _shown(node: NodeStatus, user: str) -> NodeStatus:

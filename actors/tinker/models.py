@@ -113,6 +113,13 @@ class Models:
         """Return how many models a user has."""
         return sum(one.user == user for one in self)
 
+    def tokens(self) -> dict[str, int]:
+        """Return the tokens computed for each user's models."""
+        found: dict[str, int] = {}
+        for model in self:
+            found[model.user] = found.get(model.user, 0) + model.tokens
+        return found
+
     def check_room(self, user: str, operation: ModelOperation) -> None:
         """Raise BusyError or QuotaError for an operation beyond what a user may have waiting.
 

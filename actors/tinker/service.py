@@ -56,7 +56,7 @@ class TrainerService:
         self._log = OperationLog(context.broker, context.scope)
         tinker = context.config.tinker
         self.models = Models(quantum=tinker.micro_batch_tokens)
-        self.shares = Shares(context, self.models)
+        self.shares = Shares(context, self.models.turns.weights, self.models.tokens)
         archive = Archive(states.folder, max_bytes=tinker.history_mb << 20)
         self.worker = Worker(
             context, adapters, applying, states, self.models, self._log, archive, gap_s=gap_s

@@ -1,6 +1,8 @@
-"""What each user of a trainer has used and may use: told to the scheduler, and asked of it."""
+"""What users of a trainer or sampler have used and may use: told and asked of the scheduler."""
 
 import asyncio
+import time
+from collections.abc import Callable
 
 import structlog
 
@@ -9,7 +11,6 @@ from ...schemas.tinker.usage import TenantShares, TrainerUsage
 from ...schemas.wire.errors import ExhaustedError, TinkermqError
 from ...schemas.wire.subjects import rpc
 from ..runtime import JobContext
-from .models import Models
 
 EACH_S = 4.0
 _TIMEOUT_S = 10.0
@@ -20,28 +21,33 @@ _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 class Shares:
     """The users' weights and quotas, as of a few seconds ago; while nobody tells, the last ones."""
 
-    def __init__(self, context: JobContext, models: Models) -> None:
-        """Count what is computed for `models`, and set the weights of their users' turns."""
+    def __init__(
+        self,
+        context: JobContext,
+        weights: dict[str, float],
+        used: Callable[[], dict[str, int]],
+        *,
+        sampler: str = "",
+    ) -> None:
+        """Tell what is `used`, and set the `weights` of users' turns.
+
+        What a `sampler` of that name has used begins with it; a trainer's, with its service.
+        """
         self._context = context
-        self._models = models
+        self._weights = weights
+        self._used = used
+        self._sampler, self._since = sampler, time.time()
         self._told: dict[str, int] = {}
         self._left: dict[str, int] = {}
 
     def check(self, user: str) -> None:
         """Raise ExhaustedError if a user has used all tokens that the quota has."""
         left = self._left.get(user)
-        if left is not None and self.used().get(user, 0) - self._told.get(user, 0) >= left:
+        if left is not None and self._used().get(user, 0) - self._told.get(user, 0) >= left:
             raise ExhaustedError(
                 f"user {user!r} has used all tokens of the quota (max_tinker_tokens)",
                 hint=f"an admin may raise it: tinkermq user quota {user} --tinker-tokens",
             )
-
-    def used(self) -> dict[str, int]:
-        """Return the tokens computed for each user."""
-        found: dict[str, int] = {}
-        for model in self._models:
-            found[model.user] = found.get(model.user, 0) + model.tokens
-        return found
 
     async def follow(self) -> None:
         """Tell and ask every few seconds, for ever."""
@@ -54,19 +60,19 @@ class Shares:
 
     async def ask(self) -> None:
         """Tell what was used, and take over what the scheduler says; raises TinkermqError."""
-        scope, used = self._context.scope, self.used()
+        scope, used = self._context.scope, self._used()
         for part in _parts(used):
             shares = await call(
                 self._context.broker,
                 rpc(scope.user, "scheduler", "tinker-usage"),
-                TrainerUsage(job=scope.job, tokens=part),
+                TrainerUsage(job=scope.job, tokens=part, sampler=self._sampler, since=self._since),
                 TenantShares,
                 timeout_s=_TIMEOUT_S,
                 waiting_for="the scheduler",
             )
             self._told |= part
             for user, share in shares.users.items():
-                self._models.turns.weights[user] = share.weight
+                self._weights[user] = share.weight
                 self._left.pop(user, None)
                 if share.tokens_left is not None:
                     self._left[user] = share.tokens_left

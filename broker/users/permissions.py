@@ -234,7 +234,8 @@ def _server(scope: JobScope, actor: str) -> tuple[str, ...]:
 
 
 def _sampler(scope: JobScope, actor: str) -> tuple[str, ...]:
-    return (*_common(scope, actor), f"{inbox('tinker')}.>", scope.snapshot("*"))
+    usage = rpc(scope.user, "scheduler", "tinker-usage")
+    return (*_common(scope, actor), f"{inbox('tinker')}.>", scope.snapshot("*"), usage)
 
 
 def _trainer(scope: JobScope, actor: str) -> tuple[str, ...]:

@@ -8,14 +8,27 @@ from ..wire.message import Message, Request
 
 
 class TrainerUsage(Request):
-    """A trainer tells the scheduler what its users have used, and asks for their shares."""
+    """A trainer or sampler tells what its users have used, and asks for their shares."""
 
     job: str
-    """The trainer's job, of the user who asks."""
+    """Its job, of the user who asks."""
+    sampler: str = Field(default="", max_length=80)
+    """The sampler that tells; empty: the trainer."""
+    since: float = 0.0
+    """When that sampler started: its tokens are those since."""
     tokens: dict[str, Annotated[int, Field(ge=0)]] = Field(
         default_factory=dict[str, int], max_length=1000
     )
-    """Tokens computed for each user's models, in all of the service's life."""
+    """Tokens computed for each user: for models in all of the service's life, or sampled."""
+
+
+class SamplerTokens(Message):
+    """What one sampler has last told."""
+
+    since: float
+    """When it started."""
+    tokens: dict[str, int]
+    """What it has computed since, prompts included, by user."""
 
 
 class TenantShare(Message):

@@ -29,7 +29,9 @@ class SdkProgram:
     log: Path
 
     @classmethod
-    def start(cls, sdk: str, url: str, folder: Path, *words: str) -> "SdkProgram":
+    def start(
+        cls, sdk: str, url: str, folder: Path, *words: str, key: str = "tml-anybody"
+    ) -> "SdkProgram":
         """Run the interpreter of an environment with these words in a folder."""
         log = folder / f"{Path(words[words[0] == '-m']).name}-{os.urandom(3).hex()}.log"
         environment = {
@@ -38,7 +40,7 @@ class SdkProgram:
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "TINKER_BASE_URL": f"{url}/tinker",
-            "TINKER_API_KEY": "tml-anybody",
+            "TINKER_API_KEY": key,
         }
         with log.open("wb") as output:
             process = subprocess.Popen(

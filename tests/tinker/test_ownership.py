@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import itertools
 import json
 import tarfile
 import urllib.error
@@ -47,7 +48,7 @@ from tests.clients.command import tinkermq
 from tests.support.models import make_tiny_model
 from tests.support.secured import refused_listen, refused_publish
 from tests.support.waiting import PATIENCE_S, eventually
-from tests.tinker.sdks import BASE
+from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
 
 pytestmark = [
     pytest.mark.tinker,
@@ -324,3 +325,43 @@ async def test_what_is_published_is_read_by_all_and_changed_by_its_owner_alone(
         assert "has not published" in answer["detail"]
     assert (await pool.ask("bob", "POST", "asample", {**sample(sampler), "seq_id": 1}))[0] == 404
     assert (await pool.ask("", "GET", urls["adapter_config.json"]))[0] == 404
+
+
+@pytest.mark.skipif(lacking("newest") != "", reason=lacking("newest") or "it is installed")
+async def test_a_used_up_quota_pauses_a_program_and_its_samples_until_it_is_raised(
+    pool: Pool, tmp_path: Path
+) -> None:
+    cay = pool.keys["cay"] = pool.command("user", "add", "cay", key="root")["api_key"]
+
+    def quota(tokens: int) -> None:
+        pool.command("user", "quota", "cay", "--tinker-tokens", str(tokens), key="root")
+
+    quota(1500)
+    words = (str(PROGRAMS / "loop_with_samples.py"), BASE, "40", "0.4")
+    running = SdkProgram.start("newest", pool.state.gateway, tmp_path, *words, key=f"tml-{cay}")
+
+    async def paused() -> bool:
+        return "paused due to billing" in running.told
+
+    await eventually(paused, "the program to be paused")
+    assert "step 39" not in running.told
+    opened = await make_sampler(pool, "cay")
+    numbers = itertools.count()
+
+    async def answered(status: int) -> Any:
+        wanted = {**sample(opened), "seq_id": next(numbers)}
+        got, answer = await pool.ask("cay", "POST", "asample", wanted)
+        return answer if got == status else None
+
+    refused = await eventually(lambda: answered(402), "samples to be refused")
+    assert "used all tokens of the quota" in str(refused)
+    quota(10**6)
+    assert "step 39" in await running.done()
+    await eventually(lambda: answered(200), "samples to go on")
+
+
+async def make_sampler(pool: Pool, user: str) -> str:
+    """Open a sampling session on the base model."""
+    session = (await pool.post(user, "create_session", {"sdk_version": "0.38.0"}))["session_id"]
+    opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
+    return str((await pool.post(user, "create_sampling_session", opened))["sampling_session_id"])

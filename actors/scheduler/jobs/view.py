@@ -217,7 +217,10 @@ class JobsView:
 
     def tinker_tokens(self, user: str) -> int:
         """Return the tokens that Tinker services have computed for a user, ended ones included."""
-        return sum(record.tinker_tokens.get(user, 0) for record in self._every())
+        return sum(
+            record.tinker_tokens.get(user, 0) + record.tinker_sampled.get(user, 0)
+            for record in self._every()
+        )
 
     def held(self, user: str) -> dict[str, int]:
         """Return what a user holds, by the names of the bounds of a quota."""

@@ -24,10 +24,12 @@ from ...generator.engine.engine import Drawn, PromptScores, Sampling
 from ...generator.episodes.text_stream import TextStream
 from ...runtime import JobContext, settle_memory
 from ..applying import as_failure
+from ..shares import Shares
 from ..states import STATES
 from ..wire.sampling import SampleBody, Sampled, write_samples
 from .engines import SampledAdapters
 from .open_engine import SampledBase, open_engine
+from .places import FairPlaces
 from .snapshots import Snapshot, Snapshots
 
 MAX_OPEN = 4096
@@ -38,8 +40,6 @@ _SWEEP_S = 5.0
 _MOVE_S = 0.05
 _MOVE_ELSEWHERE_S = 0.5
 """How often is looked for newer weights: in files that are here, and at a trainer elsewhere."""
-_AT_ONCE = 1024
-"""Continuations and prompts that the engine is given at a time; further ones wait before it."""
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -75,7 +75,10 @@ class Sampler:
         self._snapshots = snapshots
         at_once = context.config.tinker.sampled_at_once
         self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = FairPlaces(context.config.generator.max_requests)
+        self._tokens: dict[str, int] = {}
+        weights = self._places.turns.weights
+        self._shares = Shares(context, weights, lambda: self._tokens, sampler=context.name)
         self._tokenizer: Any = base.tokenizer
         self._vocab = base.vocab
         self._max_context = base.max_context
@@ -88,6 +91,13 @@ class Sampler:
         await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
         self._context.set_state("working")
+        following = asyncio.create_task(self._shares.follow(), name="shares")
+        try:
+            await self._look_after()
+        finally:
+            following.cancel()
+
+    async def _look_after(self) -> None:
         swept = time.monotonic()
         while not self._context.stopping.is_set():
             pause_s = _MOVE_S if self._snapshots.is_here else _MOVE_ELSEWHERE_S
@@ -121,10 +131,12 @@ class Sampler:
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
                     hint="wait for some of them",
                 )
+            self._shares.check(context.user)
+            self._count(context.user, 0)  # so that the quota is asked for, too
             body = SampleBody.parse(request.body)
             snapshot = await self._find(context.user, request.source)
             if (found := mine.get(request.request)) is None:  # not sent again meanwhile
-                work = asyncio.create_task(self._done(body, snapshot), name="sample")
+                work = asyncio.create_task(self._done(context.user, body, snapshot), name="sample")
                 found = mine[request.request] = _Open(work, body.num_samples)
                 self._open[context.user] = mine
         return SampleTaken(actor=self._context.name, num_samples=found.num_samples)
@@ -168,9 +180,11 @@ class Sampler:
             raise NotFoundError(f"there is no base model {name.base!r} here")
         return None
 
-    async def _done(self, body: SampleBody, snapshot: Snapshot | None) -> OperationResult:
+    async def _done(
+        self, user: str, body: SampleBody, snapshot: Snapshot | None
+    ) -> OperationResult:
         try:
-            written = await self._sampled(body, snapshot)
+            written = await self._sampled(user, body, snapshot)
             self._context.progressed()
             return OperationResult(state="done", body=written, is_proto=True)
         except TinkermqError as error:
@@ -180,17 +194,18 @@ class Sampler:
             said = f"the sampler failed: {type(error).__name__}; its log has the details"
             return OperationResult(state="failed", error=said, category="server")
 
-    async def _sampled(self, body: SampleBody, snapshot: Snapshot | None) -> bytes:
+    async def _sampled(self, user: str, body: SampleBody, snapshot: Snapshot | None) -> bytes:
         prompt = body.prompt.token_ids(self._vocab)
         async with self._adapters.using(snapshot) as adapter:
-            scored = asyncio.ensure_future(self._scored(prompt, body, adapter))
+            scored = asyncio.ensure_future(self._scored(user, prompt, body, adapter))
             drawn = [
-                asyncio.ensure_future(self._one(prompt, body, number, adapter))
+                asyncio.ensure_future(self._one(user, prompt, body, number, adapter))
                 for number in range(body.num_samples)
             ]
             try:
                 made = await asyncio.gather(*drawn)
                 scores = await scored
+                self._count(user, len(prompt))
             finally:
                 for number, one in enumerate(drawn):
                     if not one.done():
@@ -199,12 +214,15 @@ class Sampler:
                     one.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
+    def _count(self, user: str, tokens: int) -> None:
+        self._tokens[user] = self._tokens.get(user, 0) + tokens
+
     async def _scored(
-        self, prompt: NDArray[np.int32], body: SampleBody, adapter: str
+        self, user: str, prompt: NDArray[np.int32], body: SampleBody, adapter: str
     ) -> PromptScores | None:
         if not (body.prompt_logprobs or body.topk_prompt_logprobs):
             return None
-        async with self._places:
+        async with self._places.place(user, len(prompt)):
             return await self._engine.score(
                 prompt,
                 request_id=f"{id(body):x}-prompt",
@@ -213,7 +231,7 @@ class Sampler:
             )
 
     async def _one(
-        self, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
+        self, user: str, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
     ) -> Sampled:
         params = body.sampling_params
         room = max(1, self._max_context - len(prompt))
@@ -226,11 +244,12 @@ class Sampler:
             if stream.stopped:
                 self._engine.cancel(request)
 
-        async with self._places:
+        most = min(params.max_tokens or room, room)
+        async with self._places.place(user, len(prompt) + most) as place:
             made = await self._engine.generate(
                 prompt,
                 Sampling(
-                    max_new_tokens=min(params.max_tokens or room, room),
+                    max_new_tokens=most,
                     temperature=params.temperature,
                     top_p=params.top_p,
                     top_k=max(params.top_k, 0),
@@ -241,6 +260,8 @@ class Sampler:
                 on_token=look if texts else None,
                 adapter=adapter,
             )
+            place.tokens = len(prompt) + len(made.token_ids)
+        self._count(user, len(made.token_ids))
         ended = "length" if made.finish_reason == "length" and not stream.stopped else "stop"
         return Sampled(made.token_ids, made.logprobs, ended)
 

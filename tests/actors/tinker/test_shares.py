@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from tinkermq.actors.scheduler.jobs.usage import with_usage
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.rpc import Service
 from tinkermq.broker.jetstream.streams import create_job_streams
 from tinkermq.broker.programs.server import NatsServer
 from tinkermq.schemas.config.job import LimitsConfig
+from tinkermq.schemas.job import JobRecord
 from tinkermq.schemas.tinker.usage import TenantShare, TenantShares, TrainerUsage
 from tinkermq.schemas.wire.errors import ExhaustedError
 from tinkermq.schemas.wire.subjects import rpc
@@ -67,4 +69,26 @@ async def test_a_used_up_quota_holds_up_losses_until_it_is_raised(
             assert (await trainer.result(6)).state == "done"
         async with trainer.running() as running:  # counted once, also behind a state
             await trainer.result(6)
-            assert running.shares.used() == {"ada": 108}
+            assert running.models.tokens() == {"ada": 108}
+
+
+def test_what_a_sampler_tells_counts_once_whatever_starts_again() -> None:
+    record = JobRecord(
+        job="t", name="t", user="pool", kind="tinker", state="RUNNING", config={}, created=1.0
+    )
+
+    def told(tokens: int, since: float, sampler: str = "sampler-0") -> None:
+        nonlocal record
+        usage = TrainerUsage(job="t", tokens={"ada": tokens}, sampler=sampler, since=since)
+        record = with_usage(record, usage)
+        assert with_usage(record, usage) is record  # asked twice, as after a lost reply
+
+    told(10, 1.0)
+    told(25, 1.0)
+    told(5, 2.0)  # it was killed and started again
+    told(7, 1.5, "sampler-1")
+    told(90, 1.0)  # the one that was replaced still tells
+    assert record.tinker_sampled == {"ada": 25 + 5 + 7}
+    record = with_usage(record, TrainerUsage(job="t", tokens={"ada": 100}))
+    record = with_usage(record, TrainerUsage(job="t", tokens={"ada": 60}))
+    assert record.tinker_tokens == {"ada": 100}
