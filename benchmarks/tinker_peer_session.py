@@ -3,6 +3,8 @@
 Prints a line with the time behind each step, the step's loss, and at the end whether it went well.
 """
 
+# pyright: reportMissingImports=false
+
 import json
 import random
 import sys
