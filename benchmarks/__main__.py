@@ -50,6 +50,7 @@ NAMES = (
     "long_run",
     "dashboard",
     "scheduler",
+    "lab_year",
     "scaling",
     "gomoku",
 )

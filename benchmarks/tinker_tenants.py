@@ -61,7 +61,7 @@ class Size:
     """Adapters in memory."""
 
 
-FULL = Size(512, 8, 8, 3, 4, 128, 64, 8)
+FULL = Size(512, 8, 8, 2, 2, 64, 64, 8)
 QUICK = Size(64, 2, 2, 2, 2, 32, 4, 2)
 
 

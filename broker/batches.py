@@ -63,7 +63,7 @@ class BatchLog:
     async def _all(self) -> list[StoredMessage]:
         """Read all records; in a cluster until a replica has as many as the leader."""
         last = 0
-        if self._broker.is_clustered:
+        if self._broker.replication.reads_leader:
             last = int((await stream_info(self._broker, self._stream))["state"]["last_seq"])
         messages = await get_all(self._broker, self._stream, self._scope.batch)
         if (messages[-1].seq if messages else 0) < last:

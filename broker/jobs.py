@@ -3,6 +3,10 @@
 The record is the truth about a job: a scheduler that starts anew reads it and goes on. Only moves
 that `MAY_FOLLOW` names are made. The event of a move is written into the record with the move, and
 taken out once it was told, so that nobody who is killed in between loses it.
+
+The record of a job that was archived is in a bucket of its own, which nobody watches and only those
+read who ask for it: what lives costs the same however much has ended. Who moves it writes first and
+deletes then; where both buckets have it, that of the jobs counts.
 """
 
 import time
@@ -11,10 +15,10 @@ from typing import Any
 
 import structlog
 
-from ..schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord, JobState, RequestRecord
+from ..schemas.job import FINAL_STATES, MAY_FOLLOW, JobRecord, JobState, Removal, RequestRecord
 from ..schemas.metric import Event
 from ..schemas.wire.errors import ConflictError, NotFoundError, StateError
-from ..schemas.wire.subjects import BUCKET_JOBS, BUCKET_REQUESTS, JobScope
+from ..schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_REQUESTS, JobScope
 from .client.connection import Broker
 from .feed import publish_event
 from .jetstream.kv import Bucket, Entry
@@ -40,6 +44,7 @@ class JobStore:
         self._broker = broker
         self._wrote = wrote
         self._jobs = Bucket(broker, BUCKET_JOBS, JobRecord)
+        self._archive = Bucket(broker, BUCKET_ARCHIVE, JobRecord)
         self._requests = Bucket(broker, BUCKET_REQUESTS, RequestRecord)
 
     async def asked_before(self, user: str, request_id: str) -> str | None:
@@ -84,21 +89,32 @@ class JobStore:
         return record
 
     async def find_by_id(self, user: str, job: str) -> JobRecord | None:
-        """Return a job of `user` by its id, or None."""
-        entry = await self._jobs.get(JobScope(user, job).key)
-        return None if entry is None else entry.value
+        """Return a job of `user` by its id, be it archived, or None."""
+        key = JobScope(user, job).key
+        for bucket in (self._jobs, self._archive, self._jobs):  # it may be brought back meanwhile
+            entry = await bucket.get(key)
+            if entry is not None:
+                return entry.value
+        return None
 
     async def find(self, user: str, name: str) -> JobRecord | None:
-        """Return a job of `user` by its id or by the name of its run, or None."""
+        """Return a job of `user`, be it archived, by its id or the name of its run, or None."""
         record = await self.find_by_id(user, name)
         if record is not None:
             return record
-        return next((one for one in await self.list_jobs(user) if one.name == name), None)
+        for listed in (self.list_jobs, self.list_archived):
+            found = next((one for one in await listed(user) if one.name == name), None)
+            if found is not None:
+                return found
+        return None
 
     async def list_jobs(self, user: str = "") -> list[JobRecord]:
-        """Return all jobs, or those of one user, newest first."""
-        records = [entry.value for entry in await self._jobs.items(user)]
-        return sorted(records, key=lambda record: record.created, reverse=True)
+        """Return all jobs that are not archived, or those of one user, newest first."""
+        return await _newest_first(self._jobs, user)
+
+    async def list_archived(self, user: str = "") -> list[JobRecord]:
+        """Return all archived jobs, or those of one user, newest first."""
+        return await _newest_first(self._archive, user)
 
     async def live(self) -> list[JobRecord]:
         """Return the jobs that have not ended, oldest first."""
@@ -178,14 +194,55 @@ class JobStore:
         self._wrote(entry)
         return entry.value
 
+    async def put_away(self, record: JobRecord) -> JobRecord | None:
+        """Move the record of a job that was archived out of the bucket of jobs.
+
+        Returns it as it is kept now, None when it is gone from there. Raises ConflictError if
+        somebody else wrote it meanwhile, or wants something else to be done to it by now.
+        """
+        entry = await self._jobs.get(record.scope.key)
+        if entry is None:
+            return None
+        if entry.value.removal != "archive" or not is_final(entry.value):
+            raise ConflictError(
+                f"job {record.job} is not to be archived any more", hint="read it again"
+            )
+        archived = entry.value.archived or time.time()
+        away = entry.value.model_copy(update={"removal": "no", "archived": archived})
+        await self._archive.put(entry.key, away)
+        await self._jobs.delete(entry.key, revision=entry.revision)
+        return away
+
+    async def take_back(self, record: JobRecord, removal: Removal) -> JobRecord:
+        """Move the record of an archived job back, with what is to be done to it.
+
+        Harmless when it is there already.
+        """
+        marked = record.model_copy(update={"removal": removal})
+        key = record.scope.key
+        try:
+            self._wrote(Entry(key, marked, await self._jobs.create(key, marked)))
+        except ConflictError:  # an earlier try of the same request
+            marked = await self.update(
+                record, lambda now: now.model_copy(update={"removal": removal})
+            )
+        await self._archive.purge(key)
+        return marked
+
     async def remove(self, record: JobRecord) -> None:
         """Remove the record of a job, and the submissions that made it; harmless when gone."""
+        await self._archive.purge(record.scope.key)
         for entry in await self._requests.items(record.user):
             if entry.value.job == record.job:
                 await self._requests.purge(entry.key)
         entry = await self._jobs.find(record.scope.key)
         if entry is not None:
             await self._jobs.delete(entry.key, revision=entry.revision)
+
+
+async def _newest_first(bucket: Bucket[JobRecord], user: str) -> list[JobRecord]:
+    records = [entry.value for entry in await bucket.items(user)]
+    return sorted(records, key=lambda record: record.created, reverse=True)
 
 
 def _event(record: JobRecord, before: JobState | None, who: str) -> Event:

@@ -109,13 +109,17 @@ class Pool(SchedulerCalls):
 
     async def everybodys_jobs(self, *, all: bool = False) -> list[JobRecord]:
         """Return the jobs of all users as the scheduler tells them to an admin, newest first."""
-        records = await self.told_jobs(widest=True)
+        records = await self.told_jobs(widest=True, archived=all)
         return [record for record in records if all or record.state not in FINAL_STATES]
 
     async def list_jobs(self, *, all: bool = False) -> list[JobRecord]:
-        """Return the jobs that have not ended, or all, newest first."""
+        """Return the jobs that have not ended, or all, archived ones included, newest first."""
         records = await self._jobs.list_jobs(self.broker.user)
-        return [record for record in records if all or record.state not in FINAL_STATES]
+        if not all:
+            return [record for record in records if record.state not in FINAL_STATES]
+        away = {one.job: one for one in await self._jobs.list_archived(self.broker.user)}
+        both = away | {one.job: one for one in records}
+        return sorted(both.values(), key=lambda record: record.created, reverse=True)
 
 
 def is_token(name: str) -> bool:

@@ -268,6 +268,15 @@ TOPICS: tuple[Topic, ...] = (
     _tinker("session-list", ListSessions, SessionPage, "trainer"),
     _tinker("sample", SampleRequest, SampleTaken, "any sampler"),
     _tinker("sampled-<actor>", AwaitSample, OperationResult, "that sampler"),
+    _tinker("chat", ChatRequest, InferPart, "any sampler"),
+    _tinker("complete", CompletionRequest, InferPart, "any sampler"),
+    Topic(
+        subjects.rpc("<u>", "tinker-<j>", "cancel"),
+        "announcement",
+        CancelInference,
+        None,
+        "gateway → all samplers",
+    ),
     _stored(
         _SCOPE.operation("<user>", "session", "<n>", "<seq>").replace("session", "<session>"),
         ModelOperation,
@@ -453,7 +462,8 @@ STORES: tuple[Store, ...] = (
         None,
         "as long as the manifest",
     ),
-    Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "for good"),
+    Store(subjects.BUCKET_JOBS, "bucket", "`<u>.<j>`", JobRecord, "until the job is archived"),
+    Store(subjects.BUCKET_ARCHIVE, "bucket", "`<u>.<j>`", JobRecord, "for good"),
     Store(subjects.BUCKET_SECRETS, "bucket", "`<u>.<j>`", SealedSecrets, "until the job has ended"),
     Store(
         subjects.BUCKET_REQUESTS,

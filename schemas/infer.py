@@ -43,7 +43,8 @@ class ChatRequest(Message):
     request: RequestId
     """Id made by the caller, by which it can be cancelled."""
     adapter: str = ""
-    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first."""
+    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first.
+    For the samplers of a Tinker service: the path of a checkpoint, `tinker://…`."""
     messages: list[dict[str, Any]] = Field(min_length=1)
     """Chat messages; the model's chat template renders them."""
     tools: list[dict[str, Any]] = Field(default_factory=list[dict[str, Any]])
@@ -68,7 +69,8 @@ class CompletionRequest(Message):
     request: RequestId
     """Id made by the caller, by which it can be cancelled."""
     adapter: str = ""
-    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first."""
+    """Which of the job's further adapters answers, as `run@step`; empty: what it serves first.
+    For the samplers of a Tinker service: the path of a checkpoint, `tinker://…`."""
     prompts: list[str | list[TokenId]] = Field(min_length=1, max_length=1024)
     """Texts, or token ids."""
     decoding: Decoding = Field(default_factory=Decoding)
@@ -104,7 +106,7 @@ class InferPart(Part):
     """A piece of the answer to a chat or completion."""
 
     model: str = ""
-    """What answers: `run@step`, or the name of the job."""
+    """What answers: `run@step`, the name of the job, or the path of a checkpoint."""
     deltas: list[Delta] = Field(default_factory=list[Delta])
     """What is new, by choice."""
     prompt_tokens: int = 0

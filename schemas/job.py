@@ -146,7 +146,10 @@ class JobRecord(Message):
     removal: Removal = "no"
     """What the scheduler is doing to a job that has ended, until it is done."""
     archived: float | None = None
-    """When its streams were put into its run folder, in seconds since the epoch."""
+    """When its streams were put into its run folder, in seconds since the epoch; the record is in
+    the bucket of archived jobs then."""
+    brought_back: float | None = None
+    """When it was last brought back from there: it stays as long as one that ended then."""
 
     def named_at(self, at: str) -> str:
         """Return the key of the job; the names of its actors and of other jobs are checked, too."""
@@ -255,10 +258,12 @@ class PriorityRequest(Request):
 
 
 class ListRequest(Request):
-    """List jobs: `list`; archived ones are among those that have ended."""
+    """List jobs: `list`."""
 
     all: bool = False
     """Also those that have ended."""
+    archived: bool = False
+    """Also those that were archived."""
     widest: bool = False
     """Also those of others, as far as the user may see them: for admins."""
     after: str = Field(default="", max_length=128)

@@ -248,9 +248,8 @@ def episodes_of(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
     """Return the rows of each episode among trajectories in the order of a group."""
     episodes: list[list[Trajectory]] = []
     for item in trajectories:
-        last = episodes[-1][-1] if episodes else None
-        is_more = last is not None and item.episode >= 0 and _episode(last) == _episode(item)
-        if is_more:
+        is_part = item.episode >= 0 and episodes  # of a game's none is
+        if is_part and _episode(episodes[-1][-1]) == _episode(item):
             episodes[-1].append(item)
         else:
             episodes.append([item])

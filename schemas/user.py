@@ -28,8 +28,8 @@ class Quota(Message):
     """Share of the pool in relation to the other users that wait."""
     max_priority: Priority = MAX_PRIORITY
     """Highest priority that the user's jobs may have."""
-    max_jobs: Bound = 500
-    """Jobs that are kept, ended ones included."""
+    max_jobs: Bound = 5000
+    """Jobs that are kept, ended and archived ones included."""
     max_live_jobs: Bound = 64
     """Jobs that have not ended, those that wait included."""
     max_actors: Bound = 256
@@ -39,7 +39,7 @@ class Quota(Message):
     """Bytes at the broker: what `limits` lets the streams of live jobs hold, and all that those of
     ended ones do hold."""
     max_record_bytes: Bound = 16 << 20
-    """Bytes of the records of the user's jobs."""
+    """Bytes of the records of the user's jobs, archived ones included."""
     max_evaluations: Bound = 4096
     """Evaluations of the user's jobs that are kept."""
     max_tinker_tokens: Bound = None

@@ -39,6 +39,7 @@ from ...schemas.wire.trace import TRACEPARENT
 from .storage_bounds import StorageBounds
 
 _QUEUE = "door"
+"""Of the auth services that share the requests: all that run must have the same one."""
 _KNOWN_S = 5.0
 _SETTLE_S = 1.0
 _MAX_KNOWN = 10_000

@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from ...broker.feed import publish_metric
+from ...broker.jetstream.key_changes import KeyChanges
 from ...broker.jetstream.kv import Bucket
 from ...envs.evaluation import task_seed
 from ...envs.serving.remote import Environments, Start
@@ -41,7 +42,8 @@ from .validation_metrics import (
     worth_nothing,
 )
 
-_POLL_S = 0.5
+_LOOK_S = 2.0
+"""The longest time without a look for what is asked, or for weights that are not there yet."""
 _MAX_BLAME_CHARS = 8192
 _TOLD_AT_ONCE = 2000
 _log = structlog.get_logger()
@@ -111,15 +113,16 @@ class Evaluator:
         """Take requested evaluations, oldest version first, until `stopping` is set."""
         context = self._context
         context.set_state("waiting")
-        while not context.stopping.is_set():
-            record = await self._next()
-            if record is None:
-                with context.waiting("the learner to ask for an evaluation"):
-                    await context.unless_stopping(asyncio.sleep(_POLL_S), None)
-                continue
-            context.set_state("working", version=record.version)
-            await context.unless_stopping(self._evaluate(record), None)
-            context.set_state("waiting")
+        async with KeyChanges(context.broker, BUCKET_EVALS, context.scope.key) as changes:
+            while not context.stopping.is_set():
+                record = await self._next()
+                if record is None:
+                    with context.waiting("the learner to ask for an evaluation"):
+                        await context.unless_stopping(changes.wait(_LOOK_S), None)
+                    continue
+                context.set_state("working", version=record.version)
+                await context.unless_stopping(self._evaluate(record), None)
+                context.set_state("waiting")
 
     async def evaluate_model(self) -> None:
         """Evaluate the job's model once, as version 0; tell every episode."""
@@ -183,7 +186,7 @@ class Evaluator:
                     hint="ask for the newest version, or evaluate a checkpoint",
                 )
             with self._context.waiting(f"the weights of version {version}"):
-                await self._store.wait_newer(version - 1, timeout_s=_POLL_S)
+                await self._store.wait_newer(version - 1, timeout_s=_LOOK_S)
             manifest = await self._store.manifest(version)
         tensors = await self._store.fetch(manifest)
         await load_policies(self._players.engines, version, tensors, "recompute")

@@ -68,9 +68,9 @@ def make_app(sessions: Sessions, *, local_only: bool, secure: bool = False) -> S
             Route("/metrics", metrics),
             Route("/api/openapi.json", openapi_document),
             *rest.routes(),
-            *openai.routes(_Brokers()),
+            *openai.routes(_Brokers(), gateway.trainers),
             *user_episodes.routes(_Brokers(), lambda request: gateway_of(request).programs),
-            *tinker.routes(),
+            *tinker.routes(gateway.trainers),
             *users.routes(),
             *pages.routes(),
             Mount("/static", _Static(directory=STATIC)),
@@ -178,7 +178,7 @@ async def _our_error(request: Request, error: TinkermqError) -> Response:
 def _told(request: Request, error: TinkermqError, status: int) -> Response:
     """Answer with an error as who asks reads it."""
     again = {"retry-after": "1"} if status == _TOO_MANY else None
-    if (path := request.url.path).startswith("/v1/"):
+    if (path := request.url.path).startswith(("/v1/", f"{openai.OF_TINKER}/")):
         told = openai.words_of(path)(error, status)
         return Json(told, status_code=status, headers=again)
     if _wants_json(request):

@@ -35,8 +35,13 @@ class Scheduler(SchedulerCalls):
             )
         return record
 
-    async def list_jobs(self) -> list[JobRecord]:
-        """Return all jobs of the visitor, newest first; as of a second ago at the oldest."""
+    async def list_jobs(self, *, archived: bool = False) -> list[JobRecord]:
+        """Return all jobs of the visitor, newest first; as of a second ago at the oldest.
+
+        Those that were archived are among them only when they are asked for: there may be many.
+        """
+        if archived:
+            return await self.told_jobs(archived=True)
         kept = self._visitor.listed
         if kept is not None and kept[0] + LIST_AGE_S > time.monotonic():
             return kept[1]

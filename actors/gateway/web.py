@@ -25,6 +25,9 @@ from .scheduler import Scheduler
 from .sessions import COOKIE, LogInError, Sessions, Visitor
 from .tinker.trainers import Trainers
 
+OF_TINKER_SDK = "tml-"
+"""What Tinker's SDK wants a key to begin with; behind it stands one of the pool's."""
+
 
 @dataclass
 class Gateway:
@@ -52,13 +55,14 @@ def gateway_of(request: Request) -> Gateway:
 async def visitor_of(request: Request) -> Visitor:
     """Return who asks, with a connection that stays until the request is answered.
 
-    A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it. Raises
-    LogInError.
+    A key is a bearer's, or stands in `x-api-key`, where Anthropic's clients write it; it may be
+    written as Tinker's SDK has it. Raises LogInError.
     """
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key")
     visitor = await gateway_of(request).sessions.visitor(
         session=request.cookies.get(COOKIE),
-        key=key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key"),
+        key=key if key is None else key.removeprefix(OF_TINKER_SDK),
     )
     request.scope[HELD].enter_context(visitor.held(_body_bytes(request)))
     return visitor

@@ -7,13 +7,15 @@ from collections.abc import Awaitable, Callable
 
 from ...broker.client.connection import Broker
 from ...broker.feed import publish_metric
+from ...broker.jetstream.key_changes import KeyChanges
 from ...broker.jetstream.kv import Bucket, Entry
 from ...schemas.config.job import JobConfig
 from ...schemas.metric import EvalRecord, Metric
 from ...schemas.wire.errors import ConflictError
 from ...schemas.wire.subjects import BUCKET_EVALS, JobScope
 
-_POLL_S = 0.5
+_LOOK_S = 2.0
+"""The longest time without a look: what is written is heard, but for what the connection lost."""
 _MAX_OPEN = 4
 
 
@@ -78,9 +80,10 @@ class Evaluations:
 
     async def follow(self) -> None:
         """Report results as they come, for ever."""
-        while True:
-            await self.collect()
-            await asyncio.sleep(_POLL_S)
+        async with self._changes() as changes:
+            while True:
+                await self.collect()
+                await changes.wait(_LOOK_S)
 
     async def collect(self) -> None:
         """Report the results that have come; clients may have asked for versions, too."""
@@ -97,10 +100,14 @@ class Evaluations:
 
     async def wait_all(self) -> None:
         """Wait until every evaluation that was asked for is reported."""
-        await self.collect()
-        while self._waiting:
-            await asyncio.sleep(_POLL_S / 5)
+        async with self._changes() as changes:
             await self.collect()
+            while self._waiting:
+                await changes.wait(_LOOK_S)
+                await self.collect()
+
+    def _changes(self) -> KeyChanges:
+        return KeyChanges(self._broker, BUCKET_EVALS, self._scope.key)
 
     async def _report(self, entry: Entry[EvalRecord]) -> None:
         """Publish a result, then mark it: after a crash in between it is published again."""

@@ -28,7 +28,7 @@ def group_numbers(
     `success_reward` is solved, unless its game says so itself.
     """
     played = [rows for group in groups for rows in group.episodes]
-    episodes = [rows[0].model_copy(update={"rewards": _total(rows)}) for rows in played]
+    episodes = [_as_one(rows) for rows in played]
     rows = [item for rows in played for item in rows]
     rewards = np.array([item.reward for item in episodes])
     prompts = np.array([int(np.argmax(item.mask)) for item in rows])
@@ -73,8 +73,12 @@ def group_numbers(
     }
 
 
-def _total(rows: Sequence[Trajectory]) -> NDArray[np.float32]:
-    return np.concatenate([item.rewards for item in rows])
+def _as_one(rows: Sequence[Trajectory]) -> Trajectory:
+    """Return an episode's main row with the rewards of all."""
+    if len(rows) == 1:
+        return rows[0]
+    rewards = np.concatenate([item.rewards for item in rows])
+    return rows[0].model_copy(update={"rewards": rewards})
 
 
 def _agent_numbers(played: Sequence[Sequence[Trajectory]]) -> dict[str, float]:

@@ -18,9 +18,9 @@ from ...schemas.task import Task
 from ...schemas.wire.errors import MessageError, StorageError
 from ..runtime import JobContext
 from .drops import Drops
-from .tasks.admission import num_admissible
 from .tasks.intake import CheckedEntry, Intake, batch_digest
 from .tasks.ledger import Ledger
+from .tasks.staleness_gate import num_admissible
 from .tasks.state import LearnerState
 
 CATCH_UP_S = 300.0

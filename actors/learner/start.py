@@ -133,19 +133,28 @@ def starting_point(checkpoints: CheckpointStore, fork_dir: str) -> StartingPoint
 
 
 async def _tell_damaged(context: JobContext, start: StartingPoint) -> None:
-    """Tell which checkpoints are damaged; raise when what came after the good one is gone, too."""
+    """Tell which checkpoints are damaged; raise when what came after the good one is gone, too.
+
+    A node that sees other files below the run's folder finds no checkpoint, and none damaged.
+    """
     for error in start.damaged:
         taken = start.folder or "the model that the run began with"
         await context.event("checkpoint_damaged", f"{error.message}; taken instead: {taken}")
+    there = await RolloutLog(context.broker, context.scope).first_seq()
+    if there <= start.state.log_seq:
+        return
     if start.damaged:
-        there = await RolloutLog(context.broker, context.scope).first_seq()
-        if there > start.state.log_seq:
-            raise StorageError(
-                f"{start.damaged[0].message}; the checkpoint before is of step "
-                f"{start.state.step}, and the rollout log was trimmed behind it",
-                hint="restore the file, or fork the run from a checkpoint that is whole; "
-                "training.keep_last and limits.rollout_bytes say how far one can go back",
-            )
+        raise StorageError(
+            f"{start.damaged[0].message}; the checkpoint before is of step "
+            f"{start.state.step}, and the rollout log was trimmed behind it",
+            hint="restore the file, or fork the run from a checkpoint that is whole; "
+            "training.keep_last and limits.rollout_bytes say how far one can go back",
+        )
+    raise StorageError(
+        f"the newest checkpoint that this node sees below {context.run_dir} is of step "
+        f"{start.state.step}, and the rollout log was trimmed behind a later one",
+        hint="the nodes that a job runs on must see the same files under output_dir",
+    )
 
 
 async def _num_rows(context: JobContext) -> int | None:

@@ -1,9 +1,11 @@
 """Start a scheduler: `python -m tinkermq.actors.scheduler --nats URL`."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 
-from ..runtime import run_service_actor, service_parser
+from ..runtime import ActorContext, run_service_actor, service_parser
+from .jobs.keeping import Keeping
 from .scheduler import run
 
 
@@ -11,8 +13,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a scheduler until it is told to stop; return the exit code."""
     parser = service_parser("scheduler")
     parser.add_argument("--name", default="scheduler", help="name (default: scheduler)")
+    keeping = Keeping()
+    parser.add_argument(
+        "--keep-ended",
+        type=_count,
+        default=keeping.of_user,
+        metavar="N",
+        help=f"ended jobs of each user that are not archived by themselves ({keeping.of_user})",
+    )
+    parser.add_argument(
+        "--keep-ended-of-all",
+        type=_count,
+        default=keeping.of_all,
+        metavar="N",
+        help=f"the same for all users together (default: {keeping.of_all})",
+    )
     arguments = parser.parse_args(argv)
-    return run_service_actor("scheduler", arguments.name, arguments.nats, run)
+    kept = Keeping(arguments.keep_ended, arguments.keep_ended_of_all)
+
+    async def schedule(context: ActorContext) -> None:
+        await run(context, keeping=kept)
+
+    return run_service_actor("scheduler", arguments.name, arguments.nats, schedule)
+
+
+def _count(text: str) -> int:
+    """Return a number of jobs; argparse.ArgumentTypeError for what is none."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of jobs: give 0 or more")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from ...broker.client.connection import Broker
 from ...broker.jetstream.streams import create_job_streams, settle_job_streams
 from ...broker.jobs import JobStore, is_final
 from ...schemas.job import FINAL_STATES, ActorPlacement, JobRecord
-from ...schemas.node import ActorStatus, NodeStatus, NodeSync, WantedActor
+from ...schemas.node import ActorStatus, NodeSync, WantedActor
 from ...schemas.wire.errors import (
     BrokerError,
     ConfigError,
@@ -32,6 +32,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
 )
 from ...schemas.wire.subjects import JobScope
+from .decisions import DecisionTimes
 from .jobs.actors import at_rest, main_actor, unplaced, wanted_actor
 from .jobs.move_events import MoveEvents
 from .jobs.removal import Remover
@@ -41,6 +42,7 @@ from .jobs.view import JobsView, key_of
 from .lease import LeaderLease
 from .messenger import Messenger
 from .notifier import Notifier
+from .placement.demand import free_slots, is_queued, request_of, unwanted, with_nodes
 from .placement.nodes import Nodes
 from .placement.placement import Assignment, NodeSlots, place, refuse_impossible
 from .placement.queue import PlacementRequest
@@ -78,6 +80,7 @@ class Reconciler:
         lease: LeaderLease,
         timing: Timing,
         notifier: Notifier,
+        remover: Remover,
     ) -> None:
         """Work on what `view` and `pool` know; ends of jobs are told by `notifier`."""
         self._broker = broker
@@ -90,7 +93,9 @@ class Reconciler:
         self._versions = Versions(broker, jobs)
         self._messenger = Messenger(broker)
         self._events = MoveEvents(broker, jobs)
-        self._remover = Remover(broker, jobs, view, pool)
+        self._remover = remover
+        self.decisions = DecisionTimes()
+        """How long it takes to decide who is placed where."""
         self._hurry = asyncio.Event()
         self._derivations: dict[str, _Derived] = {}
         self._fitting: set[tuple[int, ...]] = set()
@@ -107,14 +112,14 @@ class Reconciler:
             self._fitting, self._fitting_shape = set(), self._pool.shape
         wanted = tuple(actor.slots for actor in actors)
         if wanted not in self._fitting:
-            idle = [_slots_of(node, [], idle=True) for node in self._pool.nodes()]
+            idle = [free_slots(node, [], idle=True) for node in self._pool.nodes()]
             refuse_impossible(actors, idle)
             self._fitting.add(wanted)
 
     def _slots(self) -> list[NodeSlots]:
         """Return what each node has to give, as of now."""
         wanted = self._wanted()
-        return [_slots_of(node, wanted[node.node]) for node in self._pool.nodes()]
+        return [free_slots(node, wanted[node.node]) for node in self._pool.nodes()]
 
     async def run(self, stopping: asyncio.Event) -> None:
         """Turn until `stopping` is set; a broker that is away is waited for."""
@@ -143,7 +148,7 @@ class Reconciler:
         await self._place()
         await self._sync(group)
         for record in list(self._view.live.values()):
-            if not _queued(record) or record.stop != "no":
+            if not is_queued(record) or record.stop != "no":
                 await self._advance(record, group)
         self._events.tell(self._view.untold(), group)
         self._remover.look(group)
@@ -163,19 +168,20 @@ class Reconciler:
     # -- placing ------------------------------------------------------------------------------
 
     async def _place(self) -> None:
+        started = time.thread_time()
         queue = self._waiting()
         if not queue:
             return
-        placed = place(
-            queue, self._slots(), self._view.shares(), time.time(), most=_STARTS_PER_TURN
-        )
+        shares = self._view.shares(self._timing.aging_s)
+        placed = place(queue, self._slots(), shares, time.time(), most=_STARTS_PER_TURN)
+        self.decisions.note(time.thread_time() - started)
         given: dict[str, list[Assignment]] = defaultdict(list)
         for one in placed.assignments:
             given[one.job].append(one)
         if len(given) >= _STARTS_PER_TURN:
             self.hurry()
         live = self._view.live
-        waits = [(key, why) for key, why in placed.waits.items() if _queued(live[key])]
+        waits = [(key, why) for key, why in placed.waits.items() if is_queued(live[key])]
         self._view.waits = {key: (place, why) for place, (key, why) in enumerate(waits, 1)}
         await asyncio.gather(*(self._give(key, mine) for key, mine in given.items()))
         changed = [(key, why) for key, why in waits if key in live and live[key].reason != why]
@@ -193,7 +199,7 @@ class Reconciler:
         derived = self._derivations.get(key)
         if derived is None or derived.record is not record:
             derived = self._derivations[key] = _Derived(
-                record, _request(key, record), self._wanted_by(record)
+                record, request_of(key, record), self._wanted_by(record)
             )
         return derived
 
@@ -201,8 +207,8 @@ class Reconciler:
         record = self._view.live[key]
         by_actor = {one.actor: one for one in given}
         try:
-            if not _queued(record):
-                await self._jobs.update(record, lambda now: _placed(now, by_actor))
+            if not is_queued(record):
+                await self._jobs.update(record, lambda now: with_nodes(now, by_actor))
             elif not self._events.closes(key):
                 await self._start(record, by_actor)
         except _MEANWHILE:
@@ -226,7 +232,7 @@ class Reconciler:
             return
         fresh = record.model_copy(update={"actors": unplaced(record.actors)})
         where = ", ".join(sorted({one.node for one in by_actor.values()}))
-        actors = _placed(fresh, by_actor).actors
+        actors = with_nodes(fresh, by_actor).actors
         await self._jobs.transition(
             record, "STARTING", f"placed on {where}", WHO, actors=actors, has_streams=True
         )
@@ -236,7 +242,7 @@ class Reconciler:
         with contextlib.suppress(*_MEANWHILE):
             await self._jobs.update(
                 self._view.live[key],
-                lambda now: now.model_copy(update={"reason": why}) if _queued(now) else now,
+                lambda now: now.model_copy(update={"reason": why}) if is_queued(now) else now,
             )
 
     # -- telling nodes ------------------------------------------------------------------------
@@ -269,16 +275,16 @@ class Reconciler:
                     scheduler=self._lease.holder,
                     epoch=self._lease.epoch,
                     actors=wanted[node.node],
-                    kill=self._to_kill(_unwanted(node, wanted[node.node])),
+                    kill=self._to_kill(unwanted(node, wanted[node.node])),
                 )
                 for node in self._pool.nodes()
             },
             group,
         )
 
-    def _to_kill(self, unwanted: list[ActorStatus]) -> list[str]:
+    def _to_kill(self, leaving: list[ActorStatus]) -> list[str]:
         """Return the jobs among those still running that were stopped without a checkpoint."""
-        found = {(one.user, one.job): self._view.find(one.user, one.job) for one in unwanted}
+        found = {(one.user, one.job): self._view.find(one.user, one.job) for one in leaving}
         return sorted(
             JobScope(user, job).key
             for (user, job), record in found.items()
@@ -334,60 +340,3 @@ class Reconciler:
         if is_final(moved):
             self._notifier.ended(moved)
         return moved
-
-
-def _request(key: str, record: JobRecord) -> PlacementRequest | None:
-    """Return what a job waits to be given, or None."""
-    if _queued(record) and record.configured and record.stop == "no":
-        actors, home, whole = unplaced(record.actors), None, True
-    elif record.state in ACTIVE and record.actors:
-        actors = [actor for actor in record.actors if actor.node is None]
-        home, whole = record.actors[0].node, False
-    else:
-        return None
-    if not actors:
-        return None
-    return PlacementRequest(
-        key,
-        tuple(actors),
-        user=record.user,
-        priority=record.priority,
-        created=record.created,
-        home=home,
-        whole=whole,
-    )
-
-
-def _placed(record: JobRecord, by_actor: Mapping[str, Assignment]) -> JobRecord:
-    """Return the record with nodes for those of its actors that have none."""
-    actors = [_on_its_node(actor, by_actor.get(actor.name)) for actor in record.actors]
-    return record.model_copy(update={"actors": actors})
-
-
-def _on_its_node(actor: ActorPlacement, given: Assignment | None) -> ActorPlacement:
-    if given is None or actor.node is not None:
-        return actor
-    return actor.model_copy(update={"node": given.node, "devices": list(given.devices)})
-
-
-def _queued(record: JobRecord) -> bool:
-    return record.state == "QUEUED"
-
-
-def _slots_of(node: NodeStatus, wanted: Sequence[WantedActor], *, idle: bool = False) -> NodeSlots:
-    """Return the slots of a node that are neither promised nor still held by what leaves."""
-    held = {slot for actor in wanted for slot in actor.devices}
-    leaving = [] if idle else [status for status in _unwanted(node, wanted) if status.slots]
-    held |= {slot for status in leaving for slot in status.devices}
-    return NodeSlots(
-        node.node,
-        node.slots,
-        frozenset(range(node.slots)) - held,
-        tuple(frozenset(group) for group in node.groups),
-    )
-
-
-def _unwanted(node: NodeStatus, wanted: Sequence[WantedActor]) -> list[ActorStatus]:
-    """Return the actors that run on a node without being wanted there (any more)."""
-    names = {(actor.user, actor.job, actor.name) for actor in wanted}
-    return [status for status in node.actors if (status.user, status.job, status.name) not in names]

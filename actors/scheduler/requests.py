@@ -1,6 +1,7 @@
 """What clients ask the scheduler for. Who asks is told by the subject, never by the payload."""
 
-import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import cast
 
@@ -134,15 +135,19 @@ class SchedulerRequests:
 
     async def get(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Return one job."""
-        return JobReply(record=self._view.told(self._view.steered(context.user, request.job)))
+        record = await self._view.steered(context.user, request.job)
+        return JobReply(record=self._view.told(record))
 
     async def list_jobs(self, request: ListRequest, context: RequestContext) -> JobList:
         """Return a page of the user's jobs, or an admin everybody's."""
         everybody = request.widest and self._view.is_admin(context.user)
-        records = self._view.records(None if everybody else context.user)
-        wanted = (one for one in records if request.all or not is_final(one))
-        page, after = self._view.page(wanted, request.after)
-        return JobList(records=[self._view.told(one) for one in page], after=after)
+        user = None if everybody else context.user
+        records = self._view.records(user)
+        wanted = [one for one in records if request.all or not is_final(one)]
+        jobs = self._view.with_archived(wanted, user) if request.archived else wanted
+        page, after = self._view.page(jobs, request.after)
+        found = await self._view.archive.read(page)
+        return JobList(records=[self._view.told(one) for one in found], after=after)
 
     async def nodes(self, _: Empty, context: RequestContext) -> NodeList:
         """Return the nodes that are there; of others' actors only admins see whose they are."""
@@ -163,7 +168,7 @@ class SchedulerRequests:
 
     async def tinker_usage(self, told: TrainerUsage, context: RequestContext) -> TenantShares:
         """Note what the users of a Tinker service have used, and return their shares."""
-        record = self._view.get(context.user, told.job)
+        record = await self._view.get(context.user, told.job)
         if with_usage(record, told) is not record:
             await self._jobs.update(record, lambda now: with_usage(now, told))
         return TenantShares(users={user: self._share(user) for user in told.tokens})
@@ -191,7 +196,8 @@ class SchedulerRequests:
 
     async def secrets(self, request: SecretsRequest, context: RequestContext) -> JobReply:
         """Keep secrets of a job until it has ended."""
-        record = self._view.get(context.user, request.job)
+        record = await self._view.get(context.user, request.job)
+        refuse_removed(record)
         names = await self._secrets.keep(record.scope, request.sealed)
 
         def name(current: JobRecord) -> JobRecord:
@@ -204,7 +210,9 @@ class SchedulerRequests:
 
         A job that has ended stays as it is; a later `now` overrides an earlier drain.
         """
-        record = self._view.steered(context.user, request.job)
+        record = await self._view.steered(context.user, request.job)
+        if is_final(record):
+            return JobReply(record=record)
         how = "now" if request.now or record.stop == "now" else "drain"
 
         def ask(current: JobRecord) -> JobRecord:
@@ -223,7 +231,7 @@ class SchedulerRequests:
     async def resume(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Queue a job that has ended again; one that is paused goes on; others are left alone."""
         async with self._alone(request, context):
-            record = self._view.steered(context.user, request.job)
+            record = await self._view.steered(context.user, request.job)
             if record.state == "PAUSED":
                 return await self.unpause(request, context)
             if not is_final(record):
@@ -251,9 +259,14 @@ class SchedulerRequests:
             )
         return JobReply(record=record)
 
-    def _alone(self, request: JobRequest | ScaleRequest, context: RequestContext) -> asyncio.Lock:
-        """Return what one request about the jobs of an owner at a time holds."""
-        return self._submission.lock(self._view.steered(context.user, request.job).user)
+    @contextlib.asynccontextmanager
+    async def _alone(
+        self, request: JobRequest | ScaleRequest, context: RequestContext
+    ) -> AsyncIterator[None]:
+        """Hold what one request about the jobs of an owner at a time holds."""
+        record = await self._view.steered(context.user, request.job)
+        async with self._view.lock(record.user):
+            yield
 
     async def scale(self, request: ScaleRequest, context: RequestContext) -> JobReply:
         """Change how many generators or environment hosts a job has; it need not be running."""
@@ -261,7 +274,7 @@ class SchedulerRequests:
             return JobReply(record=await self._scale(request, context))
 
     async def _scale(self, request: ScaleRequest, context: RequestContext) -> JobRecord:
-        record = self._view.steered(context.user, request.job)
+        record = await self._view.steered(context.user, request.job)
         if is_final(record) or not record.configured:
             raise StateError(
                 f"job {record.name} is {record.state} and has no actors to scale",
@@ -296,7 +309,7 @@ class SchedulerRequests:
 
     async def priority(self, request: PriorityRequest, context: RequestContext) -> JobReply:
         """Change the priority of a job; it matters while the job, or a part of it, waits."""
-        record = self._view.steered(context.user, request.job)
+        record = await self._view.steered(context.user, request.job)
         if is_final(record):
             raise StateError(
                 f"job {record.name} is {record.state}, its priority decides nothing any more",
@@ -316,10 +329,14 @@ class SchedulerRequests:
         async with self._submission.lock(
             context.user
         ):  # not while the job, or one that lives on it, is being started
-            record = self._view.steered(context.user, request.job)
+            record = await self._view.steered(context.user, request.job)
             if record.removal == removal or (removal == "archive" and record.archived is not None):
                 return JobReply(record=record)
             refuse_removal(record, removal, self._view.records())
+            if self._view.find(record.user, record.job) is None:  # archived
+                record = await self._jobs.take_back(record, removal)
+                self._reconciler.hurry()
+                return JobReply(record=record)
 
             def mark(current: JobRecord) -> JobRecord:
                 refuse_removal(current, removal, [])
@@ -331,7 +348,7 @@ class SchedulerRequests:
 
     async def pause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let the learner stand still; its actors stay where they are."""
-        record = self._view.steered(context.user, request.job)
+        record = await self._view.steered(context.user, request.job)
         if record.state == "PAUSED":
             return JobReply(record=record)
         if record.state != "RUNNING":
@@ -345,7 +362,7 @@ class SchedulerRequests:
 
     async def unpause(self, request: JobRequest, context: RequestContext) -> JobReply:
         """Let a paused job go on."""
-        record = self._view.steered(context.user, request.job)
+        record = await self._view.steered(context.user, request.job)
         if record.state == "RUNNING":
             return JobReply(record=record)
         if record.state != "PAUSED":

@@ -10,8 +10,11 @@ from ...broker.client.connection import Broker
 from ...broker.client.rpc import Service
 from ...broker.jobs import JobStore
 from ...broker.load.request_connection import drop_old_requests, request_connection
+from ...broker.presence import INTERVAL_S
 from ...schemas.wire.errors import FencedError, TinkermqError
 from ..runtime import ActorContext, settle_memory
+from .jobs.keeping import Keeping
+from .jobs.removal import Remover
 from .jobs.secrets import SecretStore
 from .jobs.view import JobsView
 from .lease import LeaderLease
@@ -22,16 +25,21 @@ from .requests import SchedulerRequests
 from .timing import Timing
 
 DEFAULT_TIMING = Timing()
+DEFAULT_KEEPING = Keeping()
 
 
-async def run(context: ActorContext, timing: Timing = DEFAULT_TIMING) -> None:
+async def run(
+    context: ActorContext, timing: Timing = DEFAULT_TIMING, keeping: Keeping = DEFAULT_KEEPING
+) -> None:
     """Schedule until `context.stopping` is set."""
     async with request_connection(context.broker, context.stopping) as requests:
         if requests is not None:
-            await _schedule(context, requests, timing)
+            await _schedule(context, requests, timing, keeping)
 
 
-async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> None:
+async def _schedule(
+    context: ActorContext, requests: Broker, timing: Timing, keeping: Keeping
+) -> None:
     while not context.stopping.is_set():
         lease = LeaderLease(context.broker, timing)
         context.set_state("waiting")
@@ -41,7 +49,7 @@ async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> 
         context.log.info("lease_taken", holder=lease.holder, epoch=lease.epoch)
         context.set_state("working")
         try:
-            await _lead(context, requests, lease, timing)
+            await _lead(context, requests, lease, timing, keeping)
         except* FencedError as group:
             context.log.warning("lease_lost", error=str(group.exceptions[0]))
         else:
@@ -49,7 +57,7 @@ async def _schedule(context: ActorContext, requests: Broker, timing: Timing) -> 
 
 
 async def _lead(
-    context: ActorContext, requests: Broker, lease: LeaderLease, timing: Timing
+    context: ActorContext, requests: Broker, lease: LeaderLease, timing: Timing, keeping: Keeping
 ) -> None:
     """Answer clients and reconcile, until told to stop or another scheduler takes over."""
     broker = context.broker
@@ -57,11 +65,12 @@ async def _lead(
     jobs = JobStore(broker, wrote=view.enter)
     secrets = SecretStore(broker, view)
     notifier = Notifier(broker, secrets)
-    reconciler = Reconciler(broker, jobs, view, pool, lease, timing, notifier)
+    remover = Remover(broker, jobs, view, pool, keeping)
+    reconciler = Reconciler(broker, jobs, view, pool, lease, timing, notifier, remover)
     async with (
         await Service.start(
             requests,
-            name="tinkermq-scheduler-desk",
+            name="tinkermq-scheduler-requests",
             description="Jobs and nodes of the pool, answered by the scheduler that leads",
             metadata={"holder": lease.holder},
         ) as service,
@@ -74,17 +83,26 @@ async def _lead(
             await pool.refresh()
             settle_memory()
             telling = group.create_task(notifier.run(), name="notifications")
+            numbers = group.create_task(_tell(context, reconciler, view), name="numbers")
             await SchedulerRequests(broker, jobs, view, pool, reconciler, secrets).open(service)
             dropping = group.create_task(
                 drop_old_requests(requests, service.share), name="requests behind a flood"
             )
             await reconciler.run(context.stopping)
             telling.cancel()
+            numbers.cancel()
             dropping.cancel()
         finally:
             await view.close()
             await pool.records.close()
         holding.cancel()
+
+
+async def _tell(context: ActorContext, reconciler: Reconciler, view: JobsView) -> None:
+    """Say in the heartbeat how long decisions take, and of how many jobs the scheduler knows."""
+    while True:
+        context.numbers.update({**reconciler.decisions.numbers(), **view.numbers()})
+        await asyncio.sleep(INTERVAL_S)
 
 
 async def _release(context: ActorContext, lease: LeaderLease) -> None:

@@ -15,6 +15,8 @@ class Timing:
     """Between two renewals of the lease."""
     stale_s: float = 3.0
     """A lease that stood still for this long may be taken over."""
+    aging_s: float = 3600.0
+    """A wait of so long counts as one more point of priority."""
     silent_s: float = 10.0
     """A node that was not heard of for this long has left."""
     sync_s: float = 2.0

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from ...broker.client.parts import Tell
 from ...schemas.images import images_of
@@ -17,7 +17,7 @@ from ...schemas.wire.errors import (
     TinkermqError,
     root_cause,
 )
-from ..generator.engine.engine import Drawn, Engine, Generation, Sampling
+from ..generator.engine.engine import Drawn, Generation, IntVector, OnToken, Sampling
 from ..generator.episodes.chat import ChatTokenizer
 from ..generator.episodes.text_stream import TextStream
 from .conversations import Conversations, StatefulPrompt
@@ -26,6 +26,26 @@ Request = ChatRequest | CompletionRequest
 _SHOWN = 200
 _GATHER_S = 0.02
 """Tokens that come within this time travel together: fewer messages, and nobody reads faster."""
+
+
+class GeneratesTokens(Protocol):
+    """What of an engine is needed to answer."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int] | IntVector,
+        sampling: Sampling,
+        *,
+        request_id: str,
+        on_token: OnToken | None = None,
+        images: Sequence[bytes] = (),
+    ) -> Generation:
+        """Generate from a prompt; see `Engine.generate`."""
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request: its `generate` returns what it has."""
+        ...
 
 
 @dataclass
@@ -118,7 +138,7 @@ class Answers:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: GeneratesTokens,
         chat: ChatTokenizer,
         model_name: Callable[[], str],
         *,

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -16,6 +15,7 @@ from ...broker.operations import OperationLog
 from ...schemas.tinker.names import OperationName
 from ...schemas.tinker.operation import ModelOperation, OperationResult
 from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
+from ..learner.training.parallel import torch_thread
 from ..runtime import JobContext
 from .adapters import Adapters
 from .applying import Applying, as_failure
@@ -71,7 +71,7 @@ class Worker:
             most_bytes=tinker.adapters_mb << 20,
         )
         self._idle_s = tinker.idle_s
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
+        self._thread = torch_thread(context.config.learner.threads)
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
         self._gaps: dict[str, tuple[int, float]] = {}

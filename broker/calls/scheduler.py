@@ -50,15 +50,15 @@ class SchedulerCalls:
         """Return one job, by its id or the name of its run; raises NotFoundError."""
         return await self._change("get", JobRequest(job=job))
 
-    async def told_jobs(self, *, widest: bool = False) -> list[JobRecord]:
+    async def told_jobs(self, *, widest: bool = False, archived: bool = False) -> list[JobRecord]:
         """Return all jobs, newest first, those that wait with their place in the queue.
 
-        With `widest` an admin is told of everybody's.
+        With `widest` an admin is told of everybody's; with `archived` of those that were, too.
         """
         records: list[JobRecord] = []
         after = ""
         while True:
-            request = ListRequest(all=True, widest=widest, after=after)
+            request = ListRequest(all=True, widest=widest, archived=archived, after=after)
             page = await self._ask("list", request, JobList)
             records += page.records
             if not page.after:

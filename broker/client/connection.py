@@ -33,7 +33,7 @@ from .listening import Callbacks, Listening, listen
 from .login import Login, find_login, tls_options
 from .nats_internals import CarefulClient, end_connecting, reconnection, server_info
 from .replies import Replies, checked
-from .store_subjects import StoreSubjects
+from .store_subjects import CLUSTER, SINGLE, GuestStoreSubjects, Replication, StoreSubjects
 
 __all__ = ["RETRY_PAUSE_S", "Broker", "ConnectionLost", "Listening", "NoResponders", "connect"]
 
@@ -58,7 +58,7 @@ class Broker:
         self.derived_key = login.derived_key
         self.rpc, self.control = login.rpc, login.control
         self.login = login
-        self._store = StoreSubjects("", is_guest=False)
+        self._store = StoreSubjects()
         self.nc = CarefulClient()
         self.closed = asyncio.Event()
         """Set once the connection is closed for good, on purpose or not."""
@@ -83,9 +83,14 @@ class Broker:
         return self.nc.is_connected
 
     @property
-    def is_clustered(self) -> bool:
-        """Whether the server is one of several: streams change their leaders, replicas lag."""
-        return bool(server_info(self.nc).get("cluster"))
+    def replication(self) -> Replication:
+        """How far what is stored may be behind: whether the server is one of several."""
+        return CLUSTER if server_info(self.nc).get("cluster") else SINGLE
+
+    @property
+    def absent_s(self) -> float:
+        """For how long nobody may answer for a stream that is there."""
+        return self._store.absent_s(self.replication)
 
     @property
     def settled(self) -> bool:
@@ -222,7 +227,7 @@ class Broker:
 
     def last_get(self, stream: str, subject: str) -> tuple[str, bytes]:
         """Subject and payload of the request for the last message on `subject`."""
-        return self._store.last_get(stream, subject, of_leader=self.is_clustered)
+        return self._store.last_get(stream, subject, of_leader=self.replication.reads_leader)
 
     def direct_get(self, stream: str) -> str:
         """Subject on which stored messages of a stream are asked for."""
@@ -231,7 +236,7 @@ class Broker:
     @property
     def is_guest(self) -> bool:
         """Whether this connection reaches what is stored through the store proxy only."""
-        return self._store.is_guest
+        return not self._store.asks_jetstream
 
     @property
     def is_limited(self) -> bool:
@@ -322,7 +327,8 @@ class Broker:
             await self.nc.close()
             raise
         if server_info(self.nc).get("auth_required"):
-            self._store = StoreSubjects(self.login.store, is_guest=self.login.is_guest)
+            subjects = GuestStoreSubjects if self.login.is_guest else StoreSubjects
+            self._store = subjects(self.login.store)
         elif self.login.is_guest:
             await self.nc.close()
             raise faults.without_users(self.url, self.user)

@@ -14,7 +14,7 @@ from ...schemas.wire.errors import (
     MessageError,
     NotFoundError,
 )
-from ...schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS
+from ...schemas.wire.subjects import BUCKET_ARCHIVE, BUCKET_JOBS, BUCKET_USERS
 from .addresses import split_servers
 from .headers import NO_STREAM
 
@@ -166,6 +166,9 @@ def missing(stream: str) -> NotFoundError:
     plain = stream.removeprefix("KV_").removeprefix("OBJ_")
     if plain == BUCKET_JOBS:
         what = "all job records were in it: restore a back-up (`tinkermq restore`)"
+    elif plain == BUCKET_ARCHIVE:
+        what = "the records of archived runs were in it: restore a back-up (`tinkermq restore`); "
+        what += "without one, `tinkermq up` makes it again, empty"
     elif plain == BUCKET_USERS:
         what = "all users and their keys were in it: restore a back-up (`tinkermq restore`)"
     elif "-" not in plain.removeprefix("tmq-"):

@@ -8,6 +8,7 @@ service has died. A caller that goes away early says so, and the service stops w
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Generic, TypeAlias, TypeVar, cast
@@ -32,7 +33,7 @@ from .connection import Broker, ConnectionLost, Listening
 from .headers import NO_RESPONDERS, status_of
 from .inbox import Inbox, SharedInbox
 from .nats_internals import reply_of
-from .rpc import Service, allowed_reply
+from .rpc import RequestContext, Service, allowed_reply
 
 Q = TypeVar("Q", bound=Message)
 P = TypeVar("P", bound=Part)
@@ -41,6 +42,8 @@ Tell: TypeAlias = Callable[[P], Awaitable[None]]
 """Sends one part."""
 PartsHandler: TypeAlias = Callable[[Q, Tell[P]], Awaitable[P]]
 """`async handler(request, tell) -> last part`."""
+UserPartsHandler: TypeAlias = Callable[[Q, Tell[P], str], Awaitable[P]]
+"""`async handler(request, tell, user) -> last part`."""
 
 ALIVE_S = 1.0
 """The longest time without a part."""
@@ -48,6 +51,8 @@ SILENCE_S = 10.0
 """After this time without a part the service is taken for dead."""
 MAX_LISTENED = 256
 """Requests of one subject that are answered at the same time, where nobody shares them."""
+MAX_OF_USER = 256
+"""Requests of one user that a service answers at the same time, where it knows of whom they are."""
 _AGAIN = "ask again; another server answers if there is one"
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -60,7 +65,9 @@ class PartsService:
         self._broker = broker
         self._service = service
         self._alive_s = alive_s
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """By the user who asked, where that is known, and the request's name."""
+        self._of_users: Counter[str] = Counter()
 
     @property
     def num_running(self) -> int:
@@ -87,6 +94,50 @@ class PartsService:
                 await self._answer(sender, handler, request_model, request.data)
 
         await self._service.raw_endpoint(name, subject, answer)
+
+    async def user_endpoint(
+        self,
+        name: str,
+        subject: str,
+        request_model: type[Q],
+        part_model: type[P],
+        handler: UserPartsHandler[Q, P],
+        *,
+        max_running: int = MAX_OF_USER,
+    ) -> None:
+        """Answer requests on `rpc.<user>.…` as `endpoint` does, and tell the handler who asks.
+
+        Names of requests are each user's own. One who has `max_running` at all such endpoints is
+        refused with BusyError; they take none of the places of the service's other requests.
+        """
+
+        async def run(sender: _Sender[P], user: str, payload: bytes) -> None:
+            def handle(query: Q, tell: Tell[P]) -> Awaitable[P]:
+                return handler(query, tell, user)
+
+            if self._of_users[user] >= max_running:
+                await sender.fail(
+                    BusyError(
+                        f"{max_running} requests of user {user!r} are being answered",
+                        hint="send the next one when an answer has come",
+                    )
+                )
+                return
+            self._of_users[user] += 1
+            try:
+                await self._answer(sender, handle, request_model, payload, user)
+            finally:
+                self._of_users[user] -= 1
+                if not self._of_users[user]:
+                    del self._of_users[user]
+
+        async def take(request: Request) -> None:
+            if reply := allowed_reply(request.subject, reply_of(request)):
+                sender = _Sender(self._broker, reply, part_model(), self._alive_s)
+                user = RequestContext(request.subject).user
+                self._service.run(run(sender, user, request.data), name=f"{name} request")
+
+        await self._service.raw_endpoint(name, subject, take)
 
     async def listen(
         self,
@@ -131,20 +182,25 @@ class PartsService:
         await flush(self._broker, waiting_for=f"the server to know of {subject}")
         return listening
 
-    def cancel(self, request: str) -> None:
-        """Stop answering a request; harmless for one that is not here."""
-        task = self._running.get(request)
+    def cancel(self, request: str, user: str = "") -> None:
+        """Stop answering a request, of a user at `user_endpoint`; harmless for one not here."""
+        task = self._running.get((user, request))
         if task is not None:
             task.cancel()
 
     async def _answer(
-        self, sender: "_Sender[P]", handler: PartsHandler[Q, P], model: type[Q], payload: bytes
+        self,
+        sender: "_Sender[P]",
+        handler: PartsHandler[Q, P],
+        model: type[Q],
+        payload: bytes,
+        user: str = "",
     ) -> None:
         keeper = asyncio.create_task(sender.keep_alive(), name="signs of life")
-        name = ""
+        name = (user, "")
         try:
             query = model.from_bytes(payload)
-            name = self._enter(query)
+            name = self._enter(query, user)
             last = await handler(query, sender.send)
             keeper.cancel()
             await sender.send(last.model_copy(update={"last": True}))
@@ -159,7 +215,7 @@ class PartsService:
             await sender.fail(error)
         except Exception as error:  # noqa: BLE001  the service's boundary: record, tell no insides
             keeper.cancel()
-            _log.exception("request_failed", request=name)
+            _log.exception("request_failed", request=name[1])
             await sender.fail(
                 InternalError(
                     f"the service failed: {type(error).__name__}", hint="its log has the details"
@@ -170,10 +226,10 @@ class PartsService:
             if self._running.get(name) is asyncio.current_task():
                 del self._running[name]
 
-    def _enter(self, query: Message) -> str:
-        name = str(getattr(query, "request", ""))
+    def _enter(self, query: Message, user: str) -> tuple[str, str]:
+        name = (user, str(getattr(query, "request", "")))
         if name in self._running:
-            raise MessageError(f"request {name} runs already", hint="give each its own id")
+            raise MessageError(f"request {name[1]} runs already", hint="give each its own id")
         self._running[name] = cast("asyncio.Task[None]", asyncio.current_task())
         return name
 

@@ -10,8 +10,9 @@ compare-and-set whose answer was lost is recognised by reading the key back.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import structlog
@@ -21,7 +22,7 @@ from ...schemas.wire.message import Message
 from ..client.connection import Broker
 from ..client.headers import OPERATION, TTL
 from .appending import Overtaken, append_behind
-from .stored import StoredMessage, get_all, get_last
+from .stored import StoredMessage, get_all, get_batch, get_last
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -187,6 +188,25 @@ class Bucket(Generic[M]):
                 damaged.append(error)
         damaged.sort(key=lambda error: error.key)
         return sorted(entries, key=lambda entry: entry.key), damaged
+
+    async def scan(self) -> AsyncIterator[tuple[Entry[M], int]]:
+        """Yield each entry and the bytes of its value, reading a part of the bucket at a time.
+
+        For a large bucket of which little is kept. What is damaged is left out, and logged; a key
+        that is written meanwhile may come twice.
+        """
+        seq, more = 1, True
+        while more:
+            everything = f"{self._prefix}>"
+            messages, more = await self._read(
+                partial(get_batch, self._broker, self._stream, seq, everything)
+            )
+            for message in messages:
+                entry = None if _is_deleted(message) else self._readable(message)
+                if entry is not None:
+                    yield entry, len(message.payload)
+            if messages:
+                seq = messages[-1].seq + 1
 
     def _readable(self, message: StoredMessage) -> Entry[M] | None:
         try:

@@ -74,6 +74,10 @@ class Mirror(Generic[M]):
             self.entries[entry.key] = known = entry
         return known
 
+    def drop(self, key: str) -> None:
+        """Forget an entry that was just deleted."""
+        self.entries.pop(key, None)
+
     async def refresh(self) -> set[str]:
         """Read what has changed; return the keys that were read, present or gone."""
         if time.monotonic() - self._listed >= RELIST_S:

@@ -33,7 +33,6 @@ CHUNK_BYTES = 1 << 20
 PUT_WINDOW_BYTES = 16 * 2**20
 GET_WINDOW_BYTES = 32 * 2**20
 _API_DEADLINE_S = 60.0
-_LAG_S = 3.0
 _LAG_PAUSE_S = 0.05
 
 
@@ -95,7 +94,7 @@ class ObjectStore:
         """
         assert len(buffer) == info.num_bytes
         asking = self._broker.direct_get(self._stream)
-        lag_s = _LAG_S if self._broker.is_clustered else 0.0
+        lag_s = self._broker.replication.lag_s
         subject = self._chunk_subject(info.nuid)
         reading = _Reading(self._stream, asking, subject, buffer, lag_s)
         if info.num_bytes:

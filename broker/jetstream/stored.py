@@ -33,7 +33,6 @@ BATCH_MESSAGES = 1000
 BATCH_BYTES = 16 * 2**20
 _BATCH_TIMEOUT_S = 5.0
 _NO_MESSAGE = 10037
-_IN_FLIGHT_S = 3.0
 _IN_FLIGHT_PAUSE_S = 0.02
 
 
@@ -63,7 +62,7 @@ async def get_newest(broker: Broker, stream: str, subjects: str) -> StoredMessag
     A single attempt; in a cluster the stream's leader is asked.
     """
     api = f"$JS.API.STREAM.MSG.GET.{stream}"
-    place = api if broker.is_clustered else broker.direct_get(stream)
+    place = api if broker.replication.reads_leader else broker.direct_get(stream)
     request = json.dumps({"last_by_subj": subjects}).encode()
     return stored_message(await broker.request(place, request), stream)
 
@@ -76,7 +75,7 @@ async def get_last_behind(
     In a cluster it may have been accepted and not yet stored, so this waits a little for it.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + (_IN_FLIGHT_S if broker.is_clustered else 0.0)
+    deadline = loop.time() + broker.replication.lag_s
     while True:
         found = await get_last(broker, stream, subject)
         if (found is not None and found.seq > seq) or loop.time() >= deadline:

@@ -22,6 +22,7 @@ from ...schemas.wire.errors import (
 )
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
+    BUCKET_ARCHIVE,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
@@ -144,8 +145,8 @@ async def ensure_task_consumer(
 
 async def delete_job_streams(broker: Broker, scope: JobScope) -> None:
     """Delete all streams of a job with all that they hold; harmless when they are gone."""
-    for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES):
-        await delete_stream(broker, config["name"])
+    names = [config["name"] for config in job_streams(scope, LimitsConfig(), WEIGHTS_BYTES)]
+    await asyncio.gather(*(delete_stream(broker, name) for name in names))
 
 
 async def create_shared(broker: Broker) -> None:
@@ -157,6 +158,7 @@ async def create_shared(broker: Broker) -> None:
     requests = "Submissions by request id, to make them idempotent"
     shared = (
         (BUCKET_JOBS, "Job records, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
+        (BUCKET_ARCHIVE, "Records of archived jobs, by <user>.<job>", 0, MAX_MESSAGE_BYTES),
         (BUCKET_NODES, "Nodes of the pool and their slots", 0, MAX_MESSAGE_BYTES),
         (BUCKET_ACTORS, beats, PRESENCE_TTL_S, PRESENCE_BYTES),
         (BUCKET_EVALS, "Evaluations, by <user>.<job>.<version>", 0, EVALUATION_BYTES),

@@ -8,7 +8,7 @@ from .profile import Profile, mean_share
 
 _WAITS = 0.25
 """A learner that waits for less of its time is the bottleneck itself."""
-_PARKED = 0.3
+_HELD_BACK = 0.3
 _NOTABLE = 0.1
 _FULL_HOST = 0.5
 _ALL_BUSY = 0.9
@@ -41,12 +41,12 @@ def advise(
         found = [_machine_busy(waited, cores_busy, run)]
     else:
         found = [_learner_waits(profile, run, bound)]
-    parked = profile.parked
-    if parked >= _PARKED and waited < _WAITS:
+    held_back = profile.held_back
+    if held_back >= _HELD_BACK and waited < _WAITS:
         found.append(
             Advice(
-                f"generators were parked {parked:.0%} of the time by the staleness bound, since "
-                "the learner is behind: fewer generators would do",
+                f"generators were held back {held_back:.0%} of the time by the staleness bound, "
+                "since the learner is behind: fewer generators would do",
                 (f"tinkermq scale {run} generators=N",),
             )
         )
@@ -104,12 +104,12 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
     waited = profile.learner["wait"]
     mostly = _mostly(profile)
     says = f"the learner waited {waited:.0%} of the time for rollouts"
-    parked = profile.parked
+    held_back = profile.held_back
     if not profile.generators:
         return Advice(f"{says}; whoever makes them tells nothing of its own time", (bound,))
-    if mostly == "weights" or (parked >= _PARKED and mostly != "environment"):
+    if mostly == "weights" or (held_back >= _HELD_BACK and mostly != "environment"):
         return Advice(
-            f"{says}, while generators were parked {parked:.0%} of the time by the staleness "
+            f"{says}, while generators were held back {held_back:.0%} of the time by the staleness "
             f"bound: raise {bound} or training.batch_size",
             (bound, "training.batch_size"),
         )
@@ -122,10 +122,10 @@ def _learner_waits(profile: Profile, run: str, bound: str) -> Advice:
             (f"tinkermq scale {run} generators=N", "generator.max_episodes"),
         )
     says += ", mostly for generation" if mostly == "generate" else ""
-    if parked >= _NOTABLE:
+    if held_back >= _NOTABLE:
         return Advice(
-            f"{says}, and generators were parked {parked:.0%} of the time by the staleness bound: "
-            f"add generators, or raise {bound}",
+            f"{says}, and generators were held back {held_back:.0%} of the time by the staleness "
+            f"bound: add generators, or raise {bound}",
             (f"tinkermq scale {run} generators=N", bound),
         )
     return Advice(f"{says}: add generators", (f"tinkermq scale {run} generators=N",))

@@ -58,7 +58,7 @@ class Profile:
     typical: TypicalStep | None
 
     @property
-    def parked(self) -> float:
+    def held_back(self) -> float:
         """Share of the generators' time without a task that they might begin."""
         many = self.generators.values()
         return mean_share(many, "weights") + mean_share(many, "tasks")

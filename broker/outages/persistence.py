@@ -19,7 +19,6 @@ T = TypeVar("T")
 RETRY_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _LOOK_S = 2.0
-_STOPPING_S, _ELECTION_S = 2.0, 20.0
 
 
 async def persist(
@@ -65,7 +64,7 @@ async def look_for_stream(broker: "Broker", store: "StoreSubjects", subject: str
     all jobs, have no right to look.
     """
     stream = stream_of(subject)
-    if store.is_guest or stream == subject or stream.endswith("-log"):
+    if not store.asks_jetstream or stream == subject or stream.endswith("-log"):
         return
     try:
         if store.passes(stream):
@@ -86,15 +85,8 @@ def _is_over(broker: "Broker", deadline: float) -> bool:
 
 
 def _is_absent(broker: "Broker", missed: float, deadline: float) -> bool:
-    """Whether whoever reconnects or is elected has had the time to answer.
-
-    A server that is being stopped ends its streams some time before its connections, and a stream
-    of a cluster may be without a leader; the store proxy, which guests ask, knows what is not
-    there.
-    """
-    absent_s = _ELECTION_S if broker.is_clustered else _STOPPING_S
-    absent_s = 0.0 if broker.is_guest else absent_s
-    return broker.settled and broker.clock() >= min(missed + absent_s, deadline)
+    """Whether whoever reconnects or is elected has had the time to answer."""
+    return broker.settled and broker.clock() >= min(missed + broker.absent_s, deadline)
 
 
 async def _has_jetstream(broker: "Broker") -> bool:

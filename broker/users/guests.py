@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ...schemas.wire.subjects import (
     BUCKET_ACTORS,
+    BUCKET_ARCHIVE,
     BUCKET_EVALS,
     BUCKET_JOBS,
     PREFIX,
@@ -14,7 +15,7 @@ from ...schemas.wire.subjects import (
 STREAMS = ("task", "rollout", "segment", "batch", "dead", "feed", "trace", "log", "op", "result")
 """Kinds of streams that a job has."""
 _JOB_KINDS = frozenset({*STREAMS, "weights"})
-SHARED = (BUCKET_JOBS, BUCKET_ACTORS, BUCKET_EVALS)
+SHARED = (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_ACTORS, BUCKET_EVALS)
 """Buckets that all jobs share."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -81,7 +82,8 @@ def _keys(guest: Guest, bucket: str) -> tuple[str, ...]:
             "sampler": (BUCKET_JOBS,),
         }.get(guest.role, ())
         own_beat = bucket == BUCKET_ACTORS
-        return (f"{guest.user}.{guest.job}",) if bucket in readable or own_beat else ()
+        kind = BUCKET_JOBS if bucket == BUCKET_ARCHIVE else bucket
+        return (f"{guest.user}.{guest.job}",) if kind in readable or own_beat else ()
     return (guest.user, "pool") if bucket == BUCKET_ACTORS else (guest.user,)
 
 

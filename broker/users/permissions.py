@@ -139,19 +139,20 @@ def job_permissions(
         "trainer": _trainer,
         "sampler": _sampler,
     }[identity.role](scope, actor)
+    evaluations = f"$KV.{BUCKET_EVALS}.{scope.key}.>"
     hears = {
-        "learner": (scope.appended, scope.weights, scope.weights_join),
+        "learner": (scope.appended, scope.weights, scope.weights_join, evaluations),
         "environment": (
             f"{PREFIX}.job.{scope.user}.{scope.job}.env.>",
             scope.episode_posts,
         ),
         "generator": (scope.weights, scope.episodes),
-        "evaluator": (scope.weights, scope.episodes),
+        "evaluator": (scope.weights, scope.episodes, evaluations),
         "server": (scope.infer(">"),),
         "trainer": (rpc("*", f"tinker-{scope.job}", "*"), scope.snapshot("*")),
-        "sampler": (
-            rpc("*", f"tinker-{scope.job}", "sample"),
-            rpc("*", f"tinker-{scope.job}", f"sampled-{actor}"),
+        "sampler": tuple(
+            rpc("*", f"tinker-{scope.job}", verb)
+            for verb in ("sample", f"sampled-{actor}", "chat", "complete", "cancel")
         ),
     }.get(identity.role, (scope.weights,))
     if follow is not None and identity.role == "server":

@@ -30,6 +30,10 @@ VOLATILE: tuple[Volatile, ...] = (
 """What programs change from call to call though nothing changed: neither shown nor compared."""
 
 
+MIN_QUOTE = 16
+"""Characters of an answer that, found in another message, tell that it was read."""
+
+
 @dataclass(frozen=True, slots=True)
 class Picture:
     """An image in a message."""
@@ -154,6 +158,28 @@ def pictures_of(messages: Iterable[CanonicalMessage]) -> Iterator[Picture]:
         for part in message.content:
             if isinstance(part, Picture):
                 yield part
+
+
+def marks_of(reply: CanonicalMessage) -> list[str]:
+    """Return the texts by which a message is known to hold an answer: the ids of its calls, itself.
+
+    Some programs (smolagents) write ids as text.
+    """
+    text = reply.text.strip()
+    ids = [call.id for call in reply.calls if call.id]
+    return [*ids, *([text] if len(text) >= MIN_QUOTE else [])]
+
+
+def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
+    """Whether messages hold an answer: its text, or the id of one of its calls."""
+    ids = {call.id for call in reply.calls if call.id}
+    marks = marks_of(reply)
+    return any(
+        message.call_id in ids
+        or any(call.id in ids for call in message.calls)
+        or any(mark in message.text for mark in marks)
+        for message in given
+    )
 
 
 def joined(parts: Iterable[str | Picture]) -> tuple[str | Picture, ...]:

@@ -170,5 +170,7 @@ def parse_reply(text: str, name: str, *, calls: bool, thinking: bool = False) ->
 
 def _overlap(text: str, mark: str) -> int:
     """Return how many characters at the end of a text may be the beginning of a mark."""
-    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0 and not mark.startswith(text[start:]):
+        start = text.find(mark[0], start + 1)
+    return len(text) - start if start >= 0 else 0

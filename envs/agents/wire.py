@@ -1,6 +1,7 @@
 """A model's call as it travels: canonical messages, and the request around them."""
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 from ...schemas.agent import CallMessage, CallRequest
 from .dialects.request import ModelRequest
@@ -9,13 +10,17 @@ from .messages import CanonicalCall, CanonicalMessage, Picture, joined
 
 def packed(message: CanonicalMessage) -> CallMessage:
     """Return a message as it travels."""
-    return CallMessage(
-        role=message.role,
-        content=[part if isinstance(part, str) else part.encoded for part in message.content],
-        calls=[(call.name, call.arguments, call.id) for call in message.calls],
-        reasoning=message.reasoning,
-        call_id=message.call_id,
-    )
+    return CallMessage(**_fields(message))
+
+
+def _fields(message: CanonicalMessage) -> dict[str, Any]:
+    return {
+        "role": message.role,
+        "content": [part if isinstance(part, str) else part.encoded for part in message.content],
+        "calls": [(call.name, call.arguments, call.id) for call in message.calls],
+        "reasoning": message.reasoning,
+        "call_id": message.call_id,
+    }
 
 
 def unpacked(message: CallMessage) -> CanonicalMessage:
@@ -41,7 +46,7 @@ def call_request(
     """Return what a program asks as it travels; MessageError for what is out of bounds."""
     return CallRequest(
         request=request,
-        messages=[packed(message) for message in asked.messages],
+        messages=cast("list[CallMessage]", [_fields(message) for message in asked.messages]),
         tools=[dict(tool) for tool in asked.tools],
         num_choices=asked.num_choices,
         max_tokens=asked.max_tokens,

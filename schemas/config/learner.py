@@ -14,6 +14,9 @@ class LearnerConfig(Section):
     """Slots that the learner holds: linked GPUs of one node, or CPU shares."""
     ranks: int = Field(default=1, ge=1, le=64)
     """Processes over which model and batch are divided (FSDP2), each on a slot of its own."""
+    replicas: int = Field(default=1, ge=1, le=64)
+    """Copies of the model among the ranks (HSDP): each is divided over ranks / replicas of them,
+    which have neighbouring slots; between copies only gradients travel."""
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

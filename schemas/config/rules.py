@@ -149,6 +149,12 @@ RULES = (
     _over("rollout.max_turn_tokens", "rollout.max_response_tokens"),
     _over("learner.row_tokens", "learner.microbatch_tokens"),
     _over("learner.ranks", "learner.slots"),
+    Rule(
+        "learner.ranks ({learner.ranks})",
+        lambda job: job.learner.ranks % job.learner.replicas,
+        "cannot be divided into learner.replicas ({learner.replicas}) copies of as many ranks "
+        "each: make it a multiple",
+    ),
     _over("generator.tensor_parallel", "generator.slots"),
     Rule(
         "generator.max_context ({generator.max_context})",

@@ -161,7 +161,10 @@ class NotFoundError(TinkermqError, ValueError):
 
 
 class NobodyAnswersError(NotFoundError):
-    """Nobody listens on the subject of a request."""
+    """Nobody listens on the subject of a request: who is asked there has ended, or starts again."""
+
+    code = "nobody_answers"
+    status = 503
 
 
 class DeadlineError(TinkermqError, TimeoutError):

@@ -14,6 +14,7 @@ DEFAULT_USER = "local"
 """Everybody, in a pool without authentication."""
 
 BUCKET_JOBS = "tmq-jobs"
+BUCKET_ARCHIVE = "tmq-archive"
 BUCKET_NODES = "tmq-nodes"
 BUCKET_ACTORS = "tmq-actors"
 BUCKET_EVALS = "tmq-evals"

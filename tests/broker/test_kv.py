@@ -7,6 +7,7 @@ import pytest
 from tinkermq.broker.client.connection import Broker
 from tinkermq.broker.client.headers import WRITE_ID
 from tinkermq.broker.client.store_subjects import StoreSubjects
+from tinkermq.broker.jetstream.key_changes import KeyChanges
 from tinkermq.broker.jetstream.kv import Bucket
 from tinkermq.broker.jetstream.stored import stored_message
 from tinkermq.broker.jetstream.streams import stream_subjects
@@ -15,7 +16,7 @@ from tinkermq.schemas.job import RequestRecord
 from tinkermq.schemas.wire.errors import ConflictError, MessageError, NotFoundError
 from tinkermq.schemas.wire.subjects import BUCKET_LEASES, BUCKET_REQUESTS
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 
 @pytest.fixture
@@ -36,12 +37,26 @@ async def test_a_key_is_created_once(bucket: Bucket[RequestRecord]) -> None:
     assert (entry.value.job, entry.revision) == ("x", revision)
 
 
+async def test_who_waits_for_keys_hears_of_writes_below_his_prefix_alone(
+    bucket: Bucket[RequestRecord], broker: Broker
+) -> None:
+    async with KeyChanges(broker, BUCKET_REQUESTS, "heard.of") as changes:
+        waiting = asyncio.create_task(changes.wait(AFTER_PATIENCE_S))
+        await bucket.create("heard.off.a", _value("x"))
+        await bucket.create("heard.of.a", _value("x"))
+        await asyncio.wait_for(waiting, PATIENCE_S)
+        await changes.wait(0.01)  # nothing more: it returns all the same
+        revision = await bucket.put("heard.of.b", _value("y"))
+        await asyncio.wait_for(changes.wait(AFTER_PATIENCE_S), PATIENCE_S)
+    assert (await bucket.changes("heard.of", revision - 1))[0].value.job == "y"
+
+
 async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
     bucket: Bucket[RequestRecord], broker: Broker
 ) -> None:
     await bucket.create("led", _value("x"))
     stream, key = f"KV_{BUCKET_REQUESTS}", f"$KV.{BUCKET_REQUESTS}.led"
-    store = StoreSubjects("", is_guest=False)
+    store = StoreSubjects()
     replica, leader = (store.last_get(stream, key, of_leader=one) for one in (False, True))
     assert replica[0] != leader[0]
     found = [stored_message(await broker.request(*asked), stream) for asked in (replica, leader)]

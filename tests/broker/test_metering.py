@@ -1,19 +1,31 @@
 """What a job costs."""
 
+from typing import Any, TypeAlias
+
 from tinkermq.broker.observe.metering import held_slots, metered, slot_seconds
-from tinkermq.schemas.job import ActorPlacement, JobRecord
+from tinkermq.schemas.job import ActorPlacement, JobRecord, JobState, Role
 
 
-def record(state: str, *actors: tuple[str, str | None, int], **more: object) -> JobRecord:
+def record(state: JobState, *actors: tuple[Role, str | None, int], **more: Any) -> JobRecord:
     placed = [
         ActorPlacement(name=f"{role}-{i}", role=role, node=node, slots=slots)
         for i, (role, node, slots) in enumerate(actors)
     ]
-    fields = {"job": "j", "name": "j", "user": "u", "config": {}, "created": 0.0, **more}
+    fields: dict[str, Any] = {
+        "job": "j",
+        "name": "j",
+        "user": "u",
+        "config": {},
+        "created": 0.0,
+        **more,
+    }
     return JobRecord(state=state, actors=placed, **fields)
 
 
-LEARNER, GENERATOR, HOST = ("learner", "n", 2), ("generator", "m", 1), ("environment", "n", 0)
+Placed: TypeAlias = tuple[Role, str | None, int]
+LEARNER: Placed = ("learner", "n", 2)
+GENERATOR: Placed = ("generator", "m", 1)
+HOST: Placed = ("environment", "n", 0)
 
 
 def test_only_placed_actors_of_a_job_with_a_node_hold_slots() -> None:

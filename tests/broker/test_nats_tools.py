@@ -25,7 +25,8 @@ from tests.support.gateway import run_gateway
 from tests.support.secured import secured
 from tests.support.waiting import PATIENCE_S, eventually
 
-SERVICES = {"tinkermq-scheduler-desk", "tinkermq-scheduler", "tinkermq-node", "tinkermq-gateway"}
+REQUESTS = "tinkermq-scheduler-requests"
+SERVICES = {REQUESTS, "tinkermq-scheduler", "tinkermq-node", "tinkermq-gateway"}
 
 
 @pytest_asyncio.fixture
@@ -88,13 +89,13 @@ async def test_micro_lists_describes_and_counts_every_service(stack: Stack, tmp_
             for endpoint in info["endpoints"]:
                 assert endpoint["name"]
                 assert endpoint["subject"].startswith("tmq.v1.")
-        assert "submit" in {one["name"] for one in infos["tinkermq-scheduler-desk"]["endpoints"]}
+        assert "submit" in {one["name"] for one in infos[REQUESTS]["endpoints"]}
         for tail in ("", f".{infos['tinkermq-node']['id']}"):
             one = await discovered(stack.broker, f"INFO.tinkermq-node{tail}", {"tinkermq-node"})
             assert set(one) == {"tinkermq-node"}
         stats = await discovered(stack.broker, "STATS", SERVICES)
         check_services("stats", stats)
-        counted = {one["name"]: one for one in stats["tinkermq-scheduler-desk"]["endpoints"]}
+        counted = {one["name"]: one for one in stats[REQUESTS]["endpoints"]}
         assert counted["nodes"]["num_requests"] > 0
         assert counted["nodes"]["num_errors"] == 0
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from tinkermq.broker.client.connection import Broker, ConnectionLost
@@ -10,6 +11,7 @@ from tinkermq.broker.client.parts import PartsService, Tell, ask_parts, last_par
 from tinkermq.broker.client.rpc import Service
 from tinkermq.schemas.infer import CancelInference, Delta, InferPart, PlayRequest
 from tinkermq.schemas.wire.errors import (
+    BrokerError,
     BusyError,
     DeadlineError,
     MessageError,
@@ -17,7 +19,7 @@ from tinkermq.schemas.wire.errors import (
     NotFoundError,
 )
 from tinkermq.schemas.wire.reply import ErrorReply
-from tinkermq.schemas.wire.subjects import JobScope
+from tinkermq.schemas.wire.subjects import JobScope, rpc
 
 from tests.support.waiting import AFTER_PATIENCE_S, until
 
@@ -62,7 +64,7 @@ async def counter(broker: Broker, scope: JobScope) -> AsyncIterator[Counter]:
         await listening.stop()
 
 
-def asking(broker: Broker, scope: JobScope, sample: int = 0, name: str = "one", **options: float):
+def asking(broker: Broker, scope: JobScope, sample: int = 0, name: str = "one", **options: Any):
     return ask_parts(
         broker,
         scope.infer("play"),
@@ -193,6 +195,49 @@ async def test_a_subject_is_listened_to_without_sharing_and_only_for_a_while(
         some.go_on.set()
         assert (await last_part(first)).model == "done"
         other.go_on.set()
+
+
+async def test_requests_of_users_have_their_own_names_and_bounds(
+    broker: Broker, scope: JobScope
+) -> None:
+    running, cancelled = list[str](), list[str]()
+
+    async def hang(_: PlayRequest, tell: Tell[InferPart], user: str) -> InferPart:
+        running.append(user)
+        try:
+            await tell(InferPart(model=user))
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.append(user)
+            raise
+        return InferPart()
+
+    def ask(user: str, name: str):
+        subject = rpc(user, scope.job, "play")
+        request = PlayRequest(request=name)
+        return last_part(ask_parts(broker, subject, request, InferPart, waiting_for="it"))
+
+    async with await Service.start(broker, name="hangs", description="hangs") as service:
+        served = PartsService(broker, service)
+        subject = rpc("*", scope.job, "play")
+        await served.user_endpoint("p", subject, PlayRequest, InferPart, hang, max_running=1)
+        asked = [asyncio.create_task(ask(user, "same")) for user in ("ada", "bob")]
+        await until(lambda: len(running) == 2, "both to run")
+        with pytest.raises(BusyError, match="1 requests of user 'ada'"):
+            await ask("ada", "another")
+        served.cancel("same")
+        served.cancel("same", "bob")
+        with pytest.raises(BrokerError, match="was cancelled"):
+            await asked[1]
+        assert cancelled == ["bob"]
+        served.cancel("same", "ada")
+        await asyncio.wait(asked)
+        again = asyncio.create_task(ask("ada", "another"))
+        await until(lambda: len(running) == 3, "another one to run")
+        served.cancel("another", "ada")
+        with pytest.raises(BrokerError, match="was cancelled"):
+            await again
+    assert asked[0].exception() is not None
 
 
 async def test_a_reply_goes_to_inboxes_only(broker: Broker, scope: JobScope) -> None:

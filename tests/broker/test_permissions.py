@@ -166,7 +166,9 @@ def test_a_stream_belongs_to_the_user_in_its_name(user: str, stream: str, owns: 
         (Guest("ada", "j1", "nonsense"), "KV_tmq-evals", "$KV.tmq-evals.ada.j1.>", False),
     ],
 )
-def test_the_door_reads_ones_own(guest: Guest, stream: str, subject: str, allowed: bool) -> None:
+def test_the_store_proxy_reads_ones_own(
+    guest: Guest, stream: str, subject: str, allowed: bool
+) -> None:
     assert may_read(guest, stream, subject) == allowed
 
 
@@ -189,7 +191,7 @@ def test_the_door_reads_ones_own(guest: Guest, stream: str, subject: str, allowe
         (Guest("ada", "j1", "learner"), f"{JOB}.rollout.7", None),
     ],
 )
-def test_the_door_stores_ones_own(guest: Guest, subject: str, stream: str | None) -> None:
+def test_the_store_proxy_stores_ones_own(guest: Guest, subject: str, stream: str | None) -> None:
     assert may_store(guest, subject) == stream
 
 

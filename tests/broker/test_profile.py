@@ -138,7 +138,7 @@ def shares(waited: float, waited_for: dict[str, float], **more: Any) -> Profile:
         ),
         (
             shares(0.62, {"generate": 0.5}, generator={"weights": 0.3, "tasks": 0.1}),
-            "generators were parked 40% of the time by the staleness bound",
+            "generators were held back 40% of the time by the staleness bound",
             "training.max_staleness",
         ),
         (
@@ -178,8 +178,8 @@ def test_generators_are_not_advised_where_all_cores_are_busy() -> None:
     assert "add generators" in advise(found, "RUN", cores_busy=0.5)[0].text
     told = advise(found, "RUN", cores_busy=0.97)[0].text
     assert "the cores of this machine are 97% busy: more generators here would not help" in told
-    parked = advise(shares(0.6, {"weights": 0.5}), "RUN", cores_busy=1.0)[0].text
-    assert "raise training.max_staleness" in parked
+    advice = advise(shares(0.6, {"weights": 0.5}), "RUN", cores_busy=1.0)[0].text
+    assert "raise training.max_staleness" in advice
 
 
 def test_what_costs_besides_is_told_behind_it() -> None:
@@ -190,7 +190,7 @@ def test_what_costs_besides_is_told_behind_it() -> None:
         generator={"tasks": 0.5, "swap": 0.2},
     )
     texts = [one.text for one in advise(found, "RUN")]
-    assert texts[1].startswith("generators were parked 50% of the time")
+    assert texts[1].startswith("generators were held back 50% of the time")
     assert texts[2].startswith("writing checkpoints took 20%")
     assert texts[3].startswith("publishing weights")
     assert texts[4].startswith("generators stood still 20%")

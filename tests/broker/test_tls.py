@@ -14,6 +14,7 @@ from tinkermq.schemas.wire.errors import BrokerError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.support.certificates import Certificate, self_signed
+from tests.support.models import bytes_of
 from tests.support.secured import environment, secured
 
 
@@ -36,7 +37,7 @@ async def test_users_connect_encrypted_and_large_objects_are_read_so(
             tensors = {"w": TensorBytes("float32", (1_000_000,), data.data)}
             manifest = await WeightStore(learner, scope).publish(1, tensors)
             fetched = await WeightStore(ada, scope).fetch(manifest)
-            assert bytes(fetched["w"].data) == data.tobytes()
+            assert bytes_of(fetched["w"]) == data.tobytes()
 
 
 async def test_a_server_of_an_unknown_authority_is_refused(

@@ -1,6 +1,7 @@
 """16-bit weights as differences: who gets what, and that nothing ends in wrong weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from tinkermq.schemas.weights import Manifest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.models import bytes_of
 from tests.support.waiting import PATIENCE_S
 
 NUM_WORDS = 5000
@@ -19,7 +21,7 @@ NUM_WORDS = 5000
 class Learner:
     """Publishes versions of which it remembers every bit."""
 
-    def __init__(self, broker: Broker, scope: JobScope, seed: int = 0, **store: object) -> None:
+    def __init__(self, broker: Broker, scope: JobScope, seed: int = 0, **store: Any) -> None:
         self.draw = np.random.default_rng(seed)
         self.words = self.draw.integers(0, 1 << 16, NUM_WORDS, np.uint16)
         self.published: dict[int, bytes] = {}
@@ -45,7 +47,7 @@ class Learner:
 
 
 async def fetched(store: WeightStore, manifest: Manifest) -> bytes:
-    return b"".join(bytes(one.data) for one in (await store.fetch(manifest)).values())
+    return b"".join(bytes_of(one) for one in (await store.fetch(manifest)).values())
 
 
 @pytest.mark.parametrize("transport", ["object", "file"])

@@ -24,6 +24,7 @@ from tinkermq.schemas.wire.errors import (
 )
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.models import bytes_of
 from tests.support.waiting import AFTER_PATIENCE_S, PATIENCE_S
 
 TRANSPORTS: tuple[Literal["object", "file"], ...] = ("object", "file")
@@ -48,7 +49,7 @@ def _tensors(seed: int, num_values: int = 1000) -> dict[str, TensorBytes]:
 
 def _same(one: dict[str, TensorBytes], other: dict[str, TensorBytes]) -> bool:
     return list(one) == list(other) and all(
-        (a.dtype, a.shape, bytes(a.data)) == (b.dtype, b.shape, bytes(b.data))
+        (a.dtype, a.shape, bytes_of(a)) == (b.dtype, b.shape, bytes_of(b))
         for a, b in zip(one.values(), other.values(), strict=True)
     )
 
@@ -259,7 +260,7 @@ async def test_a_full_disk_leaves_no_half_written_file(
 async def test_the_file_opens_as_safetensors_and_leaves_no_temporary_one(
     broker: Broker, scope: JobScope, tmp_path: Path
 ) -> None:
-    tensors = {"w": TensorBytes("float32", (2, 3), memoryview(np.arange(6, dtype="<f4")).cast("B"))}
+    tensors = {"w": TensorBytes("float32", (2, 3), memoryview(np.arange(6, dtype="<f4").tobytes()))}
     manifest = await WeightStore(broker, scope, "file", folder=tmp_path).publish(0, tensors)
     assert (load_file(manifest.location)["w"] == np.arange(6).reshape(2, 3)).all()
     assert _files(tmp_path) == [Path(manifest.location).name]
@@ -281,7 +282,7 @@ async def test_the_stock_object_store_reads_what_was_published(
     manifest = await WeightStore(broker, scope, chunk_bytes=1 << 16).publish(0, tensors)
     objects = await broker.nc.jetstream().object_store(scope.object_weights)
     stored = await objects.get(manifest.location)
-    assert stored.data == b"".join(tensor.data for tensor in tensors.values())
+    assert stored.data == b"".join(map(bytes_of, tensors.values()))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ def test_a_message_is_shown_key_by_key() -> None:
 
 
 def test_arrays_are_shown_by_dtype_shape_and_first_values() -> None:
-    payload = pack({"token_ids": np.arange(100, dtype=np.int32), "x": np.float32([0.5, 1.25])})
+    payload = pack(
+        {"token_ids": np.arange(100, dtype=np.int32), "x": np.array([0.5, 1.25], np.float32)}
+    )
     assert render(payload).splitlines() == [
         "token_ids: int32[100] 0 1 2 3 4 5 6 7 …",
         "x: float32[2] 0.5 1.25",

@@ -153,8 +153,9 @@ def test_the_url_is_the_gateways_where_one_is_known(
 def test_an_option_that_run_inference_does_not_have_is_refused_with_the_closest(
     option: str, told: str
 ) -> None:
+    unknown: dict[str, Any] = {option: 1}
     with pytest.raises(ConfigError, match=f"run_inference has no option {option}") as refused:
-        run_inference("nats://127.0.0.1:1/local/j", **{option: 1})
+        run_inference("nats://127.0.0.1:1/local/j", **unknown)
     assert told in refused.value.hint
 
 

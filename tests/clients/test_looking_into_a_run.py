@@ -214,7 +214,7 @@ async def test_a_profile_tells_who_waited_for_whom_and_what_to_change(
         "trace 4bf92f3577b34da6a3ce929d0e0e4736",
         "",
         "- the learner waited 50% of the time for rollouts, mostly for generation, and generators "
-        "were parked 25% of the time by the staleness bound: add generators, or raise "
+        "were held back 25% of the time by the staleness bound: add generators, or raise "
         "training.max_staleness",
         f"change: tinkermq scale {run.name} generators=N, training.max_staleness",
     ]

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,8 +64,8 @@ async def publisher(broker: Broker, scope: JobScope) -> AsyncIterator[AsyncTraje
         yield made
 
 
-def episode(**changes: object) -> Trajectory:
-    fields: dict[str, object] = {
+def episode(**changes: Any) -> Trajectory:
+    fields: dict[str, Any] = {
         "token_ids": [1, 2, 3, 4, 5],
         "mask": [0, 1, 1, 0, 1],
         "logprobs": [0, -0.5, -1.0, 0, -0.1],

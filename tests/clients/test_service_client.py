@@ -5,6 +5,7 @@ import asyncio
 import json
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from tinkermq.broker.client.connection import Broker
@@ -13,7 +14,7 @@ from tinkermq.broker.jobs import JobStore
 from tinkermq.clients import AsyncServiceClient, GameEnvironment, ServiceClient
 from tinkermq.clients.address import JobAddress
 from tinkermq.clients.compat.arguments import as_tree
-from tinkermq.schemas.job import JobRecord
+from tinkermq.schemas.job import JobRecord, JobState
 from tinkermq.schemas.metric import Metric
 from tinkermq.schemas.wire.errors import ConfigError, JobFailedError
 from tinkermq.schemas.wire.subjects import JobScope
@@ -28,7 +29,7 @@ def url(broker: Broker, scope: JobScope) -> str:
 
 
 async def run_job(
-    broker: Broker, scope: JobScope, record: JobRecord, state: str, reason: str = ""
+    broker: Broker, scope: JobScope, record: JobRecord, state: JobState, reason: str = ""
 ) -> None:
     """Do what the pool does to a run of three steps."""
     for step in (1, 2, 3):
@@ -106,7 +107,7 @@ def test_uploading_a_reward_is_refused_with_the_remedy() -> None:
 async def test_game_stats_come_with_the_metrics(url: str, record: JobRecord) -> None:
     async with AsyncServiceClient(url) as client:
         with pytest.raises(ConfigError, match="game_stats_client") as caught:
-            await client.fit(game_stats_client=object())
+            await client.fit(game_stats_client=cast("Any", object()))
     assert "game/*" in caught.value.hint
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-def findings(root: Path) -> tuple[int, dict[str, dict[str, object]]]:
+def findings(root: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     command = [f"{sys.prefix}/bin/tinkermq", "deploy", "check", "--json"]
     done = subprocess.run(
         [*command, "--root", str(root)], capture_output=True, text=True, check=False

@@ -153,14 +153,16 @@ class Systemd:
     def _environment(self, lines: list[str]) -> dict[str, str]:
         found = {"PATH": os.environ["PATH"], "HOME": str(self.root)}
         for pair in _values(lines, "Environment"):
-            found.update([pair.split("=", 1)])
+            name, _, value = pair.partition("=")
+            found[name] = value
         for name in _values(lines, "EnvironmentFile"):
             path = Path(name.removeprefix("-"))
             assert path.exists() or name.startswith("-")
             text = path.read_text() if path.exists() else ""
-            found.update(
-                line.split("=", 1) for line in text.splitlines() if line and line[0] != "#"
-            )
+            for line in text.splitlines():
+                if line and line[0] != "#":
+                    key, _, value = line.partition("=")
+                    found[key] = value
         found["NOTIFY_SOCKET"] = str(self.root / "notify")
         found["WATCHDOG_USEC"] = "400000"
         return found

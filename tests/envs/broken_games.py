@@ -236,7 +236,7 @@ class TurnsGame(CountingGame):
             raise ValueError(f"no rule for {action}")
         if action.startswith("reward "):
             name = action.split()[1]
-            rewards = {"star": 1} if name == "star" else {"sun": float("nan")}
+            rewards: dict[str, float] = {"star": 1} if name == "star" else {"sun": float("nan")}
             return StepResult("", 0.0, done=False, rewards=rewards)
         if action == "end":
             return StepResult("", 1.0, done=True, rewards={other: 5.0})

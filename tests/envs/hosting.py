@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import pytest
 from tinkermq.broker.client.rpc import call
@@ -15,6 +16,7 @@ from tinkermq.schemas.env import (
     DescribeRequest,
     ResetReply,
     ResetRequest,
+    Split,
     StepReply,
     StepRequest,
 )
@@ -25,6 +27,7 @@ from tinkermq.schemas.wire.message import Empty
 
 from tests.support.waiting import PATIENCE_S
 
+E = TypeVar("E", bound=BaseException)
 COUNTING = "broken_games:CountingGame"
 ISOLATIONS = pytest.mark.parametrize("isolation", ["thread", "process"])
 
@@ -35,6 +38,8 @@ class Client:
     def __init__(self, broker, scope, host):
         self.broker, self.scope, self.host = broker, scope, host
         self.traceparent = ""
+        self.stopping: asyncio.Event
+        self.running: asyncio.Task[Any]
 
     async def _call(self, subject, request, reply_model):
         return await call(
@@ -50,7 +55,7 @@ class Client:
     async def describe(self):
         return await self._call(self.scope.env_describe, DescribeRequest(), DescribeReply)
 
-    async def reset(self, episode, sample=None, seed=0, split="train", **kwargs):
+    async def reset(self, episode, sample=None, seed=0, split: Split = "train", **kwargs):
         request = ResetRequest(
             episodes=[episode], split=split, sample=sample, seed=seed, kwargs=kwargs, wait_s=9
         )
@@ -89,11 +94,11 @@ async def hosting(
     scope,
     game=COUNTING,
     *,
-    seed=0,
+    seed: Any = 0,
     judge_job=None,
-    max_episodes=100,
-    drain_s=5,
-    **config,
+    max_episodes: Any = 100,
+    drain_s: float = 5,
+    **config: Any,
 ):
     host = EnvironmentHost(
         broker,
@@ -124,7 +129,12 @@ async def hosting(
             await running
 
 
-async def error_of(awaitable, kind=GameError):
+def runner_of(client: Client) -> Any:
+    """Return what runs the games of a host, insides and all."""
+    return client.host._runner
+
+
+async def error_of(awaitable, kind: type[E] = GameError) -> E:
     with pytest.raises(kind) as error:
         await awaitable
     assert type(error.value) is kind

@@ -4,6 +4,9 @@ Each game has a `traj_data.json` and a `game.tw-pddl` with the walkthrough that 
 planner finds.
 """
 
+# alfworld and textworld: not installed for development.
+# pyright: reportMissingImports=false
+
 import json
 import random
 from pathlib import Path

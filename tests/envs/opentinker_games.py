@@ -61,7 +61,7 @@ class Board(AbstractGame):
         self._init_board()
 
     def _init_board(self):
-        self.free = None
+        self.free = (-1, -1)
 
     def generate_initial_state(self) -> dict[str, Any]:
         return {"blocked": self.rng.randrange(self.size)}

@@ -1,6 +1,5 @@
 """ALFWorld on the real packages: small games in its own format, solved with their walkthroughs."""
 
-import itertools
 import json
 import random
 import subprocess
@@ -32,7 +31,7 @@ def opened(household, seed=0, record=None, **arguments):
 
 def play_walkthrough(game):
     rewards = []
-    for _ in itertools.count():
+    while True:
         result = game.step(game.gold_action())
         rewards.append(result.reward)
         if result.done:

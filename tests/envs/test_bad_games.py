@@ -14,6 +14,8 @@ from tinkermq.schemas.wire.errors import (
     GameError,
 )
 
+from tests.envs.hosting import runner_of
+
 
 @pytest.mark.parametrize(
     ("game", "message"),
@@ -159,7 +161,7 @@ async def test_a_process_that_is_ended_fails_its_episodes_and_is_replaced(broker
 async def test_a_process_that_is_killed_from_outside_is_survived(broker, scope):
     async with hosting(broker, scope, isolation="process", workers=1) as client:
         await client.reset("a")
-        child = client.host._runner._slots[0].process.child
+        child = runner_of(client)._slots[0].process.child
         os.kill(child.pid, signal.SIGKILL)
         error = await error_of(client.step("a", 0))
         assert "SIGKILL" in error.message
@@ -170,5 +172,5 @@ async def test_a_process_that_is_killed_from_outside_is_survived(broker, scope):
 async def test_worker_processes_end_with_the_host(broker, scope):
     async with hosting(broker, scope, isolation="process", workers=1) as client:
         await client.reset("a")
-        child = client.host._runner._slots[0].process.child
+        child = runner_of(client)._slots[0].process.child
     assert child.returncode == -signal.SIGKILL

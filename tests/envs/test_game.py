@@ -1,11 +1,18 @@
 """The game class and the checks of what a game returns."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from broken_games import CountingGame
 from tinkermq.envs import AbstractGame, StepResult
 from tinkermq.envs.game import check_result, game_failure
 from tinkermq.schemas.wire.errors import GameError
+
+
+def told(*fields: Any) -> StepResult:
+    """Return a result as a game without types may make it."""
+    return StepResult(*fields)
 
 
 def test_the_interaction_name_is_the_class_name_without_game():
@@ -21,7 +28,7 @@ def test_the_default_first_message_is_initial_message_and_state():
 
 
 def test_numpy_numbers_become_plain_ones():
-    result = check_result(CountingGame(), StepResult("x", np.float32(0.5), np.bool_(True)))
+    result = check_result(CountingGame(), told("x", np.float32(0.5), np.bool_(True)))
     assert (type(result.reward), result.reward, result.done) == (float, 0.5, True)
 
 
@@ -35,12 +42,12 @@ def test_what_info_holds_arrives_as_the_codec_brings_it():
     [
         (("x", 1.0, True, {}), "CountingGame.step is ('x', 1.0, True, {}) (tuple), it must be a"),
         (None, "CountingGame.step is None (NoneType)"),
-        (StepResult(None, 1.0, True), "CountingGame.step's observation is None (NoneType)"),
-        (StepResult("", "1", True), "CountingGame.step's reward is '1' (str), it must be a number"),
+        (told(None, 1.0, True), "CountingGame.step's observation is None (NoneType)"),
+        (told("", "1", True), "CountingGame.step's reward is '1' (str), it must be a number"),
         (StepResult("", float("inf"), True), "step's reward is inf (float), it must be a finite"),
-        (StepResult("", 1.0, "yes"), "CountingGame.step's done is 'yes' (str), it must be a bool"),
-        (StepResult("", 1.0, True, [1]), "CountingGame.step's info is [1] (list), it must be a"),
-        (StepResult("", 1.0, True, {1: 2}), "CountingGame.step's info cannot travel"),
+        (told("", 1.0, "yes"), "CountingGame.step's done is 'yes' (str), it must be a bool"),
+        (told("", 1.0, True, [1]), "CountingGame.step's info is [1] (list), it must be a"),
+        (told("", 1.0, True, {1: 2}), "CountingGame.step's info cannot travel"),
         (StepResult("", 1.0, True, {"s": {1}}), "CountingGame.step's info cannot travel"),
     ],
 )
@@ -64,4 +71,4 @@ def test_an_abstract_game_cannot_be_made():
         pass
 
     with pytest.raises(TypeError, match="get_system_prompt"):
-        Half()
+        Half()  # pyright: ignore[reportAbstractUsage]

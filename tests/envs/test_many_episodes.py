@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 from broken_games import Waits
@@ -13,6 +14,7 @@ from tinkermq.envs.serving.host import EnvironmentHost
 from tinkermq.schemas.config.job import EnvConfig
 from tinkermq.schemas.wire.errors import GameError
 
+from tests.envs.hosting import runner_of
 from tests.support.waiting import PATIENCE_S
 
 MANY = [f"e{number}" for number in range(2000)]
@@ -65,7 +67,7 @@ async def test_a_host_holds_no_more_than_its_bound_and_drops_the_games_that_ende
             await client.reset(episode)
             await client.play_to_the_end(episode)
         assert len(client.host._held) == 50
-        assert len(client.host._runner._episodes) == 0
+        assert len(runner_of(client)._episodes) == 0
 
 
 async def test_an_async_episode_from_reset_to_done(broker, scope):
@@ -92,7 +94,7 @@ async def test_an_async_game_that_hangs_or_raises_fails_alone(broker, scope):
 
 
 async def test_an_async_game_that_computes_for_long_loses_its_loop_not_its_host(broker, scope):
-    limits = {"step_timeout_s": 0.3, "reset_timeout_s": 0.3}
+    limits: dict[str, Any] = {"step_timeout_s": 0.3, "reset_timeout_s": 0.3}
     async with hosting(broker, scope, "broken_games:Waits", **limits) as client:
         await client.reset("bad")
         with pytest.raises(GameError, match=r"held up its event loop for 0\.3 s") as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager, contextmanager, nullcontext
+from typing import Any
 
 import pytest
 from tinkermq.envs.serving.host import EnvironmentHost
@@ -48,7 +49,7 @@ async def count_messages(broker, scope):
     return seen
 
 
-async def together(*calls):
+async def together(*calls) -> list[Any]:
     return await asyncio.gather(*calls, return_exceptions=True)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import nats
 import numpy as np
 import pytest
@@ -70,10 +69,10 @@ async def account_of(run: Made, url: str, folder: Path) -> Account:
         for record in run.records:
             known = [hashlib.sha256(log[s - 1]).digest() for s in record["seqs"] if s <= len(log)]
             digest = hashlib.sha256(b"".join(known)).hexdigest()
-            await stream.publish(f"{job}.batch.b", msgpack.packb({"digest": digest, **record}))
+            await stream.publish(f"{job}.batch.b", pack({"digest": digest, **record}))
         for values in run.told:
             metric = {"step": values["step"], "values": values}
-            await stream.publish(f"{job}.feed.metric", msgpack.packb(metric))
+            await stream.publish(f"{job}.feed.metric", pack(metric))
         for number in run.left:
             await stream.publish(f"{job}.task.{number}", b"")
     checkpoint = folder / "checkpoints" / f"step_{STEPS:06d}" / "learner"

@@ -98,6 +98,30 @@ async def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_bef
         await assert_replay_is_identical(job)
 
 
+async def test_a_learner_that_does_not_see_the_runs_checkpoints_begins_no_second_run(
+    stack: Stack, model: Path
+) -> None:
+    """As on a node that sees other files under the same name."""
+    slow = {"game": "tests.support.games:SlowBandit", "kwargs": {"delay_s": 0.1}, "num_val": 0}
+    training = {"num_steps": 24, "keep_rollouts": False}
+    job = await stack.submit(small_job(model, env=slow, training=training))
+    await job.until_step(10)
+    await job.stop()
+    await job.until("CANCELLED")
+    folder = job.run_dir / "checkpoints"
+    folder.rename(job.run_dir / "elsewhere")
+    await job.resume()
+    record = await job.until("FAILED")
+    assert "newest checkpoint that this node sees" in record.reason
+    assert "is of step 0" in record.reason
+    if folder.exists():
+        folder.rename(job.run_dir / "empty")
+    (job.run_dir / "elsewhere").rename(folder)
+    await job.resume()
+    await job.until("COMPLETED")
+    assert [record.step for record in await job.batches()] == list(range(1, 25))
+
+
 def _external(model: Path, **training: object) -> dict[str, object]:
     training = {"tasks": "external", "num_steps": 2, "batch_size": 2, "save_freq": 1, **training}
     return small_job(model, training=training, rollout={"group_size": 2})

@@ -240,12 +240,12 @@ class Hostile:
                 b"\xdf\xff\xff\xff\xff",
                 b"\xc6\xff\xff\xff\xff",
                 b"\xdd" + many + b"\x80" * 900_000,
-                msgpack.packb({"v": 1, "x": msgpack.ExtType(99, b"x")}),
-                msgpack.packb({"v": 1, "x": msgpack.ExtType(1, b"\x03\x01<f4" + b"\xff" * 8)}),
+                _packed_as_it_is({"v": 1, "x": msgpack.ExtType(99, b"x")}),
+                _packed_as_it_is({"v": 1, "x": msgpack.ExtType(1, b"\x03\x01<f4" + b"\xff" * 8)}),
                 b"\x82\xa1v\x01\xa1x\xd7\xff" + b"\xff" * 8,  # a time
                 b"\x82\xa1v\x01\xa1x\xa3\xed\xa0\x80",  # a surrogate
-                msgpack.packb([1, 2, 3]),
-                msgpack.packb("text"),
+                _packed_as_it_is([1, 2, 3]),
+                _packed_as_it_is("text"),
                 b"{}",
             )
         )
@@ -259,3 +259,9 @@ def _packed(value: Any) -> bytes:
         return cast("bytes", msgpack.packb(value, default=pack_array, use_bin_type=True))
     except (TypeError, ValueError, OverflowError):
         return pack({"v": 1})
+
+
+def _packed_as_it_is(value: Any) -> bytes:
+    packed = msgpack.packb(value)
+    assert packed is not None
+    return packed

@@ -58,7 +58,11 @@ VALUES: tuple[Any, ...] = (
 def all_routes() -> list[tuple[str, str]]:
     """Every route of the gateway: those of the interface, of OpenAI, of users, and the pages."""
     found = [(one.method, one.path) for one in OPERATIONS]
-    more: list[Route] = [*openai.routes(cast("Any", None)), *users.routes(), *pages.routes()]
+    more: list[Route] = [
+        *openai.routes(cast("Any", None), cast("Any", None)),
+        *users.routes(),
+        *pages.routes(),
+    ]
     for route in more:
         found += [(method, route.path) for method in sorted(set(route.methods or ()) - {"HEAD"})]
     return [*found, ("GET", "/healthz"), ("GET", "/metrics"), ("GET", "/api/openapi.json")]

@@ -106,6 +106,7 @@ def test_a_tree_cannot_be_deeper_than_anybody_writes_it() -> None:
         ("generator.count", 100_000),
         ("generator.threads", 1 << 30),
         ("learner.ranks", 100_000),
+        ("learner.replicas", 100_000),
         ("env.hosts", 100_000),
         ("env.workers", 1 << 30),
         ("env.step_timeout_s", 1e300),

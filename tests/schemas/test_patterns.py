@@ -58,6 +58,9 @@ def _patterns(schema: Any) -> Iterator[str]:
             yield from _patterns(inner)
 
 
+ALL_CHECKS: Any = list(HealthCheck)
+
+
 def _of_messages() -> set[str]:
     """Each pattern of a field of a message, or of the configuration."""
     found: set[str] = set()
@@ -76,9 +79,10 @@ def test_no_pattern_of_the_code_ends_where_a_line_break_may_follow() -> None:
 
 @pytest.mark.parametrize("pattern", sorted(_of_messages()))
 def test_no_pattern_of_a_message_lets_a_line_break_pass(pattern: str) -> None:
-    adapter: TypeAdapter[str] = TypeAdapter(Annotated[str, StringConstraints(pattern=pattern)])
+    kind: Any = Annotated[str, StringConstraints(pattern=pattern)]
+    adapter: TypeAdapter[str] = TypeAdapter(kind)
 
-    @settings(max_examples=5, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, database=None, suppress_health_check=ALL_CHECKS)
     @given(st.from_regex(pattern, fullmatch=True))
     def check(valid: str) -> None:
         plain = valid.rstrip("\n")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tinkermq.schemas.rollout import Group, Trajectory, check_group
 from tinkermq.schemas.task import Blame, Task
+from tinkermq.schemas.wire.codec import pack
 from tinkermq.schemas.wire.errors import MessageError
 
 
@@ -52,7 +53,7 @@ def test_messages_of_before_turns_had_reasons_are_read() -> None:
     fields = msgpack.unpackb(group(trajectory()).to_bytes(), strict_map_key=False)
     for item in fields["trajectories"]:
         item.pop("finish_reasons", None)
-    back = Group.from_bytes(msgpack.packb(fields))
+    back = Group.from_bytes(pack(fields))
     assert back.trajectories[0].finish_reasons == []
     assert back.trajectories[0].ended_by == "done"
 

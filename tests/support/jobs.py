@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from tinkermq.broker.batches import BatchLog
 from tinkermq.broker.feed import follow, read_dead, read_events, read_metrics
@@ -187,7 +187,7 @@ class Job:
             raise AssertionError(f"it did not come\n{await self.story()}") from None
 
     async def eventually(
-        self, attempt: Callable[[], Awaitable[T]], what: str, deadline_s: float = DEADLINE_S
+        self, attempt: Callable[[], Awaitable[T | None]], what: str, deadline_s: float = DEADLINE_S
     ) -> T:
         """Wait until `attempt` returns something true, telling the job's story if it never does."""
         try:
@@ -224,7 +224,7 @@ class Job:
 
         await self.eventually(asked, "the learner to listen")
 
-    async def scale(self, role: str, count: int) -> None:
+    async def scale(self, role: Literal["generator", "environment", "server"], count: int) -> None:
         """Change the number of generators or environment hosts."""
         request = ScaleRequest(job=self.scope.job, role=role, count=count)
         await self.stack.ask("scale", request, JobReply)

@@ -6,7 +6,7 @@ make test PYTEST_ADDOPTS=--junitxml=report.xml && python -m tests.support.measur
 import json
 import sys
 import xml.etree.ElementTree as ET
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 
 FILE = Path(__file__).with_suffix(".json")
@@ -20,10 +20,14 @@ def measured_s() -> dict[str, int]:
 
 def main(report: str) -> None:
     """Write down what a report of pytest says."""
-    seconds = Counter[str]()
+    seconds: dict[str, float] = defaultdict(float)
     for case in ET.parse(report).iter("testcase"):
         seconds[case.attrib["classname"].replace(".", "/") + ".py"] += float(case.attrib["time"])
-    slow = {path: round(taken) for path, taken in seconds.most_common() if taken >= LEAST_S}
+    slow = {
+        path: round(taken)
+        for path, taken in sorted(seconds.items(), key=lambda one: -one[1])
+        if taken >= LEAST_S
+    }
     FILE.write_text(json.dumps(slow, indent=1) + "\n")
 
 

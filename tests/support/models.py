@@ -10,7 +10,9 @@ import torch
 from tinkermq.actors.models.lora import policy_tensors
 from tinkermq.actors.models.model_folder import load_policy
 from tinkermq.actors.models.tiny_model import TinyKind, save_tiny_model
+from tinkermq.broker.weights.store import TensorBytes
 from tinkermq.schemas.config.lora import LoraConfig
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -76,3 +78,18 @@ async def until(condition: Callable[[], bool], deadline_s: float = 20.0) -> None
     async with asyncio.timeout(deadline_s):
         while not condition():  # the other thread has no event to wait for
             await asyncio.sleep(0.001)
+
+
+def gradients_of(model: nn.Module) -> torch.Tensor:
+    """Return the gradients of all weights, one behind the other."""
+    found: list[torch.Tensor] = []
+    for weight in model.parameters():
+        assert weight.grad is not None
+        found.append(weight.grad.flatten())
+    return torch.cat(found)
+
+
+def bytes_of(tensor: TensorBytes) -> bytes:
+    """Return the bytes of a tensor that is in this machine's memory."""
+    assert isinstance(tensor.data, memoryview)
+    return bytes(tensor.data)

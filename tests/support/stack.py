@@ -33,7 +33,7 @@ from tests.support.configs import REPOSITORY
 from tests.support.jobs import Job
 from tests.support.waiting import PATIENCE_S, eventually
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Message)
 
 
 class Stack:

@@ -65,6 +65,7 @@ class Trainer:
         drains: bool = True,
         gap_s: float = 600.0,
         max_bytes: int = 1 << 30,
+        threads: int = 1,
         **tinker: Any,
     ) -> AsyncIterator[TrainerService]:
         """Serve; without `drains` the end is as sudden as that of a process."""
@@ -73,6 +74,7 @@ class Trainer:
                 {
                     "model": {"path": str(self._base)},
                     "env": {"game": "", "hosts": 0, "num_val": 0},
+                    "learner": {"threads": threads},
                     "tinker": {"base": BASE, **tinker},
                 }
             )

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.config.lora import LoraConfig
@@ -46,7 +46,8 @@ async def _start(what: str, config: JobConfig, adapters: Sequence[LoraConfig] = 
 
     started = time.monotonic()
     print(f"vLLM, {what}: starting", flush=True)
-    engine = await start_vllm(config, base=await load_base(config, adapters))
+    base = cast("Any", await load_base(config, adapters))
+    engine = await start_vllm(config, base=base)
     answer = await engine.generate([9, 10, 11], Sampling(1), request_id="first")
     await engine.close()
     del engine

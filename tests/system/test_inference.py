@@ -129,7 +129,7 @@ async def test_episodes_have_the_tokens_of_training_and_files_go_on_where_they_e
     )
     trained = await stack.submit(config)
     await trained.until("COMPLETED")
-    groups = [entry.group for entry in await trained.entries()]
+    groups = [entry.group for entry in await trained.entries() if entry.group is not None]
     prompts = {
         group.task.sample: one.token_ids[: int(np.flatnonzero(one.mask)[0])].tolist()
         for group in groups

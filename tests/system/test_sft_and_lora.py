@@ -119,7 +119,7 @@ async def test_chats_are_learnt_and_an_adapter_raises_the_reward_from_there(
     assert {name: t.shape for name, t in stored.items()} == {
         entry.name: torch.Size(entry.shape) for entry in sent.tensors
     }
-    assert adapted.peft_config["default"].r == 8
+    assert adapted.peft_config["default"].to_dict()["r"] == 8
 
     await assert_served(stack, rl, tmp_path)
 

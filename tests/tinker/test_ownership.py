@@ -12,11 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI
 from tinkermq.actors.gateway.tinker.trainers import Trainers
 from tinkermq.broker.client.connection import connect
+from tinkermq.broker.client.parts import last_part
 from tinkermq.clients.home import Home
+from tinkermq.schemas.infer import CompletionRequest
 from tinkermq.schemas.tinker.checkpoints import (
     ChangeCheckpoint,
     CheckpointExport,
@@ -40,7 +44,8 @@ from tinkermq.schemas.tinker.operation import (
     OperationResult,
     OperationTaken,
 )
-from tinkermq.schemas.wire.errors import AuthError, NotFoundError
+from tinkermq.schemas.tinker.sampling import SamplerName
+from tinkermq.schemas.wire.errors import AuthError, ExhaustedError, NotFoundError
 from tinkermq.schemas.wire.message import Message
 from tinkermq.schemas.wire.subjects import rpc, tinker_inbox
 
@@ -285,6 +290,26 @@ async def test_a_sample_that_nobody_wants_is_ended_by_who_asked_for_it(
     assert "only samples can be" in answer["detail"]
 
 
+async def test_a_path_is_a_model_for_who_may_read_it(pool: Pool, adas: Made) -> None:
+    path = adas.paths["save_weights_for_sampler closed"]
+    said: Any = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+    gateway, keys = pool.state.gateway, pool.keys
+    ada = AsyncOpenAI(base_url=f"{gateway}/tinker/oai/api/v1", api_key=f"tml-{keys['ada']}")
+    bob = AsyncOpenAI(base_url=f"{gateway}/v1", api_key=keys["bob"])
+    async with ada, bob:
+        assert (await ada.chat.completions.create(model=path, **said)).model == path
+        for wanted in (path, path.replace("closed", "none")):
+            with pytest.raises(openai.NotFoundError, match=f"there is no checkpoint {wanted}"):
+                await bob.chat.completions.create(model=wanted, **said)
+    service = f"tinker-{pool.job}"
+    async with await connect(pool.state.url, name="bob", api_key=pool.keys["bob"]) as broker:
+        for verb in ("chat", "complete", "cancel"):
+            await refused_publish(broker, rpc("ada", service, verb))
+        request = CompletionRequest(request="r1", adapter=path, prompts=[[20, 21]])
+        with pytest.raises(NotFoundError, match="there is no checkpoint"):
+            await last_part(Trainers().answer("bob", broker, pool.job, request))
+
+
 async def test_what_is_published_is_read_by_all_and_changed_by_its_owner_alone(
     pool: Pool, adas: Made
 ) -> None:
@@ -355,6 +380,11 @@ async def test_a_used_up_quota_pauses_a_program_and_its_samples_until_it_is_rais
 
     refused = await eventually(lambda: answered(402), "samples to be refused")
     assert "used all tokens of the quota" in str(refused)
+    path = SamplerName.of_base("s9", 0, BASE).source
+    request = CompletionRequest(request="r2", adapter=path, prompts=[[20, 21]])
+    async with await connect(pool.state.url, name="cay", api_key=cay) as broker:
+        with pytest.raises(ExhaustedError, match="used all tokens of the quota"):
+            await last_part(Trainers().answer("cay", broker, pool.job, request))
     quota(10**6)
     assert "step 39" in await running.done()
     await eventually(lambda: answered(200), "samples to go on")

@@ -6,14 +6,18 @@
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI, InternalServerError
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.support.tinker import TIED
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE_S, eventually, until
 from tests.tinker.sdks import BASE, PROGRAMS, SdkProgram, lacking
 from tests.tinker.service import TinkerService, adapter_digest, tinker_service
 
@@ -53,6 +57,33 @@ async def test_every_call_that_the_page_names_works(
 @newest
 async def test_samples_are_what_transformers_computes_and_move_on(service: TinkerService) -> None:
     assert "all well" in await start(service, str(PROGRAMS / "sampling.py"), BASE).done()
+
+
+@newest
+async def test_a_path_is_a_model_for_openais_client(service: TinkerService) -> None:
+    program = str(PROGRAMS / "saved_for_chat.py")
+    told = json.loads((await start(service, program, BASE).done()).splitlines()[-1])
+    url, key = f"{service.gateway.url}/v1", "any"
+    async with AsyncOpenAI(base_url=url, api_key=key, timeout=PATIENCE_S) as client:
+        asked: Any = {"model": told["path"], "max_tokens": 12, "temperature": 0}
+        asked["messages"] = [{"role": "user", "content": "hi"}]
+        chat = await client.chat.completions.create(**asked)
+        assert (chat.model, chat.choices[0].message.content) == (told["path"], told["said"])
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == told["prompt_tokens"]
+        stream = await client.chat.completions.create(**asked, stream=True)
+        said = [one.choices[0].delta.content or "" async for one in stream if one.choices]
+        assert "".join(said) == told["said"]
+        await service.job.kill("sampler-0")  # it starts again: the client tries once more
+        assert await eventually(lambda: same_again(client, asked, told["said"]), "an answer")
+
+
+async def same_again(client: AsyncOpenAI, asked: Any, said: str) -> bool:
+    try:
+        chat = await client.chat.completions.create(**asked)
+    except InternalServerError:
+        return False
+    return chat.choices[0].message.content == said
 
 
 @newest
@@ -114,3 +145,25 @@ async def test_the_recipe_of_chats_learns_local_conversations(service: TinkerSer
     losses = [one["train_mean_nll"] for one in metrics(log) if "train_mean_nll" in one]
     assert len(losses) == 12
     assert losses[-1] < losses[0] / 2, losses
+
+
+@newest
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "multiplayer_rl.guess_number.train group_size=4 batch_size=2 max_tokens=8 eval_every=0",
+        "preference.shorter.train group_size=4 batch_size=2 max_tokens=8 eval_every=0",
+        "preference.dpo.train dataset=hhh batch_size=4 max_length=128",
+    ],
+    ids=lambda recipe: recipe.split(".train")[0],
+)
+async def test_further_recipes_run_as_they_are(service: TinkerService, recipe: str) -> None:
+    data = service.folder / "Anthropic" / "hh-rlhf"  # where the hub's name leads without the hub
+    data.mkdir(parents=True, exist_ok=True)
+    pairs = [{one: f"\n\nHuman: hey\n\nAssistant: {one}" for one in ("chosen", "rejected")}] * 16
+    for split in ("train", "test"):
+        pq.write_table(pa.Table.from_pylist(pairs), data / f"{split}-00000-of-00001.parquet")
+    log = service.folder / recipe.split(".train")[0]
+    words = f"-m tinker_cookbook.recipes.{recipe} renderer_name=role_colon max_steps=2"
+    await start(service, *words.split(), f"model_name={BASE}", f"log_path={log}").done()
+    assert {one["step"] for one in metrics(log) if "step" in one} >= {0, 1}

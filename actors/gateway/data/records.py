@@ -13,7 +13,8 @@ from ....schemas.job import FINAL_STATES, JobRecord
 from ....schemas.wire.errors import TinkermqError
 
 PAGE = 50
-_ARCHIVED = "archived"
+ARCHIVED = "archived"
+"""The state by which a query asks for archived jobs."""
 FIGURES_AGE_S = 2.0
 MAX_FIGURES = 4096
 PATIENCE_S = 0.25
@@ -61,8 +62,8 @@ def select(records: Sequence[JobRecord], query: Query) -> JobPage:
     words = query.search.lower().split()
     found = [
         record
-        for record in (archived if query.state == _ARCHIVED else records)
-        if (query.state in ("", _ARCHIVED) or record.state in states) and _matches(record, words)
+        for record in (archived if query.state == ARCHIVED else records)
+        if (query.state in ("", ARCHIVED) or record.state in states) and _matches(record, words)
     ]
     shown = found[query.offset : query.offset + query.limit]
     return JobPage(shown, len(found), {"all": len(records), **counts})

@@ -1,4 +1,4 @@
-"""How the model endpoints read a body, ask a server, and give up when nobody waits any more."""
+"""How the model endpoints read a body, and give up when nobody waits for an answer any more."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -7,11 +7,8 @@ from typing import Any, TypeVar
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from ....broker.client.connection import Broker
-from ....broker.client.parts import ask_parts
-from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
+from ....schemas.infer import InferPart
 from ..limits import MAX_INFERENCE_BYTES
-from .serving_jobs import Serving
 
 T = TypeVar("T")
 
@@ -22,22 +19,6 @@ STATEFUL = "x-tinkermq-stateful"
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 _GONE_S = 0.5
 _CLIENT_CLOSED = 499
-
-
-def ask(
-    broker: Broker, serving: Serving, query: ChatRequest | CompletionRequest
-) -> AsyncGenerator[InferPart, None]:
-    """Ask one of a job's servers; closing the generator cancels the work."""
-    scope = serving.record.scope
-    verb = "chat" if isinstance(query, ChatRequest) else "complete"
-    return ask_parts(
-        broker,
-        scope.infer(verb),
-        query,
-        InferPart,
-        waiting_for=f"a server of {serving.record.name}",
-        cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
-    )
 
 
 def is_stateful(request: Request) -> bool:

@@ -30,14 +30,13 @@ from ....schemas.wire.errors import MessageError, TinkermqError
 from .asking import (
     LARGE,
     STREAM_HEADERS,
-    ask,
     first_of,
     headers_of,
     is_stateful,
     read_body,
     unless_gone,
 )
-from .serving_jobs import ServingJobs
+from .served_models import ServedModels
 
 Words: TypeAlias = Callable[[TinkermqError, int], dict[str, Any]]
 
@@ -102,9 +101,9 @@ MESSAGES = Dialect("msg", read_messages, MessagesAnswer)
 class Dialects:
     """Answers requests of further dialects."""
 
-    def __init__(self, serving: ServingJobs) -> None:
-        """Ask the jobs that `serving` knows."""
-        self._serving = serving
+    def __init__(self, models: ServedModels) -> None:
+        """Ask `models`."""
+        self._models = models
 
     async def answer(
         self, request: Request, broker: Broker, dialect: Dialect, words: Words
@@ -114,12 +113,12 @@ class Dialects:
         large = len(raw) > LARGE
         read = await asyncio.to_thread(_read, raw, dialect) if large else _read(raw, dialect)
         asked, extras = read
-        serving = await self._serving.find(broker, asked.model)
-        update = {**extras, "adapter": serving.adapter}
+        model = await self._models.find(broker, asked.model)
+        update = {**extras, "adapter": model.adapter}
         if is_stateful(request):
             update["stateful"] = True
         query = _query(asked).model_copy(update=update)
-        parts = ask(broker, serving, query)
+        parts = model.ask(broker, query)
         if not asked.stream:
             told, headers = await unless_gone(request, _whole(parts, dialect, query))
             return JSONResponse(told, headers=headers)

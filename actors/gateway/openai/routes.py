@@ -1,7 +1,8 @@
-"""OpenAI's endpoints over the inference jobs of a pool.
+"""OpenAI's endpoints over the inference jobs of a pool, and over its Tinker services.
 
 `/v1/models` lists what a user's jobs serve, `/v1/chat/completions` and `/v1/completions` ask them;
-so do the further dialects, `/v1/responses` and `/v1/messages`. Errors come in the words of each.
+so do the further dialects, `/v1/responses` and `/v1/messages`. A model may also be the path of a
+checkpoint, `tinker://…`. Errors come in the words of each.
 """
 
 import asyncio
@@ -20,11 +21,11 @@ from ....envs.agents.dialects.messages_api import messages_error
 from ....envs.agents.dialects.request import RequestError, text_of
 from ....schemas.infer import ChatRequest, CompletionRequest, InferPart
 from ....schemas.wire.errors import TinkermqError
+from ..tinker.trainers import Trainers
 from .answer import Answer, event
 from .asking import (
     LARGE,
     STREAM_HEADERS,
-    ask,
     first_of,
     headers_of,
     is_stateful,
@@ -33,8 +34,10 @@ from .asking import (
 )
 from .body import BodyError, ChatBody, CompletionBody, parse_body, query_of
 from .dialects import MESSAGES, RESPONSES, Dialects, Words
-from .serving_jobs import Serving, ServingJobs
+from .served_models import ServedModels
 
+OF_TINKER = "/tinker/oai/api/v1"
+"""Where programs look for OpenAI's endpoints that know Tinker's address alone."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
@@ -47,14 +50,17 @@ class UserBrokers(Protocol):
         ...
 
 
-def routes(sessions: UserBrokers) -> list[Route]:
+def routes(sessions: UserBrokers, trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    api = OpenAI(sessions)
+    api = OpenAI(sessions, ServedModels(trainers))
     return [
         Route("/v1/models", guarded(api.models), methods=["GET"]),
         Route("/v1/models/{model:path}", guarded(api.model), methods=["GET"]),
-        Route("/v1/chat/completions", guarded(api.chat), methods=["POST"]),
-        Route("/v1/completions", guarded(api.complete), methods=["POST"]),
+        *(
+            Route(f"{prefix}/{path}", guarded(one), methods=["POST"])
+            for prefix in ("/v1", OF_TINKER)
+            for path, one in (("chat/completions", api.chat), ("completions", api.complete))
+        ),
         Route("/v1/responses", guarded(api.respond), methods=["POST"]),
         Route("/v1/messages", guarded(api.message, messages_error), methods=["POST"]),
     ]
@@ -63,21 +69,22 @@ def routes(sessions: UserBrokers) -> list[Route]:
 class OpenAI:
     """The endpoints."""
 
-    def __init__(self, sessions: UserBrokers) -> None:
+    def __init__(self, sessions: UserBrokers, models: ServedModels) -> None:
         self._sessions = sessions
-        self._serving = ServingJobs()
-        self._dialects = Dialects(self._serving)
+        self._models = models
+        self._dialects = Dialects(models)
 
     async def models(self, request: Request) -> Response:
         """List what the user's jobs serve."""
         broker = await self._sessions.broker(request)
-        served = await self._serving.list(broker)
-        return JSONResponse({"object": "list", "data": [_model(one) for one in served]})
+        served = await self._models.serving.list(broker)
+        return JSONResponse({"object": "list", "data": [one.shown() for one in served]})
 
     async def model(self, request: Request) -> Response:
         """Tell of one model."""
         broker = await self._sessions.broker(request)
-        return JSONResponse(_model(await self._serving.find(broker, request.path_params["model"])))
+        found = await self._models.find(broker, request.path_params["model"])
+        return JSONResponse(found.shown())
 
     async def chat(self, request: Request) -> Response:
         """Continue a conversation."""
@@ -104,13 +111,13 @@ class OpenAI:
     ) -> Response:
         broker = await self._sessions.broker(request)  # nobody's body is read
         body = await _parsed(await read_body(request), model)
-        serving = await self._serving.find(broker, body.model)
-        query = query_of(body).model_copy(update={"adapter": serving.adapter})
+        model_asked = await self._models.find(broker, body.model)
+        query = query_of(body).model_copy(update={"adapter": model_asked.adapter})
         if isinstance(query, ChatRequest) and is_stateful(request):
             query = query.model_copy(update={"stateful": True})
         num_prompts = len(query.prompts) if isinstance(query, CompletionRequest) else 1
         answer = Answer(body, query.request, num_prompts * body.n)
-        parts = ask(broker, serving, query)
+        parts = model_asked.ask(broker, query)
         if not body.stream:
             told = await unless_gone(request, _whole(parts, answer))
             return JSONResponse(told, headers=answer.headers)
@@ -193,15 +200,3 @@ async def _parsed(
     if len(raw) > LARGE:
         return await asyncio.to_thread(parse_body, raw, model)
     return parse_body(raw, model)
-
-
-def _model(serving: Serving) -> dict[str, Any]:
-    record = serving.record
-    return {
-        "id": serving.model,
-        "object": "model",
-        "created": int(record.created),
-        "owned_by": record.user,
-        "job": record.job,
-        "name": record.name,
-    }

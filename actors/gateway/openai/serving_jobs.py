@@ -2,11 +2,15 @@
 
 import asyncio
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ....broker.client.connection import Broker
+from ....broker.client.parts import ask_parts
 from ....broker.jobs import JobStore
 from ....broker.presence import presences
+from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
 from ....schemas.job import JobRecord
 from ....schemas.wire.errors import NotFoundError
 
@@ -38,6 +42,33 @@ class Serving:
         if self.adapter:
             return name == self.adapter
         return name in (record.name, record.job, self.model, record.serves)
+
+    def ask(
+        self, broker: Broker, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Ask one of the job's servers; closing the generator cancels the work."""
+        scope = self.record.scope
+        verb = "chat" if isinstance(query, ChatRequest) else "complete"
+        return ask_parts(
+            broker,
+            scope.infer(verb),
+            query,
+            InferPart,
+            waiting_for=f"a server of {self.record.name}",
+            cancel=(scope.infer("cancel"), CancelInference(request=query.request)),
+        )
+
+    def shown(self) -> dict[str, Any]:
+        """Return it as the list of models tells of it."""
+        record = self.record
+        return {
+            "id": self.model,
+            "object": "model",
+            "created": int(record.created),
+            "owned_by": record.user,
+            "job": record.job,
+            "name": record.name,
+        }
 
 
 class ServingJobs:

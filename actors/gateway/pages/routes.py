@@ -20,7 +20,7 @@ from ....schemas.wire.errors import MessageError, NotFoundError, TinkermqError
 from ..data import checkpoints, logs
 from ..data.charts import CHARTS
 from ..data.overview import glance
-from ..data.records import GROUPS, row, select
+from ..data.records import ARCHIVED, GROUPS, row, select
 from ..operations import (
     BODIES,
     SubmitBody,
@@ -93,7 +93,7 @@ async def log_out(request: Request) -> Response:
 async def jobs(request: Request) -> Response:
     """Show the table of jobs; `?part=rows` only what changes."""
     visitor, query = await visitor_of(request), query_of(request)
-    page = select(await Scheduler(visitor).list_jobs(), query)
+    page = select(await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED), query)
     rows = await gateway_of(request).figures.rows(visitor.broker, page.records)
 
     def link(**changes: Any) -> str:

@@ -9,7 +9,7 @@ from starlette.responses import Response, StreamingResponse
 from ....schemas.job import JobRecord
 from ..data import checkpoints, logs
 from ..data.overview import actors_of, glance
-from ..data.records import row, select
+from ..data.records import ARCHIVED, row, select
 from ..operations import (
     BODIES,
     SubmitBody,
@@ -43,7 +43,7 @@ async def list_jobs(request: Request) -> Response:
     """Answer with a page of the table of jobs."""
     visitor = await visitor_of(request)
     query = query_of(request)
-    page = select(await Scheduler(visitor).list_jobs(), query)
+    page = select(await Scheduler(visitor).list_jobs(archived=query.state == ARCHIVED), query)
     rows = await gateway_of(request).figures.rows(visitor.broker, page.records)
     return Json({"jobs": rows, "total": page.total, "counts": page.counts})
 

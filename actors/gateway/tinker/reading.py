@@ -17,12 +17,11 @@ from ....schemas.wire.errors import MessageError
 from ...tinker.wire.training import parse_request, plain_body
 from ..guard import HELD
 from ..sessions import Visitor
-from ..web import gateway_of
+from ..web import OF_TINKER_SDK, gateway_of
 
 PROTOBUF = "application/x-protobuf"
 LARGE = 64 << 10
 """Bytes of a body that is read in a thread."""
-_OURS, _THEIRS = "tml-tmq_", "tml-"
 _NOT_READY = 408
 _DETAIL_OF_POLL = {"queue_state": "paused_capacity"}
 
@@ -31,11 +30,11 @@ async def visitor_of_key(request: Request) -> Visitor:
     """Return who asks, by a key `tml-tmq_<user>_<secret>`; raises LogInError."""
     key = request.headers.get("x-api-key", "")
     sessions = gateway_of(request).sessions
-    if sessions.with_keys and key and not key.startswith(_OURS):
+    if sessions.with_keys and key and not key.startswith(f"{OF_TINKER_SDK}tmq_"):
         raise HTTPException(
             401, "the API key of this service is tml- and then your key: tml-tmq_<user>_<secret>"
         )
-    visitor = await sessions.visitor(session=None, key=key.removeprefix(_THEIRS))
+    visitor = await sessions.visitor(session=None, key=key.removeprefix(OF_TINKER_SDK))
     request.scope[HELD].enter_context(visitor.held(_told_length(request)))
     return visitor
 

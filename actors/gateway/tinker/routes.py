@@ -61,16 +61,14 @@ from .trainers import Trainers
 
 PREFIX = "/tinker/api/v1"
 _GONE = 410
-_SOON = 503
 _PAUSE_S = 1.0
 """Before a client is told that its trainer is away: it asks again at once."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes() -> list[Route]:
+def routes(trainers: Trainers) -> list[Route]:
     """Return the endpoints, for the gateway's application."""
-    trainers = Trainers()
     kept = KeptByTrainers(trainers)
     api = TinkerApi(trainers, kept)
     posts: dict[str, Handler] = {
@@ -336,9 +334,7 @@ def _guarded(endpoint: Handler) -> Callable[[Request], Coroutine[Any, Any, Respo
             return await endpoint(request)
         except TinkermqError as error:
             said = f"{error.message} ({error.hint})" if error.hint else error.message
-            # a trainer or a sampler starts again: clients ask once more, but not after a 404
-            soon = isinstance(error, NobodyAnswersError)
-            return JSONResponse({"detail": said}, _SOON if soon else error.status)
+            return JSONResponse({"detail": said}, error.status)
         except HTTPException as error:
             return JSONResponse({"detail": error.detail}, error.status_code)
 

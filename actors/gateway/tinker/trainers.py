@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -12,7 +12,9 @@ from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, Msg
 from ....broker.client.headers import ERROR_CODE, NO_RESPONDERS, header, status_of
 from ....broker.client.inbox import SharedInbox
+from ....broker.client.parts import ask_parts
 from ....broker.client.rpc import error_of
+from ....schemas.infer import CancelInference, ChatRequest, CompletionRequest, InferPart
 from ....schemas.tinker.names import CheckpointName, ModelName, run_in
 from ....schemas.tinker.operation import (
     AboutCheckpoint,
@@ -133,7 +135,14 @@ class Trainers:
             else:
                 self.remember(user, name.model, offer.job)
                 return offer.job
-        raise away or missed or NotFoundError(f"there is no checkpoint {name}")
+        raise (
+            away
+            or missed
+            or NotFoundError(
+                f"there is no checkpoint {name}: no Tinker service runs in this pool",
+                hint="start the one that has saved it: `tinkermq tinker up --model NAME=FOLDER`",
+            )
+        )
 
     async def sessions(self, user: str, broker: Broker, job: str) -> SessionsShown:
         """Return a user's models on one base, and who has how much to be done there."""
@@ -187,6 +196,21 @@ class Trainers:
             return await self.ask(user, broker, job, method, part, OperationResult, late_s)
 
         return await _in_parts(ask, request.wait_s)
+
+    def answer(
+        self, user: str, broker: Broker, job: str, query: ChatRequest | CompletionRequest
+    ) -> AsyncGenerator[InferPart, None]:
+        """Have one of a job's samplers answer in parts; closing the generator cancels the work."""
+        service, verb = f"tinker-{job}", "chat" if isinstance(query, ChatRequest) else "complete"
+        return ask_parts(
+            broker,
+            rpc(user, service, verb),
+            query,
+            InferPart,
+            waiting_for=f"a sampler of the Tinker service {job}",
+            cancel=(rpc(user, service, "cancel"), CancelInference(request=query.request)),
+            shared=self._replies_of(user, broker).inbox,
+        )
 
     async def job_of_sampler(self, user: str, broker: Broker, name: SamplerName) -> str:
         """Return the job that samples for a session; raises NotFoundError."""
@@ -243,7 +267,7 @@ class _Replies:
 
     def __init__(self, broker: Broker, user: str) -> None:
         self._broker = broker
-        self._inbox = SharedInbox(broker, tinker_inbox(user))
+        self.inbox = SharedInbox(broker, tinker_inbox(user))
 
     async def ask(
         self, subject: str, request: Message, reply: type[R], *, job: str, timeout_s: float
@@ -253,7 +277,7 @@ class _Replies:
         Raises what it raised, NobodyAnswersError, DeadlineError, MessageError.
         """
         found: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        inbox = await self._inbox.new_subject(lambda message: _settle(found, message))
+        inbox = await self.inbox.new_subject(lambda message: _settle(found, message))
         try:
             await self._broker.send(subject, request.to_bytes(), reply=inbox)
             async with asyncio.timeout(timeout_s):
@@ -264,7 +288,7 @@ class _Replies:
                 hint="see what it does: `tinkermq logs`",
             ) from None
         finally:
-            self._inbox.forget(inbox)
+            self.inbox.forget(inbox)
         if status_of(message) == NO_RESPONDERS:
             raise NobodyAnswersError(
                 f"the trainer of job {job} is not there", hint="it starts again; see `tinkermq ps`"

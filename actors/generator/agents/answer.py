@@ -171,12 +171,12 @@ class GrowingAnswer:
         changed = asyncio.Event()
         self.on_change.add(changed)
         self.num_listeners += 1
-        teller = _Teller(self, begun)
+        writer = _PartWriter(self, begun)
         try:
             if stream:
-                await self._stream(teller, changed, tell)
+                await self._stream(writer, changed, tell)
             calls = await asyncio.shield(self.task)
-            return teller.part(finished=True).model_copy(update={"calls": calls})
+            return writer.part(finished=True).model_copy(update={"calls": calls})
         finally:
             self.on_change.discard(changed)
             self.num_listeners -= 1
@@ -184,9 +184,9 @@ class GrowingAnswer:
                 on_alone()
 
     async def _stream(
-        self, teller: "_Teller", changed: asyncio.Event, tell: Tell[CallPart]
+        self, writer: "_PartWriter", changed: asyncio.Event, tell: Tell[CallPart]
     ) -> None:
-        await tell(teller.part())
+        await tell(writer.part())
         while not self.task.done():
             waiting = asyncio.ensure_future(changed.wait())
             try:
@@ -194,13 +194,13 @@ class GrowingAnswer:
             finally:
                 waiting.cancel()
             changed.clear()
-            part = teller.part()
+            part = writer.part()
             if part.deltas:
                 await tell(part)
                 await asyncio.sleep(_GATHER_S)
 
 
-class _Teller:
+class _PartWriter:
     """Knows what one listener has been told."""
 
     def __init__(self, answer: GrowingAnswer, begun: CallPart | None) -> None:

@@ -16,7 +16,7 @@ from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
-from ....envs.agents.messages import CanonicalMessage
+from ....envs.agents.messages import CanonicalMessage, quotes
 from ..engine.engine import Generation, IntVector
 
 Branch: TypeAlias = Literal[
@@ -26,9 +26,6 @@ Branch: TypeAlias = Literal[
 history is another (`edited`), or it is a root: because the template writes the history anew
 (`template`), with another system message or other tools, with an earlier answer in a new history
 (`compacted`), with nothing in common (`apart`)."""
-
-MIN_QUOTE = 16
-"""Characters of an answer that, found in another message, tell that it was read."""
 
 
 class PathDigest(Protocol):
@@ -248,19 +245,6 @@ def digest_behind(parent: ModelCall | None, given_ids: IntVector) -> PathDigest:
     digesting = new_path_digest() if parent is None else parent.digesting.copy()
     digesting.update(given_ids.tobytes())
     return digesting
-
-
-def quotes(given: Iterable[CanonicalMessage], reply: CanonicalMessage) -> bool:
-    """Whether messages hold an answer: its text, or the id of one of its calls."""
-    ids = {call.id for call in reply.calls if call.id}
-    text = reply.text.strip()
-    words = [*ids, *([text] if len(text) >= MIN_QUOTE else [])]  # smolagents writes ids as text
-    return any(
-        message.call_id in ids
-        or any(call.id in ids for call in message.calls)
-        or any(word in message.text for word in words)
-        for message in given
-    )
 
 
 def prefixes(start: bytes, messages: Iterable[CanonicalMessage]) -> Iterator[bytes]:

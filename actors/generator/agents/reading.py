@@ -15,8 +15,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ....envs.agents.messages import CanonicalMessage
-from .call_tree import MIN_QUOTE, ModelCall
+from ....envs.agents.messages import MIN_QUOTE, CanonicalMessage, marks_of
+from .call_tree import ModelCall
 
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -59,14 +59,12 @@ class Readers:
 
     def _with_whole(self, reply: CanonicalMessage) -> int:
         """Return the calls that were given an answer as it was, or an id of its calls."""
-        ids = [call.id for call in reply.calls if call.id]
-        text = reply.text.strip()
-        words = [*ids, *([text] if len(text) >= MIN_QUOTE else [])]  # smolagents writes ids as text
+        marks = marks_of(reply)
         found = self._given.get(reply.key, (reply, 0))[1]
-        for call_id in ids:
-            found |= self._by_id.get(call_id, 0)
-        for message, readers in self._given.values() if words else ():
-            if any(word in message.text for word in words):
+        for call in reply.calls:
+            found |= self._by_id.get(call.id, 0) if call.id else 0
+        for message, readers in self._given.values() if marks else ():
+            if any(mark in message.text for mark in marks):
                 found |= readers
         return found
 

@@ -73,23 +73,22 @@ class ChatTokenizer:
         template_kwargs: Mapping[str, Any] | None = None,
         extra_stop_token_ids: Sequence[int] = (),
         image_reader: "ImageReader | None" = None,
+        *,
+        must_chat: bool = True,
     ) -> None:
         """Prepare; `extra_stop_token_ids` are those of the model's generation configuration.
 
-        Without an `image_reader` messages with images are refused.
+        Without an `image_reader` messages with images are refused; without `must_chat` a tokenizer
+        that has no template is refused where one is needed.
         """
-        if not tokenizer.chat_template:  # pyright: ignore[reportUnknownMemberType]  # untyped in transformers
-            raise ModelError(
-                "the tokenizer has no chat template",
-                hint="write one to chat_template.jinja in the model's folder",
-            )
         self._tokenizer = tokenizer
+        self._has_template = bool(cast(Any, tokenizer).chat_template)
         self._template_kwargs = dict(template_kwargs or {})
         self._image_reader = image_reader
         self._known: dict[str, IntVector] = {}
         self._proven_tools = set[str]()
-        head = self.render(_STAND_IN, prompt=False)
-        self._head = head
+        chats = must_chat or self._has_template
+        head = self._head = self.render(_STAND_IN, prompt=False) if chats else ""
         self._closing = head[head.rindex(_REPLY) + len(_REPLY) :] if _REPLY in head else ""
         closing_ids = self.encode(self._closing)
         eos = cast("int | None", tokenizer.eos_token_id)
@@ -295,6 +294,11 @@ class ChatTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """Return what the template makes of messages; ModelError for those that it refuses."""
+        if not self._has_template:
+            raise ModelError(
+                "the tokenizer has no chat template",
+                hint="write one to chat_template.jinja in the model's folder",
+            )
         try:
             return cast(
                 "str",
@@ -347,7 +351,7 @@ class ChatTokenizer:
         return known
 
 
-def open_chat(model: ModelConfig) -> ChatTokenizer:
+def open_chat(model: ModelConfig, *, must_chat: bool = True) -> ChatTokenizer:
     """Load a model's tokenizer, chat template and, where it sees images, what reads those.
 
     Raises ModelError for a tokenizer that is missing or does not match the model.
@@ -361,7 +365,8 @@ def open_chat(model: ModelConfig) -> ChatTokenizer:
         from ...models.vision import load_image_reader  # needs torch, which text alone does not
 
         reader = load_image_reader(model.path, trust_remote_code=trust)
-    return ChatTokenizer(tokenizer, model.template_kwargs, load_stop_token_ids(model.path), reader)
+    stops, kwargs = load_stop_token_ids(model.path), model.template_kwargs
+    return ChatTokenizer(tokenizer, kwargs, stops, reader, must_chat=must_chat)
 
 
 def _rewrites(what: str, expected: str, rendered: str) -> ModelError:

@@ -10,7 +10,7 @@ The lag of a group is the learner's version minus the oldest version of its toke
 Why `wait` neither breaks the bound nor deadlocks. A group of oldest version m has the deadline
 m + η: the last version that may train it. Each version trains one batch of B, so the groups still
 to be trained fit if, for every d, at most B·(d − v + 1) of them have a deadline ≤ d (v: the
-version now). The admission gate issues only what fits: a task in slot s has a deadline of at
+version now). The staleness gate issues only what fits: a task in slot s has a deadline of at
 least s // B. Training the earliest deadlines first keeps that true, and so does any other batch
 that leaves at most B·(d − v) groups with a deadline ≤ d. A batch that would leave more waits for
 the tasks still being generated, which finish without the learner's help. Where waiting cannot

@@ -1,6 +1,6 @@
 """The learner's intake: reads the rollout log and keeps what has not been decided on.
 
-What it holds is bounded by the admission gate: generators cannot be further ahead than that.
+What it holds is bounded by the staleness gate: generators cannot be further ahead than that.
 """
 
 import asyncio

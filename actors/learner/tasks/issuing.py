@@ -13,10 +13,10 @@ from ....schemas.rollout import Group
 from ....schemas.task import Blame, Task
 from ....schemas.wire.errors import StateError
 from ....schemas.wire.trace import new_trace
-from .admission import min_version
+from .auto_staleness import Staleness
 from .data_order import TaskOrder
 from .ledger import Issue, Ledger
-from .staleness import Staleness
+from .staleness_gate import min_version
 from .state import LearnerState
 
 _log = structlog.get_logger()

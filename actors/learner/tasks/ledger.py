@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from ....schemas.batch import DropReason
 from ....schemas.task import Task
-from .admission import num_admissible
 from .batching import returns_credit
 from .numbers import NumberSet
+from .staleness_gate import num_admissible
 from .state import LearnerState
 
 MAX_TRIES = 3
@@ -201,7 +201,7 @@ class Ledger:
     # -- issuing -------------------------------------------------------------------------------
 
     def num_issuable(self, version: int, max_staleness: int, batch: int, total_steps: int) -> int:
-        """Count the tasks that the admission gate lets through now."""
+        """Count the tasks that the staleness gate lets through now."""
         allowed = num_admissible(version, max_staleness, batch, self.num_credits, total_steps)
         return max(0, allowed - self.next_task) + len(self._missing)
 

@@ -2,8 +2,10 @@
 
 Each rank holds a part of every weight (`torch.distributed.fsdp.fully_shard`, arXiv 2304.11277) and
 computes a part of the batch. A layer's weights are gathered while it computes; gradients are summed
-over the ranks, never averaged: losses are divided by counts over the whole batch. A rank alone, the
-usual case, holds everything, and all of this does nothing.
+over the ranks, never averaged: losses are divided by counts over the whole batch. With replicas the
+ranks are rows of a mesh (HSDP): weights are divided and gathered within a row, and gradients summed
+within it, then over the rows. A rank alone, the usual case, holds everything, and all of this does
+nothing.
 """
 
 # torch leaves some of its methods untyped.
@@ -110,7 +112,7 @@ class Parallel:
             world_size=config.ranks,
             timeout=timedelta(seconds=COLLECTIVE_DEADLINE_S),
         )
-        return cls(rank, config.ranks, device, init_device_mesh(device.type, (config.ranks,)))
+        return cls(rank, config.ranks, device, _mesh_of(device, config))
 
     def leave(self) -> None:
         """Give up the connections to the other ranks."""
@@ -192,6 +194,17 @@ class Parallel:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+
+def _mesh_of(device: torch.device, config: LearnerConfig) -> DeviceMesh:
+    """Return the mesh of all ranks: neighbours hold one copy of the model."""
+    if config.replicas == 1:
+        return init_device_mesh(device.type, (config.ranks,))
+    return init_device_mesh(
+        device.type,
+        (config.replicas, config.ranks // config.replicas),
+        mesh_dim_names=("replicate", "shard"),
+    )
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

@@ -19,6 +19,7 @@ from ....schemas.wire.errors import NotFoundError
 from ....schemas.wire.message import Message
 from ....schemas.wire.subjects import (
     BUCKET_ACTORS,
+    BUCKET_ARCHIVE,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_LEASES,
@@ -30,6 +31,7 @@ from ....schemas.wire.subjects import (
 
 _BUCKETS: tuple[tuple[str, type[Message], str], ...] = (
     (BUCKET_JOBS, JobRecord, ""),
+    (BUCKET_ARCHIVE, JobRecord, ""),
     (BUCKET_NODES, NodeStatus, ""),
     (BUCKET_ACTORS, Presence, ""),
     (BUCKET_EVALS, EvalRecord, ""),

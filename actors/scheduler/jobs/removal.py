@@ -35,19 +35,24 @@ from ...folders.removing import (
     remove_weights,
 )
 from ..placement.nodes import Nodes
+from .keeping import Keeping
+from .tidying import Tidier
 from .view import JobsView, key_of
 
 _PAUSE_S = 5.0
 _NODE_S = 60.0
-_AT_ONCE = 4
+_AT_ONCE = 12
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class Remover:
     """Archives and deletes jobs, some at a time."""
 
-    def __init__(self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes) -> None:
-        """Do nothing yet."""
+    def __init__(
+        self, broker: Broker, jobs: JobStore, view: JobsView, pool: Nodes, keeping: Keeping
+    ) -> None:
+        """Do nothing yet; `keeping` says how many jobs that have ended stay as they are."""
+        self._tidier = Tidier(jobs, view, keeping)
         self._broker = broker
         self._jobs = jobs
         self._view = view
@@ -57,6 +62,7 @@ class Remover:
 
     def look(self, group: asyncio.TaskGroup) -> None:
         """Begin what is to be done, in tasks of `group`."""
+        self._tidier.look(group)
         for record in self._view.removals():
             key = key_of(record)
             if len(self._busy) >= _AT_ONCE:
@@ -127,25 +133,27 @@ class Remover:
         return now is not None and now.removal == "delete"
 
     async def _archive(self, record: JobRecord) -> None:
-        names = kept_streams(record.scope)
-        half = await asyncio.to_thread(begin_archive, record.run_dir)
-        if half is not None:
-            await save_streams(self._broker, names, half)
-            await asyncio.to_thread(end_archive, record.run_dir)
+        if record.has_streams:
+            half = await asyncio.to_thread(begin_archive, record.run_dir)
+            if half is not None:
+                await save_streams(self._broker, kept_streams(record.scope), half)
+                await asyncio.to_thread(end_archive, record.run_dir)
         await self._drop_weights(record)
         await delete_job_streams(self._broker, record.scope)
         await self._drop_keys(record.scope, evaluations=False)
-        await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "no", "archived": time.time()})
-        )
+        away = await self._jobs.put_away(record)
+        if away is not None:
+            self._view.put_away(away)
 
     async def _unarchive(self, record: JobRecord) -> None:
-        names = kept_streams(record.scope)
-        await restore_streams(self._broker, names, archive_of(record.run_dir))
-        await self._jobs.update(
-            record, lambda now: now.model_copy(update={"removal": "no", "archived": None})
-        )
-        await asyncio.to_thread(drop_archive, record.run_dir)
+        folder = record.run_dir if record.has_streams else ""
+        if folder:
+            names = kept_streams(record.scope)
+            await restore_streams(self._broker, names, archive_of(folder))
+        back: dict[str, object] = {"removal": "no", "archived": None, "brought_back": time.time()}
+        await self._jobs.update(record, lambda now: now.model_copy(update=back))
+        if folder:
+            await asyncio.to_thread(drop_archive, folder)
 
     async def _drop_weights(self, record: JobRecord) -> None:
         """Remove the published versions that are files; those in the broker go with the streams."""

@@ -99,7 +99,7 @@ class SecretStore:
 
         Raises NotFoundError for a job that is not there, AuthError for a process that it has not.
         """
-        record = self._view.get(request.user, request.job)
+        record = await self._view.get(request.user, request.job)
         actor = main_actor(record.actors)
         if record.state not in ACTIVE or record.attempt != request.attempt:
             raise AuthError(f"job {record.job} does not run attempt {request.attempt}")

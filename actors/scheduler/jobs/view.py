@@ -1,5 +1,6 @@
 """The scheduler's view of all jobs and quotas, held in memory and kept up to date by the broker."""
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator
 
 from ....broker.client.connection import Broker
@@ -9,13 +10,14 @@ from ....broker.jobs import is_final
 from ....broker.users.records import USER
 from ....schemas.config.job import JobConfig
 from ....schemas.config.load_config import parse_config
-from ....schemas.job import ActorPlacement, JobRecord
+from ....schemas.job import JobRecord
 from ....schemas.tinker.operation import TrainerOffer
 from ....schemas.user import NO_BOUNDS, Quota, UserRecord
 from ....schemas.wire.errors import NotFoundError
 from ....schemas.wire.subjects import BUCKET_JOBS, BUCKET_USERS, DEFAULT_USER
 from ..placement.queue import UserShares
 from .actors import slots_of
+from .archive import ArchivedJob, ArchivedJobs
 from .holdings import holdings
 from .states import ACTIVE
 
@@ -34,18 +36,26 @@ class JobsView:
         """Jobs that have not ended, by key."""
         self.waits: dict[str, tuple[int, str]] = {}
         """The place in the queue of each job that waits, from 1, and why it waits, by key."""
+        self.archive = ArchivedJobs(broker)
+        """Jobs that are archived."""
+        self.ended: dict[str, dict[str, float]] = {}
+        """By user, the jobs at hand that have ended and when, by key."""
         self._untold: set[str] = set()
         self._removals: set[str] = set()
         self._names: dict[tuple[str, str], str] = {}
+        self._name_of: dict[str, tuple[str, str]] = {}
         self._of_user: dict[str, dict[str, int]] = {}
         self._sized: dict[str, int] = {}
+        self._num_bytes = 0
         self._has_users = broker.user != DEFAULT_USER
-        self._configs: dict[tuple[str, int], JobConfig] = {}
+        self._configs: dict[str, tuple[int, JobConfig]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
 
     async def open(self, on_change: Callable[[], None]) -> None:
         """Listen for changes and read everything."""
         await self._jobs.open(on_change)
         await self._users.open(on_change)
+        await self.archive.open()
         await self.refresh()
 
     async def close(self) -> None:
@@ -58,26 +68,44 @@ class JobsView:
         for key in await self._jobs.refresh():
             entry = self._jobs.entries.get(key)
             if entry is None:
-                self._untold.discard(key)
-                self._removals.discard(key)
-                self._forget(key)
-                self._forget_name(key)
-                self._of_user.get(key.partition(".")[0], {}).pop(key, None)
-                self._sized.pop(key, None)
+                self._gone(key)
             else:
                 self.enter(entry)
         await self._users.refresh()
+
+    def _gone(self, key: str) -> None:
+        """Forget a job whose record is not there any more."""
+        self._untold.discard(key)
+        self._removals.discard(key)
+        self._forget(key)
+        self._forget_name(key)
+        self._forget_size(key)
+
+    def lock(self, user: str) -> asyncio.Lock:
+        """Return what lets one request of a user at a time count what he holds and add to it."""
+        return self._locks.setdefault(user, asyncio.Lock())
+
+    def put_away(self, record: JobRecord) -> None:
+        """Enter that the record of an archived job has left the bucket of jobs."""
+        key = key_of(record)
+        self._jobs.drop(key)
+        self._gone(key)
+        self.archive.enter(record)
 
     def enter(self, entry: Entry[JobRecord]) -> None:
         """Enter a record that was just read or written, unless a newer one is known."""
         newest = self._jobs.put(entry)
         key, record = newest.key, newest.value
-        if self._names.get((record.user, record.name)) != key:
+        named = (record.user, record.name)
+        if self._names.get(named) != key:
             self._forget_name(key)
-            self._names[record.user, record.name] = key
+            self._names[named], self._name_of[key] = key, named
         if self._sized.get(key) != newest.revision:
+            self._forget_size(key)
             self._sized[key] = newest.revision
-            self._of_user.setdefault(record.user, {})[key] = size_of(record)
+            size = self._of_user.setdefault(record.user, {})[key] = size_of(record)
+            self._num_bytes += size
+            self.archive.drop(record.job)  # where both buckets have it, this one counts
         if record.untold and record.has_streams:
             self._untold.add(key)
         else:
@@ -88,31 +116,39 @@ class JobsView:
             self._removals.add(key)
         if is_final(record):
             self._forget(key)
+            ended = record.brought_back or record.finished or record.created
+            self.ended.setdefault(record.user, {})[key] = ended
         else:
+            self.ended.get(record.user, {}).pop(key, None)
             self.live[key] = record
 
     def _forget_name(self, key: str) -> None:
         """Let others have the name that a job had."""
-        for at in [at for at, of in self._names.items() if of == key]:
-            del self._names[at]
+        named = self._name_of.pop(key, None)
+        if named is not None and self._names.get(named) == key:
+            del self._names[named]
+
+    def _forget_size(self, key: str) -> None:
+        self._sized.pop(key, None)
+        self._num_bytes -= self._of_user.get(key.partition(".")[0], {}).pop(key, 0)
 
     def _forget(self, key: str) -> None:
         self.live.pop(key, None)
         self.waits.pop(key, None)
-        for at in [at for at in self._configs if at[0] == key]:
-            del self._configs[at]
+        self._configs.pop(key, None)
+        self.ended.get(key.partition(".")[0], {}).pop(key, None)
 
     def find(self, user: str, name: str) -> JobRecord | None:
-        """Return a job of `user` by its id or by the name of its run, or None."""
+        """Return a job of `user`, unless it is archived, by its id or the name of its run."""
         key = f"{user}.{name}"
         entry = self._jobs.entries.get(key) or self._jobs.entries.get(
             self._names.get((user, name), key)
         )
         return None if entry is None else entry.value
 
-    def get(self, user: str, name: str) -> JobRecord:
-        """Return a job of `user`; raises NotFoundError."""
-        record = self.find(user, name)
+    async def get(self, user: str, name: str) -> JobRecord:
+        """Return a job of `user`, be it archived; raises NotFoundError."""
+        record = self.find(user, name) or await self.archive.find(user, name)
         if record is None:
             raise NotFoundError(
                 f"user {user!r} has no job or run {name!r}",
@@ -120,16 +156,17 @@ class JobsView:
             )
         return record
 
-    def steered(self, user: str, name: str) -> JobRecord:
+    async def steered(self, user: str, name: str) -> JobRecord:
         """Return a job that `user` may steer: an own one, for an admin anybody's by its id.
 
         Raises NotFoundError.
         """
         if self.is_admin(user):
             found = next((one for one in self._every() if one.job == name), None)
+            found = found or await self.archive.find(user, name, of_all=True)
             if found is not None:
                 return found
-        return self.get(user, name)
+        return await self.get(user, name)
 
     def offers(self) -> list[TrainerOffer]:
         """Return the base models of the services for the Tinker API that have not ended."""
@@ -156,32 +193,47 @@ class JobsView:
         entries = self._jobs.entries
         return (entries[key].value for key in self._of_user.get(user, {}) if key in entries)
 
-    def page(self, records: Iterable[JobRecord], after: str) -> tuple[list[JobRecord], str]:
-        """Return those of the records, newest first, that one answer holds, and where to go on.
+    def with_archived(
+        self, records: Iterable[JobRecord], user: str | None
+    ) -> list[JobRecord | ArchivedJob]:
+        """Return jobs and the archived ones of a user, or of all, newest first."""
+        return sorted((*records, *self.archive.of(user)), key=_place, reverse=True)
+
+    def page(
+        self, records: Iterable[JobRecord | ArchivedJob], after: str
+    ) -> tuple[list[JobRecord | ArchivedJob], str]:
+        """Return those of the jobs, newest first, that one answer holds, and where to go on.
 
         `after` is what the page before returned, empty at the beginning; so is what ends the list.
         """
-        found: list[JobRecord] = []
+        found: list[JobRecord | ArchivedJob] = []
         num_bytes = 0
         for record in records:
             if after and _place(record) >= after:
                 continue
-            num_bytes += self._of_user.get(record.user, {}).get(key_of(record), 0)
+            num_bytes += self._size(record)
             if found and (len(found) >= PAGE_RECORDS or num_bytes > PAGE_BYTES):
                 return found, _place(found[-1])
             found.append(record)
         return found, ""
 
+    def _size(self, job: JobRecord | ArchivedJob) -> int:
+        if isinstance(job, ArchivedJob):
+            return job.num_bytes
+        return self._of_user.get(job.user, {}).get(key_of(job), 0)
+
     def run_folders_of_others(self, user: str) -> list[tuple[str, str]]:
         """Return run folder and owner of each job of somebody else."""
-        return [(one.run_dir, one.user) for one in self._every() if one.user != user]
+        every = (*self._every(), *self.archive.of(None))
+        return [(one.run_dir, one.user) for one in every if one.user != user]
 
     def _every(self) -> Iterator[JobRecord]:
         return (entry.value for entry in self._jobs.entries.values())
 
-    def names(self, user: str) -> set[str]:
-        """Return the names of the runs of a user."""
-        return {name for owner, name in self._names if owner == user}
+    def owner_of(self, user: str, name: str) -> str | None:
+        """Return the id of the job of a user that has this name, or None if it is free."""
+        key = self._names.get((user, name))
+        return self.archive.named(user, name) if key is None else key.partition(".")[2]
 
     def untold(self) -> list[JobRecord]:
         """Return the jobs, ended ones among them, with events that can be told."""
@@ -191,12 +243,22 @@ class JobsView:
         """Return the jobs that shall be archived, brought back or deleted."""
         return [self._jobs.entries[key].value for key in sorted(self._removals)]
 
+    @property
+    def num_removals(self) -> int:
+        """How many these are."""
+        return len(self._removals)
+
+    def at(self, key: str) -> JobRecord | None:
+        """Return the job that has this key, unless it is archived."""
+        entry = self._jobs.entries.get(key)
+        return None if entry is None else entry.value
+
     def unread(self) -> list[JobRecord]:
         """Return the live jobs whose configuration was not parsed yet."""
         return [
             record
             for key, record in self.live.items()
-            if record.configured and (key, record.attempt) not in self._configs
+            if record.configured and self._configs.get(key, (0,))[0] != record.attempt
         ]
 
     def config(self, record: JobRecord) -> JobConfig:
@@ -204,10 +266,11 @@ class JobsView:
 
         Raises ConfigError.
         """
-        at = (key_of(record), record.attempt)
-        if at not in self._configs:
-            self._configs[at] = parse_config(record.config)
-        return self._configs[at]
+        key = key_of(record)
+        kept = self._configs.get(key)
+        if kept is None or kept[0] != record.attempt:
+            kept = self._configs[key] = (record.attempt, parse_config(record.config))
+        return kept[1]
 
     def quota(self, user: str) -> Quota:
         """Return what a user may hold."""
@@ -224,26 +287,41 @@ class JobsView:
 
     def held(self, user: str) -> dict[str, int]:
         """Return what a user holds, by the names of the bounds of a quota."""
-        return holdings(self._own(user), self._of_user.get(user, {}))
+        held = holdings(self._own(user), self._of_user.get(user, {}))
+        num_jobs, num_bytes = self.archive.held(user)
+        held["max_jobs"] += num_jobs
+        held["max_record_bytes"] += num_bytes
+        return held
 
     def record_bytes(self) -> int:
-        """Return the bytes of all records."""
-        return sum(sum(sizes.values()) for sizes in self._of_user.values())
+        """Return the bytes of all records that are not archived."""
+        return self._num_bytes
+
+    def numbers(self) -> dict[str, float]:
+        """Return how many jobs live, have ended and are at hand, and are archived."""
+        return {
+            "jobs_live": len(self.live),
+            "jobs_ended": sum(map(len, self.ended.values())),
+            "jobs_archived": len(self.archive),
+        }
 
     def is_admin(self, user: str) -> bool:
         """Whether a user may see and steer everybody's jobs."""
         entry = self._users.entries.get(f"{USER}.{user}")
         return entry is not None and entry.value.role == "admin"
 
-    def shares(self) -> UserShares:
-        """Return what each user holds and may hold."""
+    def shares(self, aging_s: float) -> UserShares:
+        """Return what each user holds and may hold; who waits ages by a point every `aging_s`.
+
+        What a running job lacks counts as held: another job of its user would take its room else.
+        """
         users = [entry.value for entry in self._users.entries.values()]
         unknown = Quota() if self._has_users else NO_BOUNDS
-        shares = UserShares(quotas={one.user: one for one in users}, unknown=unknown)
+        quotas = {one.user: one for one in users}
+        shares = UserShares(quotas=quotas, unknown=unknown, aging_s=aging_s)
         for record in self.live.values():
             if record.state in ACTIVE:
-                given = placed(record.actors)
-                shares.take(record.user, slots_of(given), len(given))
+                shares.take(record.user, slots_of(record.actors), len(record.actors))
         return shares
 
     def told(self, record: JobRecord) -> JobRecord:
@@ -255,7 +333,7 @@ class JobsView:
         return record.model_copy(update={"reason": reason, "place": place})
 
 
-def _place(record: JobRecord) -> str:
+def _place(record: JobRecord | ArchivedJob) -> str:
     """Return what sorts as the records do: by their time, then by their id."""
     return f"{record.created:020.6f} {record.job}"
 
@@ -268,8 +346,3 @@ def key_of(record: JobRecord) -> str:
 def size_of(record: JobRecord) -> int:
     """Return the bytes of a record as it is stored."""
     return len(record.to_bytes())
-
-
-def placed(actors: list[ActorPlacement]) -> list[ActorPlacement]:
-    """Return the actors that have a node."""
-    return [actor for actor in actors if actor.node is not None]

@@ -23,6 +23,7 @@ from ..timing import Timing
 
 _PROMPT_S = 0.2
 _LONGEST_STEP_S = 1.0
+_FORGET = 10  # times of silence: nothing is placed on a node that left for so long
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -56,6 +57,11 @@ class Nodes:
         """Return the nodes that are there, by name."""
         known = (member.status for _, member in sorted(self._members.items()))
         return [status for status in known if status is not None]
+
+    @property
+    def num_known(self) -> int:
+        """How many names of nodes are remembered, those that left not long ago included."""
+        return len(self._members)
 
     def silent(self, names: Iterable[str | None]) -> frozenset[str]:
         """Return those of the nodes that left or were not heard of for too long."""
@@ -93,6 +99,9 @@ class Nodes:
             elif member.silent_s >= self._silent_s and member.status is not None:
                 self._part(name, "silent")
                 await self.records.bucket.delete(name)
+            elif member.status is None and member.silent_s >= _FORGET * self._silent_s:
+                self._members.pop(name)  # machines of a cluster come under ever new names
+                self._complained.discard(name)
 
     def _hear(self, name: str, member: _Member, status: NodeStatus) -> None:
         if member.status is None:

@@ -80,7 +80,8 @@ def place(
         if not why and (request.need <= num_free or not request.whole):
             given = pool.give(request, free)
             num_free = sum(map(len, free.values())) if given else num_free
-            shares.take(request.user, sum(len(one.devices) for one in given), len(given))
+            if request.whole:  # what a running job lacks counts as held already
+                shares.take(request.user, sum(len(one.devices) for one in given), len(given))
             result.assignments += given
             most -= bool(given)
         if len(given) == len(request.actors):
@@ -129,12 +130,12 @@ def _refusal(
         return "waits for a node: none has joined the pool (`tinkermq node`)"
     if request.need > pool.total:
         return f"waits for {request.need} slots: the pool has {pool.total} now"
-    bound = shares.quota(request.user).max_slots
-    if request.whole and request.need > shares.room(request.user):
-        return f"waits for {request.need} slots of its user's quota of {bound}"
-    if request.whole and len(request.actors) > shares.actor_room(request.user):
-        most = shares.quota(request.user).max_actors
-        return f"waits for {len(request.actors)} processes of its user's quota of {most}"
+    quota = shares.quota(request.user)
+    if request.whole and quota.max_slots is not None and request.need > shares.room(request.user):
+        return f"waits for {request.need} slots of its user's quota of {quota.max_slots}"
+    count = len(request.actors)
+    if request.whole and quota.max_actors is not None and count > shares.actor_room(request.user):
+        return f"waits for {count} processes of its user's quota of {quota.max_actors}"
     if not pool.could_hold(request):
         return f"waits for nodes that can hold it: {request.need} slots as the pool has them do not"
     return ""
@@ -147,15 +148,17 @@ class _Pool:
         self._nodes = {node.name: node for node in nodes}
         self.total = sum(node.total for node in nodes)
         self._largest_group = max((len(g) for node in nodes for g in node.linked), default=0)
-        self._holds: dict[tuple[tuple[int, ...], str | None, bool], bool] = {}
+        self._holds: dict[tuple[int, ...], bool] = {}
 
     def could_hold(self, request: PlacementRequest) -> bool:
         """Whether the idle pool could hold a request."""
-        shape = (tuple(actor.slots for actor in request.actors), request.home, request.whole)
-        if shape not in self._holds:
+        if not request.whole:
+            return True
+        holds = self._holds.get(request.shape)
+        if holds is None:
             idle = {name: set(range(node.total)) for name, node in self._nodes.items()}
-            self._holds[shape] = not request.whole or bool(self.give(request, idle))
-        return self._holds[shape]
+            holds = self._holds[request.shape] = bool(self.give(request, idle))
+        return holds
 
     def give(self, request: PlacementRequest, free: _Slots) -> list[Assignment]:
         """Place a request, taking its slots out of `free`: all of it, or what fits if not whole."""
@@ -201,9 +204,12 @@ class _Pool:
         for actor in sorted(request.actors, key=lambda one: -one.slots):
             node, devices = home, choose(actor, home) if home else None
             if devices is None:
-                order = sorted(available.keys() - {home}, key=full)
-                found = ((name, choose(actor, name)) for name in order)
-                node, devices = next((one for one in found if one[1] is not None), (None, None))
+                others = [
+                    name
+                    for name, slots in available.items()
+                    if name != home and len(left.get(name, slots)) >= actor.slots
+                ]
+                node, devices = self._first(actor, others, full, choose)
             if node is None or devices is None:
                 continue
             left[node] = left.get(node, available[node]) - set(devices)
@@ -211,6 +217,21 @@ class _Pool:
             need -= actor.slots
             given.append(Assignment(request.job, actor.name, node, devices))
         return given, left
+
+    @staticmethod
+    def _first(
+        actor: ActorPlacement,
+        names: list[str],
+        rank: Callable[[str], tuple[int, str]],
+        choose: Callable[[ActorPlacement, str], tuple[int, ...] | None],
+    ) -> tuple[str | None, tuple[int, ...] | None]:
+        """Return the first of the nodes, by rank, that takes an actor; mostly the very first."""
+        best = min(names, key=rank, default=None)
+        devices = None if best is None else choose(actor, best)
+        if best is None or devices is not None:
+            return best, devices
+        found = ((name, choose(actor, name)) for name in sorted(names, key=rank))
+        return next((one for one in found if one[1] is not None), (None, None))
 
     def _home(
         self, request: PlacementRequest, available: _Slots, rank: Callable[[str], tuple[int, str]]

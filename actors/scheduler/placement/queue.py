@@ -2,7 +2,9 @@
 
 Higher priority first; between equals the user who holds the least for their weight; between those
 the oldest. Every hour of waiting counts as one more point of priority, so nobody waits for ever
-because others keep coming.
+because others keep coming. Between users it counts up to the highest priority that anybody waits
+with and no further: age makes up for a lower priority and leaves it to the shares who is next. Who
+has much waiting would otherwise push aside whoever has just come, by the age of his jobs alone.
 """
 
 import heapq
@@ -14,8 +16,6 @@ from functools import cached_property
 from ....schemas.job import ActorPlacement
 from ....schemas.user import NO_BOUNDS, Quota
 from ..jobs.actors import slots_of
-
-AGING_S = 3600.0
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class PlacementRequest:
         """Slots that the actors hold together."""
         return slots_of(self.actors)
 
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Slots of each actor."""
+        return tuple(actor.slots for actor in self.actors)
+
 
 @dataclass
 class UserShares:
@@ -55,6 +60,8 @@ class UserShares:
     """That of everybody else."""
     actors: dict[str, int] = field(default_factory=dict[str, int])
     """Actors that have a node, by user."""
+    aging_s: float = 3600.0
+    """A wait of so long counts as one more point of priority."""
 
     def quota(self, user: str) -> Quota:
         """Return the quota of a user."""
@@ -64,6 +71,10 @@ class UserShares:
         """Count what a user was given."""
         self.held[user] = self.held.get(user, 0) + slots
         self.actors[user] = self.actors.get(user, 0) + actors
+
+    def points(self, request: "PlacementRequest", now: float) -> int:
+        """Return the priority of a job, its age included."""
+        return request.priority + int(max(now - request.created, 0) // self.aging_s)
 
     def room(self, user: str) -> float:
         """Return the slots that a user may still be given."""
@@ -92,19 +103,26 @@ def in_order(
         if not request.whole:
             yield request
             continue
-        points = request.priority + int(max(now - request.created, 0) // AGING_S)
-        by_user[request.user].append((-points, request.created, number, request))
+        points = -shares.points(request, now)
+        by_user[request.user].append((points, request.created, number, request))
     for waiting in by_user.values():
         waiting.sort(reverse=True)
 
-    def key(user: str) -> tuple[int, float, float, str]:
-        points, created, _, _ = by_user[user][-1]
-        return (points, shares.usage(user), created, user)
+    highest = max((one.priority for each in by_user.values() for *_, one in each), default=0)
 
-    heads = [key(user) for user in by_user]
+    def key(user: str, usage: float) -> tuple[int, float, float, str]:
+        points, created, _, _ = by_user[user][-1]
+        return (max(points, -highest), usage, created, user)
+
+    heads = [key(user, shares.usage(user)) for user in by_user]
     heapq.heapify(heads)
     while heads:
-        user = heapq.heappop(heads)[-1]
+        _, usage, _, user = heads[0]
+        held = shares.held.get(user, 0)
         yield by_user[user].pop()[-1]
-        if by_user[user]:
-            heapq.heappush(heads, key(user))
+        if not by_user[user]:
+            heapq.heappop(heads)
+        else:
+            if shares.held.get(user, 0) != held:
+                usage = shares.usage(user)
+            heapq.heapreplace(heads, key(user, usage))

@@ -53,7 +53,7 @@ class Origins:
                 )
         return dict(found)
 
-    def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
+    async def followed(self, user: str, request: SubmitRequest) -> JobRecord | None:
         """Return the live run whose versions an inference job serves."""
         if request.follow is None:
             return None
@@ -62,7 +62,7 @@ class Origins:
                 f"follow={request.follow!r} is for inference jobs without fork_of",
                 hint="name either a live run or one of its checkpoints",
             )
-        record = self._view.get(user, request.follow)
+        record = await self._view.get(user, request.follow)
         if not record.trains or is_final(record):
             raise StateError(
                 f"job {record.name} is a job of kind {record.kind} and {record.state}: it has no "
@@ -106,7 +106,7 @@ class Origins:
                 f"fork_of={source!r} does not name a checkpoint",
                 hint=f"write run@step, such as my-run@40, or run@{LAST_STEP}",
             )
-        origin = self._view.get(user, run)
+        origin = await self._view.get(user, run)
         if origin.removal == "delete":
             raise StateError(f"run {origin.name} is being deleted", hint="fork another one")
         number, folder = await asyncio.to_thread(find_checkpoint, origin, step)

@@ -61,7 +61,6 @@ class Submission:
         self._jobs = jobs
         self._view = view
         self._reconciler = reconciler
-        self._locks: dict[str, asyncio.Lock] = {}
         self._names: set[tuple[str, str]] = set()
         self._making: dict[tuple[str, str], asyncio.Future[JobRecord]] = {}
 
@@ -96,7 +95,7 @@ class Submission:
 
     def lock(self, user: str) -> asyncio.Lock:
         """Return what lets one request of a user at a time count what he holds and add to it."""
-        return self._locks.setdefault(user, asyncio.Lock())
+        return self._view.lock(user)
 
     async def _create(self, user: str, job: str, request: SubmitRequest) -> JobRecord:
         check_room(user, self._view.quota(user), self._view.held(user), max_jobs=1)
@@ -104,7 +103,7 @@ class Submission:
             is_admin = self._view.is_admin(user) or not self._has_users
             refuse_second_service(request.config, self._view.offers(), is_admin=is_admin)
         fork_of, fork_dir = await self.origins.fork(user, request)
-        followed = self.origins.followed(user, request)
+        followed = await self.origins.followed(user, request)
         adapters = await self.origins.adapters(user, request)
         blank = JobRecord(
             job=job,
@@ -144,7 +143,7 @@ class Submission:
         Raises StateError if the job has started, and what `submit` raises.
         """
         async with self.lock(user):
-            record = self._view.get(user, request.job)
+            record = await self._view.get(user, request.job)
             config = merged(record.config, request.config)
             if record.configured:
                 return _already(record, config)
@@ -214,7 +213,7 @@ class Submission:
             "output_roots": [str(root) for root in roots],
             "fork_dir": fork_dir,
             "adapters": await asyncio.to_thread(pin_adapters, record.adapters, run_dir),
-            "judge": self._judge(record.user, config.env.reward),
+            "judge": await self._judge(record.user, config.env.reward),
         }
         return record.model_copy(update=fields)
 
@@ -239,11 +238,11 @@ class Submission:
     def _has_users(self) -> bool:
         return self._broker.user != DEFAULT_USER
 
-    def _judge(self, user: str, reward: RewardConfig) -> str | None:
+    async def _judge(self, user: str, reward: RewardConfig) -> str | None:
         """Return the job that judges episodes through the broker; ConfigError if it cannot."""
         if reward.judge is None or reward.url is not None:
             return None
-        record = self._view.get(user, reward.judge)
+        record = await self._view.get(user, reward.judge)
         if record.kind != "infer" or is_final(record):
             raise ConfigError(
                 f"env.reward.judge={reward.judge}: job {record.name} is of kind {record.kind} and "
@@ -256,22 +255,20 @@ class Submission:
         """Return the folder for the runs of a user; a pool without users has one for all."""
         return "" if user == DEFAULT_USER and not self._has_users else user
 
-    def _taken(self, user: str, job: str) -> set[str]:
-        """Return the names of a user's other runs."""
-        mine = self._view.find(user, job)
-        taken = self._view.names(user) - {mine.name if mine else None}
-        return taken | {name for owner, name in self._names if owner == user}
+    def _is_taken(self, user: str, job: str, name: str) -> bool:
+        """Whether another run of the user has a name."""
+        return self._view.owner_of(user, name) not in (None, job) or (user, name) in self._names
 
     async def _free_name(self, user: str, job: str, config: Mapping[str, Any]) -> str:
         """Return the configured name if no other run has it, else a new one."""
-        taken = self._taken(user, job)
         name = config.get("name")
         if name is None:
-            return next(made for _ in iter(int, 1) if (made := run_name(dict(config))) not in taken)
+            made = (run_name(dict(config)) for _ in iter(int, 1))
+            return next(one for one in made if not self._is_taken(user, job, one))
         check_name(name)
-        if name in taken:
+        if self._is_taken(user, job, name):
             await self._view.refresh()  # the run that had it may have been deleted just now
-        if name in self._taken(user, job):
+        if self._is_taken(user, job, name):
             raise StateError(
                 f"there is a run named {name!r} already",
                 hint=f"go on with it (`tinkermq resume {name}`), or choose another name",

@@ -172,7 +172,8 @@ def missing(name: CheckpointName, known: StoredCheckpoint | None = None) -> NotF
     if known is not None and (known.gone == "expired" or not known.gone):
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(known.expires))
         return NotFoundError(
-            f"the checkpoint {name} has expired", hint=f"its time was over at {when} UTC"
+            f"the checkpoint {name} has expired: its time was over at {when} UTC",
+            hint="save it anew, with a longer ttl_seconds or without",
         )
     if known is not None:
         return NotFoundError(f"the checkpoint {name} was deleted", hint="save it anew")

@@ -8,6 +8,7 @@ under a new number.
 import asyncio
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import structlog
 from numpy.typing import NDArray
 
+from ....broker.client.parts import PartsService
 from ....broker.client.rpc import RequestContext
 from ....schemas.tinker.operation import OperationResult
 from ....schemas.tinker.sampling import AwaitSample, SampleRequest, SamplerName, SampleTaken
@@ -27,9 +29,10 @@ from ..applying import as_failure
 from ..shares import Shares
 from ..states import STATES
 from ..wire.sampling import SampleBody, Sampled, write_samples
+from .answering import PathAnswers
 from .engines import SampledAdapters
+from .metered import MeteredEngine
 from .open_engine import SampledBase, open_engine
-from .places import FairPlaces
 from .snapshots import Snapshot, Snapshots
 
 MAX_OPEN = 4096
@@ -75,14 +78,26 @@ class Sampler:
         self._snapshots = snapshots
         at_once = context.config.tinker.sampled_at_once
         self._adapters = SampledAdapters(base.engine, at_once, snapshots.fetch, snapshots.free)
-        self._places = FairPlaces(context.config.generator.max_requests)
-        self._tokens: dict[str, int] = {}
-        weights = self._places.turns.weights
-        self._shares = Shares(context, weights, lambda: self._tokens, sampler=context.name)
+        self._metered = MeteredEngine(base.engine, context.config.generator.max_requests)
+        weights, tokens = self._metered.weights, self._metered.tokens
+        self._shares = Shares(context, weights, lambda: tokens, sampler=context.name)
+        self._parts = PartsService(context.broker, context.service)
+        self._answers = PathAnswers(
+            context.config.model,
+            self._metered,
+            self._adapters,
+            self._admitted,
+            max_context=base.max_context,
+        )
         self._tokenizer: Any = base.tokenizer
         self._vocab = base.vocab
         self._max_context = base.max_context
         self._open: dict[str, OrderedDict[str, _Open]] = {}
+
+    @property
+    def tokens(self) -> Mapping[str, int]:
+        """Computed for each user so far."""
+        return self._metered.tokens
 
     async def run(self) -> None:
         """Serve until `stopping` is set."""
@@ -90,6 +105,7 @@ class Sampler:
         told = rpc("*", name, f"sampled-{self._context.name}")
         await service.endpoint("sampled", told, AwaitSample, self._result, queue=self._context.name)
         await service.endpoint("sample", rpc("*", name, "sample"), SampleRequest, self._take)
+        await self._answers.open(self._context.broker, self._parts, name)
         self._context.set_state("working")
         following = asyncio.create_task(self._shares.follow(), name="shares")
         try:
@@ -107,6 +123,7 @@ class Sampler:
                 continue
             swept = time.monotonic()
             self._sweep()
+            self._answers.forget_idle()
             self._context.numbers["adapters"] = float(self._adapters.num_held)
             if (failure := self._engine.failure) is not None:
                 raise failure
@@ -131,10 +148,8 @@ class Sampler:
                     f"user {context.user!r} has {MAX_OPEN:,} samples under way",
                     hint="wait for some of them",
                 )
-            self._shares.check(context.user)
-            self._count(context.user, 0)  # so that the quota is asked for, too
             body = SampleBody.parse(request.body)
-            snapshot = await self._find(context.user, request.source)
+            snapshot = await self._admitted(context.user, request.source)
             if (found := mine.get(request.request)) is None:  # not sent again meanwhile
                 work = asyncio.create_task(self._done(context.user, body, snapshot), name="sample")
                 found = mine[request.request] = _Open(work, body.num_samples)
@@ -171,8 +186,13 @@ class Sampler:
             if not mine:
                 del self._open[user]
 
-    async def _find(self, user: str, source: str) -> Snapshot | None:
-        """Return what a user's samples are drawn with, None for the base; raises NotFoundError."""
+    async def _admitted(self, user: str, source: str) -> Snapshot | None:
+        """Return what a user's samples are drawn with, None for the base.
+
+        Raises NotFoundError, and ExhaustedError for a user who has no tokens left.
+        """
+        self._shares.check(user)
+        self._metered.count(user, 0)  # so that the quota is asked for, too
         name = SamplerName("-", 0, source)
         if name.base is None:
             return await self._snapshots.find(user, name)
@@ -205,7 +225,7 @@ class Sampler:
             try:
                 made = await asyncio.gather(*drawn)
                 scores = await scored
-                self._count(user, len(prompt))
+                self._metered.count(user, len(prompt))
             finally:
                 for number, one in enumerate(drawn):
                     if not one.done():
@@ -214,21 +234,16 @@ class Sampler:
                     one.cancel()
         return write_samples(made, scores, with_logprobs=bool(body.prompt_logprobs))
 
-    def _count(self, user: str, tokens: int) -> None:
-        self._tokens[user] = self._tokens.get(user, 0) + tokens
-
     async def _scored(
         self, user: str, prompt: NDArray[np.int32], body: SampleBody, adapter: str
     ) -> PromptScores | None:
         if not (body.prompt_logprobs or body.topk_prompt_logprobs):
             return None
-        async with self._places.place(user, len(prompt)):
-            return await self._engine.score(
-                prompt,
-                request_id=f"{id(body):x}-prompt",
-                top_k=body.topk_prompt_logprobs,
-                adapter=adapter,
-            )
+        top_k = body.topk_prompt_logprobs
+        name = f"{id(body):x}-prompt"
+        return await self._metered.score(
+            user, prompt, request_id=name, top_k=top_k, adapter=adapter
+        )
 
     async def _one(
         self, user: str, prompt: NDArray[np.int32], body: SampleBody, number: int, adapter: str
@@ -245,23 +260,21 @@ class Sampler:
                 self._engine.cancel(request)
 
         most = min(params.max_tokens or room, room)
-        async with self._places.place(user, len(prompt) + most) as place:
-            made = await self._engine.generate(
-                prompt,
-                Sampling(
-                    max_new_tokens=most,
-                    temperature=params.temperature,
-                    top_p=params.top_p,
-                    top_k=max(params.top_k, 0),
-                    stop_token_ids=ids,
-                    seed=None if params.seed is None else params.seed + number,
-                ),
-                request_id=request,
-                on_token=look if texts else None,
-                adapter=adapter,
-            )
-            place.tokens = len(prompt) + len(made.token_ids)
-        self._count(user, len(made.token_ids))
+        made = await self._metered.generate(
+            user,
+            prompt,
+            Sampling(
+                max_new_tokens=most,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                top_k=max(params.top_k, 0),
+                stop_token_ids=ids,
+                seed=None if params.seed is None else params.seed + number,
+            ),
+            request_id=request,
+            on_token=look if texts else None,
+            adapter=adapter,
+        )
         ended = "length" if made.finish_reason == "length" and not stream.stopped else "stop"
         return Sampled(made.token_ids, made.logprobs, ended)
 

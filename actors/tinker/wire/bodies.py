@@ -26,6 +26,8 @@ class TinkerBody(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, hide_input_in_errors=False)
     defaults: ClassVar[dict[str, Any]] = {}
     """Further keys that are taken with one value only, as they then change nothing."""
+    remedies: ClassVar[dict[str, str]] = {}
+    """What to do instead of sending another, where that is more than to leave it out."""
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -38,9 +40,8 @@ class TinkerBody(BaseModel):
         for name, one in (body.model_extra or {}).items():
             unset = one is None or name in _NO_EFFECT
             if not unset and (name not in cls.defaults or cls.defaults[name] != one):
-                raise ConfigError(
-                    f"{name}={one!r} is not offered here", hint=f"leave {name} out of the request"
-                )
+                hint = cls.remedies.get(name, f"leave {name} out of the request")
+                raise ConfigError(f"{name}={one!r} is not offered here", hint=hint)
         return body
 
 

@@ -69,6 +69,10 @@ class SampleBody(TinkerBody):
         "prompt_alt_tokens_k": 0,
         "record_stability_info": False,
     }
+    remedies: ClassVar[dict[str, str]] = {
+        "record_stability_info": "it is for loss_fn stable_reinforce, which is not offered either: "
+        "train with loss_fn=importance_sampling, ppo or cispo"
+    }
     sampling_session_id: str
     seq_id: int
     prompt: PromptBody

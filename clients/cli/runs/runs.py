@@ -52,7 +52,7 @@ def ps(
     Parameters
     ----------
     all
-        Also runs that have ended.
+        Also runs that have ended, archived ones included.
     everyone
         Those of all users, for admins.
     archived
@@ -62,7 +62,7 @@ def ps(
     async def work(pool: Pool) -> tuple[list[dict[str, Any]], str]:
         listed = pool.everybodys_jobs if everyone else pool.list_jobs
         records = await listed(all=all or archived)
-        records = [one for one in records if (one.archived is not None) == archived]
+        records = [one for one in records if one.archived is not None or not archived]
         told = asyncio.create_task(_told(pool)) if not common.json else None
         rows = await asyncio.gather(*(_row(pool, record) for record in records))
         return list(rows), "" if told is None else await told

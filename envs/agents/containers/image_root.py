@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....schemas.wire.errors import SandboxError
-from ..programs.folders import remove_tree
+from ..programs.folders import is_own_folder, remove_tree
 
 _TOOLS = ("podman", "docker")
 _PREFIX = "tinkermq-image-"
@@ -209,7 +209,7 @@ def _held(folder: Path, *, exclusive: bool) -> int:
 def _sweep(mine: Path) -> None:
     """Remove images that no host of this user holds any more."""
     for left in mine.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
-        if left != mine and not left.is_symlink() and left.stat().st_uid == os.getuid():
+        if left != mine and is_own_folder(left):
             with _unused(left) as is_unused:
                 if is_unused:
                     _remove(left)

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, cast
 
 from ....schemas.images import encoded_image
 from ....schemas.wire.errors import DataError, TinkermqError
 from ..messages import CanonicalMessage, Picture, joined
 from .neutral import asks_nothing
+
+_TEXT, _FLAG, _LIST = (str, NoneType), (bool, NoneType), (list, NoneType)
+"""Made once: each call of the model is read field by field."""
 
 
 class RequestError(TinkermqError):
@@ -63,7 +67,7 @@ class Fields:
             raise RequestError(f"{place or 'the body'} is no object", param=place)
         self._value = cast("dict[str, Any]", value)
         self._place = place
-        self._read = set[str]()
+        self._read: set[str] = set()
 
     def name(self, key: str) -> str:
         """Return a field's name from the body on."""
@@ -77,14 +81,14 @@ class Fields:
     def text(self, key: str, default: str = "") -> str:
         """Return a text; null and missing are the default."""
         value = self.any(key)
-        if not isinstance(value, str | None):
+        if not isinstance(value, _TEXT):
             raise self._wrong(key, "a text")
         return default if value is None else value
 
     def flag(self, key: str) -> bool:
         """Return a truth value; null and missing are false."""
         value = self.any(key)
-        if not isinstance(value, bool | None):
+        if not isinstance(value, _FLAG):
             raise self._wrong(key, "true or false")
         return bool(value)
 
@@ -100,7 +104,7 @@ class Fields:
     def items(self, key: str) -> list[Any]:
         """Return a list; null and missing are empty."""
         value = self.any(key)
-        if not isinstance(value, list | None):
+        if not isinstance(value, _LIST):
             raise self._wrong(key, "a list")
         return cast("list[Any]", value or [])
 
@@ -139,7 +143,7 @@ TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", 
 def content_of(fields: Fields, key: str = "content") -> tuple[str | Picture, ...]:
     """Read texts and images: a text, null, or a list of parts."""
     value = fields.any(key)
-    if isinstance(value, str | None):
+    if isinstance(value, _TEXT):
         return (value,) if value else ()
     return joined(part_of(part) for part in fields.objects(key))
 

@@ -174,8 +174,17 @@ def check_shown(key: str, value: str) -> Path:
 def _sweep(folder: Path) -> None:
     """Remove what hosts of this user left behind that were killed."""
     for left in folder.glob(f"{_PREFIX}*"):
-        if not left.is_symlink() and left.stat().st_uid == os.getuid() and not _is_locked(left):
+        if is_own_folder(left) and not _is_locked(left):
             remove_tree(left)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Whether there is a folder of this user; its host may end and remove it at any moment."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _is_locked(folder: Path) -> bool:

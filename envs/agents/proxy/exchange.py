@@ -52,6 +52,33 @@ class BodyRoom:
         self._left += num_bytes
 
 
+class Hangup:
+    """Tells whoever answers a connection's request that the connection was lost.
+
+    A server of ours puts it into the scope's state: waiting for ASGI's own word takes a task.
+    """
+
+    NAME = "hangup"
+    """Its key there."""
+
+    def __init__(self) -> None:
+        """Begin with a connection that stands."""
+        self.call: Callable[[], object] | None = None
+        self._is_lost = False
+
+    def lost(self) -> None:
+        """Take note of the loss, and tell it."""
+        self._is_lost = True
+        if self.call is not None:
+            self.call()
+
+    def watch(self, call: Callable[[], object]) -> None:
+        """Call this at the loss: now, if it is lost already."""
+        self.call = call
+        if self._is_lost:
+            call()
+
+
 class HttpExchange:
     """A request that is being answered."""
 
@@ -73,6 +100,7 @@ class HttpExchange:
         self._query: bytes = scope["query_string"]
         self._receive = receive
         self._send = send
+        self._hangup: Hangup | None = scope.get("state", {}).get(Hangup.NAME)
         self._watching: asyncio.Task[None] | None = None
 
     def asked(self, name: str) -> str:
@@ -111,16 +139,24 @@ class HttpExchange:
     def watch(self, wake: Callable[[], object]) -> None:
         """From now on notice when the program goes away, and call `wake` then."""
 
-        async def wait() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
+        def gone() -> None:
             self.is_gone = True
             wake()
 
-        self._watching = asyncio.create_task(wait(), name="watch a program's connection")
+        async def wait() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        if self._hangup is not None:
+            self._hangup.watch(gone)
+        else:
+            self._watching = asyncio.create_task(wait(), name="watch a program's connection")
 
     def unwatch(self) -> None:
         """Watch no more."""
+        if self._hangup is not None:
+            self._hangup.call = None
         if self._watching is not None:
             self._watching.cancel()
 

@@ -1,6 +1,6 @@
 """What has been told of one answer: all its parts together, whoever they came from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ....schemas.agent import CallDelta, CallPart
 from ..dialects.answer import Answered
@@ -10,10 +10,10 @@ from ..dialects.answer import Answered
 class GatheredChoice:
     """One choice as far as it has come."""
 
-    texts: list[str] = field(default_factory=list[str])
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    versions: list[int] = field(default_factory=list[int])
+    texts: list[str]
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
     finish: Answered | None = None
 
     def add(self, delta: CallDelta) -> None:
@@ -44,7 +44,7 @@ class GatheredAnswer:
         """Begin with nothing."""
         self.head: CallPart | None = None
         """The first part that told anything."""
-        self.choices = [GatheredChoice() for _ in range(num_choices)]
+        self.choices = [GatheredChoice([], [], [], []) for _ in range(num_choices)]
         self.calls: list[int] = []
         """Numbers of the choices among the episode's calls, once it is whole."""
         self.delivery = 0

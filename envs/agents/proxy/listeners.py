@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from ....schemas.wire.errors import ConfigError, StorageError
+from .exchange import Hangup
 
 try:
     from uvicorn.config import Config
@@ -146,7 +147,8 @@ class _ProxyConnection(_Protocol):
     """One connection, which knows what it waits for and since when."""
 
     def __init__(self, listeners: ProxyListeners, config: Config, state: ServerState) -> None:
-        super().__init__(config, state, {})
+        self._hangup = Hangup()
+        super().__init__(config, state, {Hangup.NAME: self._hangup})
         self._all, self._times = listeners.connections, listeners.times
         self._since = time.monotonic()
         self._num_bytes = 0
@@ -164,6 +166,7 @@ class _ProxyConnection(_Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.discard(self)
         super().connection_lost(exc)
+        self._hangup.lost()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():

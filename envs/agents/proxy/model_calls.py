@@ -67,7 +67,7 @@ class ModelCalls:
             if asked.previous:
                 await self._asker.look_up(asked.previous)
             request = await aside(_request, opened, asked, is_marked, tokens)
-            call = RunningCall(self._asker, opened, request)
+            call = RunningCall(self._asker, opened, request, len(raw))
             opened.calls.add(digest, call)
         reading = AnswerReading(api, asked, call.request.request, token_ids=tokens)
         try:
@@ -84,7 +84,7 @@ class ModelCalls:
         asked, _, _ = await aside(_read, raw, MESSAGES)
         request = await aside(_request, opened, replace(asked, stream=False), False, False)
         counting = request.model_copy(update={"count_only": True})
-        call = RunningCall(self._asker, opened, counting)
+        call = RunningCall(self._asker, opened, counting, len(raw))
         try:
             with call.listening() as woken:
                 exchange.watch(woken.set)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .open_episodes import EpisodeSubjects, OpenEpisode
 
 _LARGE = 64 << 10
-"""Characters of a request that is packed in a thread: the loop serves others meanwhile."""
+"""Bytes of a request that is packed in a thread: the loop serves others meanwhile."""
 _PASSING = (NobodyAnswersError, DeadlineError, BrokerError, ConflictError)
 _LASTING = (DeniedError, LogInRefusedError)
 
@@ -67,10 +67,9 @@ class CallAsker:
     times: ProxyTimes
     inbox: SharedInbox
 
-    async def packed(self, request: CallRequest) -> bytes:
-        """Return a request as a message; TooLarge for what none holds."""
-        size = sum(len(part) for message in request.messages for part in message.content)
-        large = size > _LARGE
+    async def packed(self, request: CallRequest, num_bytes: int) -> bytes:
+        """Return a request that came in `num_bytes` as a message; TooLarge for what none holds."""
+        large = num_bytes > _LARGE
         payload = await asyncio.to_thread(request.to_bytes) if large else request.to_bytes()
         if len(payload) > self.broker.max_payload_bytes:
             raise TooLarge(
@@ -115,8 +114,10 @@ class CallAsker:
 class RunningCall:
     """One call of an episode's program."""
 
-    def __init__(self, asker: CallAsker, opened: "OpenEpisode", request: CallRequest) -> None:
-        """Begin to ask."""
+    def __init__(
+        self, asker: CallAsker, opened: "OpenEpisode", request: CallRequest, num_bytes: int
+    ) -> None:
+        """Begin to ask what came in a body of `num_bytes`."""
         self.answer = GatheredAnswer(request.num_choices)
         self.error: TinkermqError | None = None
         self.request = request
@@ -124,6 +125,7 @@ class RunningCall:
         """Whether a program has all of it."""
         self._asker = asker
         self._opened = opened
+        self._num_bytes = num_bytes
         self._listeners: set[asyncio.Event] = set()
         self._task = asyncio.create_task(self._run(), name="a program's call")
 
@@ -220,7 +222,7 @@ class RunningCall:
         """Ask once; ends early when somebody else, who has it later, answers behind the first."""
         request = self.request if not attempt else self._again(attempt)
         source = -1
-        payload = await self._asker.packed(request)
+        payload = await self._asker.packed(request, self._num_bytes)
         subjects, delivery = self._opened.subjects, self.answer.delivery
         asking = self._asker.parts(subjects, request.request, payload, delivery)
         async with aclosing(asking) as parts:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from ..messages import CanonicalMessage
+from ..messages import CanonicalMessage, quotes
 
 Change: TypeAlias = Literal[
     "text",
@@ -28,9 +28,6 @@ Change: TypeAlias = Literal[
     "apart",
 ]
 """What a program has made of an answer, or of the history before a call."""
-
-MIN_QUOTE = 16
-"""Characters of an answer that, found in another message, tell that it was read."""
 
 
 @dataclass(eq=False)
@@ -193,18 +190,6 @@ def _changed(reply: CanonicalMessage, echo: CanonicalMessage) -> Iterator[Change
             yield "arguments"
         if mine.id != told.id:
             yield "ids"
-
-
-def quotes(history: Sequence[CanonicalMessage], reply: CanonicalMessage) -> bool:
-    """Whether messages hold an answer: its text, or the id of one of its calls."""
-    ids = {call.id for call in reply.calls if call.id}
-    text = reply.text.strip()
-    return any(
-        (len(text) >= MIN_QUOTE and text in message.text)
-        or message.call_id in ids
-        or any(call.id in ids for call in message.calls)
-        for message in history
-    )
 
 
 def _begins(history: Sequence[CanonicalMessage], path: Sequence[CanonicalMessage]) -> bool:

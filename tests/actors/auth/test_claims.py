@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tinkermq.actors.auth.claims import ClaimIssuer, LoginRequest, read_request
-from tinkermq.actors.auth.store_proxy import read_request as read_door_request
+from tinkermq.actors.auth.store_proxy import read_request as read_stored_request
 from tinkermq.actors.auth.store_proxy import read_subject
 from tinkermq.broker.users.guests import Guest
 from tinkermq.broker.users.permissions import user_permissions
@@ -79,18 +79,18 @@ def test_an_answer_is_signed_and_names_server_and_connection() -> None:
         ),
     ],
 )
-def test_the_subject_tells_who_asks_the_door_for_what(subject: str, told: object) -> None:
+def test_the_subject_tells_who_asks_the_store_proxy_for_what(subject: str, told: object) -> None:
     assert read_subject(subject) == told
 
 
-def test_the_door_writes_requests_anew() -> None:
+def test_the_store_proxy_writes_requests_anew() -> None:
     given_ = {"seq": 5, "next_by_subj": "a.>", "batch": 10**9, "multi_last": [">"], "x": 1}
-    assert json.loads(read_door_request(json.dumps(given_).encode())) == {
+    assert json.loads(read_stored_request(json.dumps(given_).encode())) == {
         "seq": 5,
         "next_by_subj": "a.>",
         "batch": 1000,
     }
-    assert json.loads(read_door_request(b'{"seq": "1", "batch": -1}')) == {"seq": 1}
+    assert json.loads(read_stored_request(b'{"seq": "1", "batch": -1}')) == {"seq": 1}
     for payload in (b"", b"[]", b"nonsense", b"\xff"):
         with pytest.raises(MessageError):
-            read_door_request(payload)
+            read_stored_request(payload)

@@ -158,6 +158,7 @@ async def test_a_flood_that_breaks_the_connection_of_requests_breaks_nothing_els
         lost = asyncio.Event()
         assert pool.auth_broker is not None
         pool.auth_broker.on_disconnect(lost.set)
+        assert pool.server.port is not None
         address = ("127.0.0.1", pool.server.port, pool.keys["mallory"])
         with await asyncio.to_thread(opened, *address) as connection:
             for _ in range(64):  # nobody reads meanwhile: the auth service shares this loop

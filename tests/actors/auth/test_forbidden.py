@@ -22,6 +22,7 @@ from tinkermq.schemas.job import JobReply, StopRequest
 from tinkermq.schemas.wire.errors import BrokerError, NotFoundError, TinkermqError
 from tinkermq.schemas.wire.subjects import AUDIT, JobScope, acting, rpc
 
+from tests.support.models import bytes_of
 from tests.support.secured import REFUSED, SecuredPool, environment, refused_listen, refused_publish
 from tests.support.strategies import make_group
 
@@ -39,7 +40,7 @@ async def test_the_owner_reads_all_of_it(pool: SecuredPool, job: JobScope) -> No
     store = WeightStore(ada, job)
     manifest = await store.latest()
     assert manifest is not None
-    assert bytes((await store.fetch(manifest))["w"].data) == np.ones(4, np.float32).tobytes()
+    assert bytes_of((await store.fetch(manifest))["w"]) == np.ones(4, np.float32).tobytes()
     async with aclosing(RolloutLog(ada, job).read()) as entries:
         assert (await anext(entries)).number == 0
     assert await RolloutLog(ada, job).append(make_group(77))

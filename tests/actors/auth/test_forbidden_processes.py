@@ -12,7 +12,7 @@ from tinkermq.broker.rollouts import RolloutLog
 from tinkermq.broker.tasks import TaskQueue
 from tinkermq.broker.weights.store import WeightStore
 from tinkermq.schemas.wire.errors import BrokerError
-from tinkermq.schemas.wire.subjects import JobScope, rpc
+from tinkermq.schemas.wire.subjects import BUCKET_EVALS, JobScope, rpc
 
 from tests.support.secured import REFUSED, SecuredPool, refused_listen, refused_publish
 
@@ -77,7 +77,8 @@ async def test_the_processes_of_one_job_reach_no_other_job(
         for subject in (job.rollout(9), job.env_reset, f"$KV.tmq-actors.{job.key}.x"):
             await refused_publish(process, subject)
         await refused_publish(process, f"$JS.API.DIRECT.GET.{job.stream_rollout}", b"{}")
-        await refused_listen(process, job.rollout("*"))
+        for heard in (job.rollout("*"), f"$KV.{BUCKET_EVALS}.{job.key}.>", f"$KV.{BUCKET_EVALS}.>"):
+            await refused_listen(process, heard)
         with pytest.raises(BrokerError, match=REFUSED):
             await JobStore(process).find_by_id("ada", job.job)
 

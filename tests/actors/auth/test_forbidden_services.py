@@ -39,7 +39,9 @@ from tests.support.waiting import eventually
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) -> None:
+async def test_the_store_proxy_reads_and_writes_ones_own_only(
+    job: JobScope, mallory: Broker
+) -> None:
     place = rpc("mallory", "store", "get")
     for stream, subject in (
         ("KV_tmq-users", "$KV.tmq-users.user.mallory"),
@@ -82,7 +84,7 @@ async def test_the_door_opens_for_ones_own_only(job: JobScope, mallory: Broker) 
         await mallory.publish(subject, b"")
 
 
-async def test_what_the_door_refuses_is_written_down(
+async def test_what_the_store_proxy_refuses_is_written_down(
     pool: SecuredPool, job: JobScope, mallory: Broker
 ) -> None:
     await mallory.request(rpc("mallory", "store", "get.tmq-audit"), b'{"seq":1}')

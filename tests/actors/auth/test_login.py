@@ -72,6 +72,7 @@ async def test_a_user_gets_in_with_the_own_key_and_learns_who_he_is(pool: Secure
     ada = await pool.user("ada")
     told = (await ask_users(ada, "me", Empty(), UserReply)).user
     assert (told.user, told.role, told.revoked) == ("ada", "user", None)
+    assert told.expires is not None
     assert told.expires > time.time()
 
 

@@ -20,6 +20,7 @@ from tinkermq.broker.weights.store import TensorBytes, WeightStore
 from tinkermq.schemas.wire.errors import NotFoundError
 from tinkermq.schemas.wire.subjects import JobScope
 
+from tests.support.models import bytes_of
 from tests.support.waiting import PATIENCE_S
 
 MEET_S = 1.0
@@ -29,7 +30,7 @@ DiesAt = Literal["placed", "met"]
 
 def digest(tensors: dict[str, TensorBytes]) -> str:
     """Return a digest of all bytes, in order."""
-    return hashlib.sha256(b"".join(bytes(one.data) for one in tensors.values())).hexdigest()
+    return hashlib.sha256(b"".join(bytes_of(one) for one in tensors.values())).hexdigest()
 
 
 async def newest(store: WeightStore, version: int = -1) -> tuple[int, dict[str, TensorBytes]]:

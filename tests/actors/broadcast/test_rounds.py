@@ -21,6 +21,7 @@ from tinkermq.schemas.wire.errors import BrokerError, ConfigError, DeadlineError
 from tinkermq.schemas.wire.subjects import JobScope
 
 from tests.actors.broadcast.receiving import MEET_S, DiesAt, die, follow, newest, processes
+from tests.support.models import bytes_of
 from tests.support.waiting import AFTER_PATIENCE_S, until
 
 
@@ -85,11 +86,14 @@ async def join(
 
 
 async def fetched(store: WeightStore, manifest: Manifest) -> bytes:
-    return b"".join(bytes(one.data) for one in (await store.fetch(manifest)).values())
+    return b"".join(bytes_of(one) for one in (await store.fetch(manifest)).values())
 
 
 def group_of(store: WeightStore) -> str:
-    return store._receiver._group.name
+    receiver = store._receiver
+    assert isinstance(receiver, BroadcastReceiver)
+    assert receiver._group is not None
+    return receiver._group.name
 
 
 async def test_all_get_the_same_bits_and_their_group_is_used_again(learner, join) -> None:
@@ -195,7 +199,7 @@ async def test_a_learner_started_again_has_what_it_was_asked_to_keep_and_makes_t
     await learner.publish(4)
     version, tensors = await waiting
     assert version == 4
-    assert b"".join(bytes(one.data) for one in tensors.values()) == learner.published[4]
+    assert b"".join(bytes_of(one) for one in tensors.values()) == learner.published[4]
     await learner.store.remove(1)
     with pytest.raises(NotFoundError, match="version 1 is not in the learner's memory"):
         await store.fetch(kept)
@@ -263,7 +267,9 @@ async def test_any_order_of_joins_losses_and_damage_ends_in_equal_bits_or_in_a_r
         elif what == "fetch":
             await asyncio.gather(*(check(one, manifests[-1]) for one in some))
         elif what == "old":
-            await asyncio.gather(*(check(one, draw.choice(manifests)) for one in some))
+            await asyncio.gather(
+                *(check(one, manifests[draw.integers(len(manifests))]) for one in some)
+            )
         elif what == "join":
             stores.append(await join())
         elif what == "leave" and some:

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from tinkermq.actors.gateway.openai.routes import routes
+from tinkermq.actors.gateway.tinker.trainers import Trainers
 from tinkermq.broker.client.connection import Broker
 
 from tests.support.waiting import until
@@ -30,10 +31,9 @@ class OneUser:
 @asynccontextmanager
 async def serving(broker: Broker) -> AsyncIterator[str]:
     """Yield the base URL of a gateway that has nothing but OpenAI's endpoints."""
-    app = Starlette(routes=routes(OneUser(broker)))
+    app = Starlette(routes=routes(OneUser(broker), Trainers()))
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
-    server.install_signal_handlers = lambda: None
     running = asyncio.create_task(server._serve(), name="gateway")
     try:
         await until(lambda: server.started or running.done(), "the gateway to listen")

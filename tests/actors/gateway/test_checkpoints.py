@@ -14,6 +14,7 @@ from tests.actors.gateway.test_records import record
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
+    folder = tmp_path
     for step in (3, 12):
         folder = tmp_path / "run" / "checkpoints" / f"step_{step:06d}"
         (folder / "learner").mkdir(parents=True)

@@ -246,6 +246,7 @@ async def test_a_stream_that_breaks_says_so(
     canned.fails_late = BusyError("the engine is gone")
     *_, last = [event async for event in await responses.responses.create(**ASKED, stream=True)]
     assert last.type == "response.failed"
+    assert last.response.error is not None
     assert last.response.error.message == "the engine is gone"
     with pytest.raises(anthropic.APIError, match="the engine is gone"):
         await message(messages, stream=True)

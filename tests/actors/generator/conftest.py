@@ -7,7 +7,7 @@ loop.
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import pytest
 import pytest_asyncio
@@ -86,7 +86,8 @@ async def in_vllm() -> AsyncIterator[InVllm]:
     async def get(folder: Path) -> "VllmModel":
         if folder not in started:
             sees = sees_images(load_model_config(str(folder)))
-            started[folder] = await load_base(configured(folder), [ADAPTER] if sees else [])
+            base = await load_base(configured(folder), [ADAPTER] if sees else [])
+            started[folder] = cast("VllmModel", base)
             started[folder].own()
         return started[folder]
 

@@ -45,7 +45,9 @@ def chat_of(template: str, **kwargs: object) -> ChatTokenizer:
 
 
 def text_of(chat: ChatTokenizer, ids: np.ndarray) -> str:
-    return chat._tokenizer.decode(ids.tolist())
+    text = chat._tokenizer.decode(ids.tolist())
+    assert isinstance(text, str)
+    return text
 
 
 def ids_of(chat: ChatTokenizer, text: str) -> list[int]:

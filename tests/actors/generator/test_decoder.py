@@ -2,25 +2,21 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tinkermq.actors.generator.engine.transformers.decoder import SlotDecoder, load_decoder
 from tinkermq.schemas.wire.errors import ModelError
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import PreTrainedModel
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.support.models import make_tiny_model
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 264,
     "hidden_size": 32,
     "intermediate_size": 32,
@@ -76,7 +72,7 @@ def test_models_without_full_attention_are_refused(model: PreTrainedModel, tmp_p
 def test_a_model_whose_attention_is_more_than_causal_is_refused(tmp_path: Path) -> None:
     config = Gemma2Config(**SMALL, layer_types=["full_attention"] * 2, attn_logit_softcapping=1e-3)
     torch.manual_seed(0)
-    model = Gemma2ForCausalLM(config)
+    model: Any = Gemma2ForCausalLM(config)
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.q_proj.weight)
         torch.nn.init.normal_(layer.self_attn.k_proj.weight)

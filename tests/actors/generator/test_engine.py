@@ -10,6 +10,7 @@ from tinkermq.actors.generator.engine.engine import Drawn, Engine, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import (
     TransformersEngine,
 )
+from tinkermq.actors.models.tiny_model import TinyKind
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.actors.generator.conftest import BLOCK_TOKENS, EngineKind
@@ -23,7 +24,7 @@ MAX_SLOTS, MAX_CONTEXT = 8, 160
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
 async def test_greedy_tokens_of_other_models_are_those_of_generate(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: TinyKind
 ) -> None:
     folder = make_tiny_model(tmp_path, kind)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -53,7 +54,7 @@ async def check_greedy(engine: Engine, model: PreTrainedModel) -> float:
     differences: list[float] = []
     for prompt, result in zip(prompts, results, strict=True):
         ids = torch.from_numpy(prompt.astype(np.int64))[None]
-        expected = model.generate(
+        expected: torch.Tensor = model.generate(  # pyright: ignore[reportCallIssue]  its mixin's
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=16,
@@ -142,7 +143,7 @@ async def test_cached_prefixes_give_way_to_newer_ones(folder: Path) -> None:
         str(folder), max_slots=4, max_context=64, prefix_cache_bytes=100 * 2 * 2 * 2 * 16 * 4
     )
     for number in range(20):
-        prompt = np.arange(20) + 8 + number
+        prompt = np.arange(20, dtype=np.int32) + np.int32(8 + number)
         await engine.generate(prompt, Sampling(4), request_id="x", conversation=str(number))
     assert engine.stats().cached_prefixes == 4  # 23 of 100 tokens each
     await engine.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,14 +111,15 @@ async def test_the_prompts_of_equal_images_are_shared_and_of_others_they_are_not
     shared = len(prompt) if engine_kind == "transformers" else whole
     assert eyes.stats().reused_tokens == 2 * shared
     if engine_kind == "vllm":
-        sent = (await in_vllm(seeing))._llm.renderer.mm_processor_cache.make_stats()
+        llm: Any = (await in_vllm(seeing))._llm
+        sent = llm.renderer.mm_processor_cache.make_stats()
         again = await asyncio.gather(
             *(
                 eyes.generate(prompt, Sampling(1), request_id=str(number), images=image)
                 for number, image in enumerate(images)
             )
         )
-        more = (await in_vllm(seeing))._llm.renderer.mm_processor_cache.make_stats()
+        more = llm.renderer.mm_processor_cache.make_stats()
         assert len(again) == more.total - sent.total == more.hits - sent.hits  # none is sent again
 
 

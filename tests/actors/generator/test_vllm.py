@@ -4,13 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
 import torch
-from tinkermq.actors.generator.engine.engine import Engine, Sampling
+from tinkermq.actors.generator.engine.engine import Sampling
 from tinkermq.actors.generator.episodes.players import Base, load_base, start_engine
 from tinkermq.actors.models.job_models import config_of_folder
 from tinkermq.actors.models.lora import policy_tensors
@@ -35,7 +36,7 @@ class Pair:
 
     config: JobConfig
     base: Base
-    engine: Engine
+    engine: Any
     model: PreTrainedModel
     """The same model, to compare with."""
     processes: set[int]
@@ -98,7 +99,7 @@ async def test_more_requests_run_while_the_cache_has_room_and_fewer_after_a_pree
             for index, prompt in enumerate(prompts)
         )
     )
-    bound = engine._model._gate.concurrency
+    bound = engine._model._limit.concurrency
     limits = [bound.limit]
     while not running.done():
         limits.append(bound.limit)

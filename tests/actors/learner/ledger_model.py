@@ -10,9 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tinkermq.actors.learner.tasks.admission import min_version, num_admissible
 from tinkermq.actors.learner.tasks.batching import Candidate, StalenessPolicy, form_batch
 from tinkermq.actors.learner.tasks.ledger import Ledger
+from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.schemas.batch import DropReason
 from tinkermq.schemas.task import Task

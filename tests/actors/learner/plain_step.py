@@ -52,7 +52,7 @@ def grpo(groups: list[list[float]]) -> list[float]:
     """(R − mean) / (std + 1e-6) within each group."""
     result: list[float] = []
     for rewards in groups:
-        mean, std = np.mean(rewards), np.std(rewards, ddof=1)
+        mean, std = float(np.mean(rewards)), float(np.std(rewards, ddof=1))
         result += [(reward - mean) / (std + 1e-6) if std else 0.0 for reward in rewards]
     return result
 
@@ -126,7 +126,8 @@ def policy_loss(config: JobConfig, now: Tensor, around: Tensor, data: Episodes, 
             masked = ((a > 0) & (moved > (high or 0.2))) | ((a < 0) & (moved < -(low or 0.2)))
             weight = torch.where(masked, 0.0, 1.0)
             return -a * (now - behaviour).exp() * weight + 1e-3 * (now - behaviour) ** 2
-        case "reinforce":
+        case _:
+            assert algorithm.loss == "reinforce"
             return -a * now
 
 

@@ -1,6 +1,7 @@
 """Advantages against tables worked out by hand."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,15 @@ OUTCOME = ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "reinforce_pp_baseline"]
 
 def inputs(rewards, groups, lengths=None, **extra):
     lengths = lengths or [1] * len(rewards)
+    given: dict[str, Any] = {
+        name: torch.tensor(value) if isinstance(value, list) else value
+        for name, value in extra.items()
+    }
     return AdvantageInputs(
         rewards_S=torch.tensor(rewards, dtype=torch.float32),
         group_S=torch.tensor(groups),
         seq_N=torch.repeat_interleave(torch.arange(len(rewards)), torch.tensor(lengths)),
-        **{
-            name: torch.tensor(value) if isinstance(value, list) else value
-            for name, value in extra.items()
-        },
+        **given,
     )
 
 

@@ -6,13 +6,15 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.admission import min_version, num_admissible
 from tinkermq.actors.learner.tasks.batching import (
     BatchDecision,
     Candidate,
+    StalenessPolicy,
     form_batch,
     returns_credit,
 )
+from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
+from tinkermq.schemas.batch import DropReason
 
 
 def group(seq, oldest=0, number=None, rewards=(0.0, 1.0), **extra):
@@ -64,7 +66,7 @@ def test_of_two_groups_of_one_task_the_first_counts():
 
 
 def test_only_a_duplicate_gives_no_credit_back():
-    reasons = ["stale", "equal_rewards", "failed", "duplicate", "malformed"]
+    reasons: list[DropReason] = ["stale", "equal_rewards", "failed", "duplicate", "malformed"]
     assert [returns_credit(reason) for reason in reasons] == [True, True, True, False, True]
 
 
@@ -114,7 +116,7 @@ class Job:
     random: Random
     batch_size: int
     max_staleness: int
-    policy: str
+    policy: StalenessPolicy
     total_steps: int = 6
     version: int = 0
     num_issued: int = 0

@@ -17,7 +17,7 @@ from tinkermq.schemas.config.job import JobConfig
 from tinkermq.schemas.rollout import Group, Trajectory
 
 from tests.support.groups import make_group
-from tests.support.models import make_tiny_model
+from tests.support.models import gradients_of, make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -231,7 +231,7 @@ def test_a_step_is_the_same_with_each_call_of_a_tree_in_a_row_of_its_own(
     for split in (False, True):
         model = load_model(config.model, config.learner)
         Trainer(model, config, total_steps=10).step(assemble(random_groups(split=split)), 1)
-        gradients.append(torch.cat([weight.grad.flatten() for weight in model.parameters()]))
+        gradients.append(gradients_of(model))
     assert gradients[0].abs().max() > 0
     assert torch.allclose(*gradients, rtol=1e-4, atol=1e-7)
 

@@ -21,7 +21,7 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
 from tests.support.groups import make_group, random_group
-from tests.support.models import make_tiny_model
+from tests.support.models import gradients_of, make_tiny_model
 
 from .plain_step import Episodes, Tokens, plain_step
 
@@ -93,10 +93,6 @@ def _recorded(batch: TrainingBatch, items: list[Trajectory]) -> Episodes:
     return Episodes(items, list(range(len(items))), behaviour, list(lags.split(counts)), [])
 
 
-def _gradients(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
 def test_policy_and_critic_train_as_a_plain_implementation_does(folder: Path) -> None:
     gamma, lam, clip = 0.9, 0.8, 0.05
     algorithm = {"advantage": "gae", "gamma": gamma, "gae_lambda": lam, "correction": "none"}
@@ -123,10 +119,12 @@ def test_policy_and_critic_train_as_a_plain_implementation_does(folder: Path) ->
     plain_step(policy, policy, config, data)
 
     report = trainer.step(batch, STEP)
-    torch.testing.assert_close(_gradients(trainer.model), _gradients(policy), rtol=1e-4, atol=1e-5)
-    wanted = _gradients(critic)
+    torch.testing.assert_close(
+        gradients_of(trainer.model), gradients_of(policy), rtol=1e-4, atol=1e-5
+    )
+    wanted = gradients_of(critic)
     assert wanted.abs().max() > 1e-2
-    torch.testing.assert_close(_gradients(trainer.critic.model), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients_of(trainer.critic.model), wanted, rtol=1e-4, atol=1e-5)
     numbers = report.numbers
     assert numbers["critic/vf_loss"] == pytest.approx(float(loss.detach()))
     assert numbers["critic/values/mean"] == pytest.approx(float(before.mean()), rel=1e-5)
@@ -183,8 +181,10 @@ def test_a_turn_as_a_sample_is_trained_as_an_episode_of_its_own(
     plain_step(plain, plain, config, data)
     report = trainer.step(batch, STEP)
     assert report.numbers["training/num_samples"] == len(items)
-    assert _gradients(plain).abs().max() > 1e-4
-    torch.testing.assert_close(_gradients(trainer.model), _gradients(plain), rtol=1e-4, atol=1e-5)
+    assert gradients_of(plain).abs().max() > 1e-4
+    torch.testing.assert_close(
+        gradients_of(trainer.model), gradients_of(plain), rtol=1e-4, atol=1e-5
+    )
 
 
 def _ppo(folder: Path, **critic: Any) -> JobConfig:

@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE_S
 SCOPE = JobScope("local", "intake")
 
 
-def _intake(broker: Broker | None = None, scope: JobScope = SCOPE, **options: Any) -> Intake:
+def _intake(broker: Any = None, scope: JobScope = SCOPE, **options: Any) -> Intake:
     settings: dict[str, Any] = {
         "vocab_size": 264,
         "max_tokens": 40,

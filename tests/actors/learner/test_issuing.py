@@ -147,7 +147,10 @@ async def test_a_reservation_that_is_not_kept_is_closed(broker: Broker, scope: J
     assert entry.group.error is not None
     assert entry.group.error.code == "reservation_expired"
     assert not await log.append(make_group(group.trajectories, lost))  # too late
-    assert (await log.find(kept)).group.error is None
+    entry = await log.find(kept)
+    assert entry is not None
+    assert entry.group is not None
+    assert entry.group.error is None
 
 
 async def test_a_clients_task_that_came_to_nothing_is_published_again(

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.admission import num_admissible
 from tinkermq.actors.learner.tasks.batching import StalenessPolicy
 from tinkermq.actors.learner.tasks.ledger import MAX_TRIES, Ledger
+from tinkermq.actors.learner.tasks.staleness_gate import num_admissible
 from tinkermq.actors.learner.tasks.state import LearnerState
 from tinkermq.schemas.batch import DropReason
 from tinkermq.schemas.task import Task

@@ -20,14 +20,14 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from torch import Tensor, nn
 
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import make_tiny_model
+from tests.support.models import gradients_of, make_tiny_model
 
 from .plain_step import Episodes, grpo, m2po_kept, plain_logprobs, plain_step
 
 torch.set_num_threads(1)
 
 STEP = 3
-CUT = {"finish_reasons": ["length"]}
+CUT: dict[str, Any] = {"finish_reasons": ["length"]}
 
 
 def _config(folder: Path | str = "none", **sections: dict[str, Any]) -> JobConfig:
@@ -109,10 +109,6 @@ def _groups(num: int = 4) -> list[Group]:
     return groups
 
 
-def _gradients(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
 def _plainly(groups: list[Group], model: nn.Module, config: JobConfig, behaviour_N: Tensor) -> None:
     """Train the whole episodes alone, with the advantages that they have among all."""
     rewards = [[item.reward for item in group.sampled] for group in groups]
@@ -155,9 +151,9 @@ def test_the_gradient_is_that_of_the_whole_episodes_alone(
     batch.behaviour_N[:] = torch.cat(exact) + 0.3 * noise
     _plainly(groups, plain, config, batch.behaviour_N)
     report = Trainer(model, config, total_steps=9).step(batch, STEP)
-    wanted = _gradients(plain)
+    wanted = gradients_of(plain)
     assert wanted.abs().max() > 1e-4
-    torch.testing.assert_close(_gradients(model), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients_of(model), wanted, rtol=1e-4, atol=1e-5)
     assert batch.truncated_S.sum() == 7
     counted = [n for key, n in report.numbers.items() if key.startswith("staleness/num_tokens")]
     assert sum(counted) == batch.num_tokens
@@ -178,7 +174,7 @@ def _critic_after(folder: Path, groups: list[Group]) -> tuple[dict[str, float], 
     trainer = Trainer(load_model(config.model, config.learner), config, total_steps=9)
     assert trainer.critic is not None
     numbers = trainer.step(assemble(groups), STEP).numbers
-    return numbers, _gradients(trainer.critic.model)
+    return numbers, gradients_of(trainer.critic.model)
 
 
 def test_a_critic_does_not_see_masked_episodes(folder: Path) -> None:

@@ -11,19 +11,11 @@ from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import Scorer, load_model
 from tinkermq.schemas.config.job import LearnerConfig, ModelConfig
 from tinkermq.schemas.wire.errors import ModelError
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
+from transformers.models.mistral import MistralConfig, MistralForCausalLM
+from transformers.models.qwen3_next import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from tests.support.groups import random_group
 from tests.support.models import make_tiny_model
@@ -61,8 +53,8 @@ def _gemma(window: int) -> PreTrainedModel:
         sliding_window=window,
         final_logit_softcapping=3.0,
         query_pre_attn_scalar=16,
-        attn_implementation="sdpa",
     )
+    config._attn_implementation = "sdpa"
     return Gemma2ForCausalLM(config)
 
 
@@ -144,7 +136,7 @@ class _Leaky(MistralForCausalLM):
 
     def forward(self, *args: Any, **arguments: Any) -> Any:
         """Mix the logits of adjacent columns."""
-        output = super().forward(*args, **arguments)
+        output: Any = super().forward(*args, **arguments)
         output.logits = output.logits + output.logits.roll(1, dims=1)
         return output
 

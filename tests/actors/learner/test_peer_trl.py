@@ -4,9 +4,13 @@ Opt-in, as docs/training.md says: `pytest -m bench`, with the extra `bench`. The
 its trainer; it is called here with an object that holds just what the method reads.
 """
 
+# TRL is of the `bench` extra, which development does without.
+# pyright: reportMissingImports=false
+
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +22,7 @@ from tinkermq.actors.learner.algorithms.shaping import overlong_penalty
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # trl and accelerate warn while they are imported
     pytest.importorskip("trl", reason="compares with TRL 1.16: make bench", exc_type=ImportError)
-    from trl.rewards import get_soft_overlong_punishment
+    from trl.rewards.other_rewards import get_soft_overlong_punishment
     from trl.trainer.grpo_trainer import GRPOTrainer
 
 pytestmark = [pytest.mark.bench, pytest.mark.filterwarnings("ignore")]
@@ -59,7 +63,8 @@ def trl_loss(logprobs, old, reference, advantages_S, mask, **settings):
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     }
-    return GRPOTrainer._compute_loss(trainer, trainer.model, inputs)
+    its: Any = GRPOTrainer._compute_loss
+    return its(trainer, trainer.model, inputs)
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])

@@ -5,6 +5,9 @@ batch of random episodes with observations in their middle; verl takes it as pad
 mask.
 """
 
+# verl: not installed for development.
+# pyright: reportMissingImports=false
+
 import warnings
 from types import SimpleNamespace
 
@@ -21,6 +24,7 @@ from tinkermq.actors.learner.algorithms.corrections import (
 from tinkermq.actors.learner.algorithms.kl import kl_per_token
 from tinkermq.actors.learner.algorithms.losses import LossInputs, compute_loss
 from tinkermq.actors.learner.algorithms.values import generalized_advantage, value_loss
+from torch import Tensor
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # verl and ray warn while they are imported
@@ -324,7 +328,7 @@ def _their_loss(name, batch, current, mask, **options):
     )[0]
 
 
-def _our_loss(name, batch, current, weight_N=1.0, **options):
+def _our_loss(name, batch, current, weight_N: Tensor | float = 1.0, **options):
     inputs = LossInputs(
         batch.flat(current),
         batch.flat(batch.advantages),

@@ -1,6 +1,7 @@
 """An episode counts once, in however many rows it stands."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from tinkermq.schemas.rollout import Group, Trajectory
 from tinkermq.schemas.task import Task
 
 from tests.support.groups import make_group, make_trajectory
-from tests.support.models import make_tiny_model
+from tests.support.models import gradients_of, make_tiny_model
 
 torch.set_num_threads(1)
 
@@ -35,7 +36,7 @@ def calls_of(rng: np.random.Generator, num_calls: int) -> list[tuple[np.ndarray,
 
 
 def row(
-    calls: list[tuple[np.ndarray, np.ndarray]], trained: list[int], reward: float, **more: object
+    calls: list[tuple[np.ndarray, np.ndarray]], trained: list[int], reward: float, **more: Any
 ) -> Trajectory:
     """Return the row up to the last of the trained calls."""
     ids, mask, ends = [], [], []
@@ -72,7 +73,7 @@ def groups_of(*, split: bool) -> list[Group]:
                 continue
             rows.append(row(calls, everything[-1:], reward, episode=episode, kind="main"))
             rows += [row(calls, [n], 0.0, episode=episode) for n in everything[:-1]]
-        made = Task(task=task, seed=task, group_size=3, version=0)
+        made = Task(task=task, seed=task, group_size=3)
         groups.append(Group(task=made, trajectories=rows, source="test"))
     return groups
 
@@ -104,8 +105,7 @@ def test_a_step_is_the_same_with_each_call_in_a_row_of_its_own(
     for split in (False, True):
         model = load_model(config.model, config.learner)
         report = Trainer(model, config, total_steps=10).step(assemble(groups_of(split=split)), 1)
-        gradients = [weight.grad.flatten() for weight in model.parameters()]
-        trained.append((report.numbers, torch.cat(gradients)))
+        trained.append((report.numbers, gradients_of(model)))
     (numbers, gradient), (again, split_gradient) = trained
     assert gradient.abs().max() > 0
     assert torch.allclose(gradient, split_gradient, rtol=1e-4, atol=1e-7)

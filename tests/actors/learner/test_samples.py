@@ -43,7 +43,9 @@ def test_a_turn_that_one_episode_alone_reached_is_lone() -> None:
     long = make_trajectory([1, 2], [([11], [20]), ([12], [])], [0.0, 1.0])
     short = make_trajectory([1, 2], [([13], [])], [3.0])
     batch = assemble([make_group([long, short])])
-    assert samples.turns(batch).lone_M.tolist() == [False, True, False]
+    lone = samples.turns(batch).lone_M
+    assert lone is not None
+    assert lone.tolist() == [False, True, False]
     advantages = assign_credit(
         _config(sample="turn", advantage="dr_grpo"), batch, None, None, None
     ).advantages_N

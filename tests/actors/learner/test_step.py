@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from tests.support.groups import make_group, make_trajectory, random_group
-from tests.support.models import changed, loaded, make_tiny_model
+from tests.support.models import changed, gradients_of, loaded, make_tiny_model
 
 from .plain_step import Episodes, grpo, plain_logprobs, plain_step
 
@@ -120,10 +120,6 @@ def _train(model: nn.Module, config: JobConfig, batch: TrainingBatch) -> StepRep
     return Trainer(model, config, total_steps=10).step(batch, STEP)
 
 
-def _gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-
 def _weights(model: nn.Module) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
@@ -142,10 +138,10 @@ def _assert_same_training(
     of = advantages_of or _advantages_of(groups)
     plain_step(plain, initial or policy, config, _episodes(batch, groups), of)
     report = _train(ours, config, batch)
-    wanted = _gradients(plain)
+    wanted = gradients_of(plain)
     assert wanted.abs().max() > 1e-4
     tolerance = 1e-5 * max(1.0, float(wanted.abs().max()))
-    torch.testing.assert_close(_gradients(ours), wanted, rtol=1e-4, atol=tolerance)
+    torch.testing.assert_close(gradients_of(ours), wanted, rtol=1e-4, atol=tolerance)
     torch.testing.assert_close(_weights(ours), _weights(plain), rtol=0, atol=1e-5)
     return report
 
@@ -298,7 +294,7 @@ def test_each_turn_is_compared_with_the_same_turn_of_its_group(
     ours, plain = copy.deepcopy(policy), copy.deepcopy(policy)
     plain_step(plain, policy, config, _episodes(batch, [group]), lambda _: wanted)
     _train(ours, config, batch)
-    torch.testing.assert_close(_gradients(ours), _gradients(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients_of(ours), gradients_of(plain), rtol=1e-4, atol=1e-5)
 
 
 def _recorded_as_is(batch: TrainingBatch) -> TrainingBatch:
@@ -334,7 +330,7 @@ def test_gradient_checkpointing_changes_no_gradient(folder: Path, policy: PreTra
     _train(ours, config, batch)
     _train(plain, _config(folder), batch)
     assert ours.is_gradient_checkpointing
-    torch.testing.assert_close(_gradients(ours), _gradients(plain), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(gradients_of(ours), gradients_of(plain), rtol=1e-5, atol=1e-7)
 
 
 def test_bfloat16_stays_close_and_keeps_float32_masters(
@@ -345,7 +341,7 @@ def test_bfloat16_stays_close_and_keeps_float32_masters(
     _train(ours, _config(folder, learner={"dtype": "bfloat16"}), batch)
     _train(plain, _config(folder), batch)
     assert {parameter.dtype for parameter in ours.parameters()} == {torch.float32}
-    close = torch.nn.functional.cosine_similarity(_gradients(ours), _gradients(plain), dim=0)
+    close = torch.nn.functional.cosine_similarity(gradients_of(ours), gradients_of(plain), dim=0)
     assert 0.99 < float(close) < 1.0
 
 
@@ -375,7 +371,7 @@ def test_the_gradient_norm_is_bounded(folder: Path, policy: PreTrainedModel) -> 
     model = copy.deepcopy(policy)
     report = _train(model, _config(folder, learner={"grad_clip": 0.01}), assemble(_groups()))
     assert report.numbers["actor/grad_norm"] > 0.01
-    assert float(_gradients(model).norm()) == pytest.approx(0.01, rel=1e-3)
+    assert float(gradients_of(model).norm()) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_dppo_corrects_by_itself(folder: Path) -> None:

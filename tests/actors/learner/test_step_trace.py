@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tinkermq.actors.learner.step_trace import MAX_GROUPS, StepTracer
@@ -78,7 +79,12 @@ def test_a_host_is_timed_from_heartbeat_to_heartbeat_of_one_process() -> None:
 
     def beat(pid: int, play_s: float, idle_s: float) -> Presence:
         numbers = {"full_s": 0.0, "play_s": play_s, "idle_s": idle_s, "episodes": 3.0}
-        told = {"actor": "env-a", "role": "environment", "host": "h", "state": "running"}
+        told: dict[str, Any] = {
+            "actor": "env-a",
+            "role": "environment",
+            "host": "h",
+            "state": "running",
+        }
         return Presence(**told, pid=pid, numbers=numbers, time=0.0)
 
     for told in (beat(1, 5.0, 1.0), beat(1, 7.0, 2.0), beat(2, 1.0, 1.0), beat(2, 1.5, 1.0)):

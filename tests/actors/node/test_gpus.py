@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,7 +117,10 @@ async def test_an_actor_sees_its_own_gpus_only(tmp_path: Path) -> None:
     async def send(lines: LogLines) -> None:
         told.extend(lines.lines)
 
-    def start(_: WantedActor, environment: dict[str, str], output: int) -> "asyncio.Future[Child]":
+    def start(
+        wanted: WantedActor, environment: Mapping[str, str], output: int
+    ) -> "asyncio.Future[Child]":
+        del wanted
         command = [os.environ.get("SHELL", "/bin/sh"), "-c", "echo sees $CUDA_VISIBLE_DEVICES"]
         return asyncio.ensure_future(spawn(command, environment, output))
 

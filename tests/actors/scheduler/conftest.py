@@ -19,6 +19,7 @@ from tinkermq.actors.node.children import programs
 from tinkermq.actors.node.node import Node
 from tinkermq.actors.runtime import ActorContext
 from tinkermq.actors.scheduler import scheduler
+from tinkermq.actors.scheduler.jobs.keeping import Keeping
 from tinkermq.actors.scheduler.timing import Timing
 from tinkermq.broker.client.connection import Broker, connect
 from tinkermq.broker.client.rpc import Service, call
@@ -46,6 +47,7 @@ from .toy_node import toy_command
 
 TOY_NODE = Path(__file__).with_name("toy_node.py")
 FAST = Timing(turn_s=0.1, renew_s=0.3, stale_s=2.0)
+KEEPING = Keeping()
 
 
 R = TypeVar("R", bound=Message)
@@ -102,9 +104,9 @@ class Stack:
         self._processes: list[asyncio.subprocess.Process] = []
         self._services: list[Service] = []
 
-    async def scheduler(self, timing: Timing = FAST) -> Inside:
+    async def scheduler(self, timing: Timing = FAST, keeping: Keeping = KEEPING) -> Inside:
         async def main(context: ActorContext) -> None:
-            await scheduler.run(context, timing)
+            await scheduler.run(context, timing, keeping)
 
         actor = await Inside.start(self.broker.url, "scheduler", main)
         self._inside.append(actor)

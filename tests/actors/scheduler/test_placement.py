@@ -1,6 +1,7 @@
 """Which node gets which actor, and which of its slots."""
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -44,7 +45,7 @@ def given_to(assignments: list[Assignment], key: str) -> dict[str, str]:
     return {one.actor: one.node for one in assignments if one.job == key}
 
 
-def started(queue: list[PlacementRequest], nodes: list[NodeSlots], **more: object) -> list[str]:
+def started(queue: list[PlacementRequest], nodes: list[NodeSlots], **more: Any) -> list[str]:
     found = [one.job for one in place(queue, nodes, **more).assignments]
     return list(dict.fromkeys(found))
 
@@ -179,6 +180,23 @@ def test_priority_goes_before_age_and_age_becomes_priority() -> None:
     assert started(
         [job("old", 1), job("urgent", 1, priority=3, created=4 * 3600.0)], two, **late
     ) == ["old"]
+
+
+def test_old_jobs_of_a_user_who_holds_much_do_not_push_aside_who_has_just_come() -> None:
+    now = 100 * 3600.0
+    queue = [job(f"a{i}", 1, user="ann", created=float(i)) for i in range(4)]
+    queue += [job("b0", 1, user="bob", created=now - 60)]
+    shares = UserShares(held={"ann": 8})
+    assert started(queue, [node("n", 2)], shares=shares, now=now) == ["b0"]
+
+
+def test_age_makes_up_for_a_lower_priority_and_then_the_shares_decide() -> None:
+    now = 100 * 3600.0
+    high = [job(f"a{i}", 1, user="ann", created=now - 60) for i in range(3)]
+    old = [job(f"b{i}", 1, user="bob", priority=-5, created=0.0) for i in range(3)]
+    late = [job(f"b{i}", 1, user="bob", priority=-5, created=now - 60) for i in range(3)]
+    assert started([*high, *old], [node("n", 8)], now=now) == ["b0", "a0", "b1", "a1"]
+    assert started([*high, *late], [node("n", 8)], now=now) == ["a0", "a1", "a2", "b0"]
 
 
 def test_between_users_the_one_who_holds_less_for_their_weight_comes_first() -> None:

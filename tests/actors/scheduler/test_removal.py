@@ -21,6 +21,7 @@ from tinkermq.schemas.segment import Segment
 from tinkermq.schemas.wire.errors import NotFoundError, StateError
 from tinkermq.schemas.wire.subjects import (
     BUCKET_ACTORS,
+    BUCKET_ARCHIVE,
     BUCKET_EVALS,
     BUCKET_JOBS,
     BUCKET_REQUESTS,
@@ -65,7 +66,7 @@ async def _traces(broker: Broker, job: JobRecord) -> set[str]:
     listed: dict[str, Any] = await broker.api("STREAM.LIST", {})
     names = {stream["config"]["name"] for stream in listed["streams"]}
     found = {name for name in names if job.job in name}
-    for bucket in (BUCKET_JOBS, BUCKET_EVALS, BUCKET_SECRETS, BUCKET_ACTORS):
+    for bucket in (BUCKET_JOBS, BUCKET_ARCHIVE, BUCKET_EVALS, BUCKET_SECRETS, BUCKET_ACTORS):
         keys = await Bucket(broker, bucket, JobRecord).keys(job.user)
         found |= {f"{bucket} {key}" for key in keys if job.job in key}
     requests = await Bucket(broker, BUCKET_REQUESTS, RequestRecord).items(job.user)
@@ -146,7 +147,7 @@ async def test_an_archived_job_keeps_its_folder_and_comes_back_as_it_was(stack: 
     archived = await pool.archive_run("kept")
     assert archived.archived is not None
     left = {one for one in await _traces(stack.broker, job) if "tmq-" in one}
-    assert left == {f"{BUCKET_JOBS} {job.scope.key}", f"{BUCKET_EVALS} {job.scope.key}.1"}
+    assert left == {f"{BUCKET_ARCHIVE} {job.scope.key}", f"{BUCKET_EVALS} {job.scope.key}.1"}
     assert _inside(job) >= {"checkpoints", "archive"}
     with pytest.raises(StateError, match="archived"):
         await stack.ask("resume", JobRequest(job=job.job))

@@ -112,7 +112,7 @@ async def test_a_node_gets_nothing_for_a_process_that_is_not_the_jobs(stack: Sta
         reply = await call(
             stack.broker, subject, request, OpenedSecrets, timeout_s=PATIENCE_S, waiting_for="it"
         )
-        return dict(reply.values)
+        return {str(name): value for name, value in reply.values.items()}
 
     assert await opened("learner", 1) == {WANDB_KEY: SECRET}
     assert await opened("generator-0", 1) == {}

@@ -10,7 +10,7 @@ from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from torch import Tensor
-from transformers import GraniteConfig, GraniteForCausalLM
+from transformers.models.granite import GraniteConfig, GraniteForCausalLM
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker import (

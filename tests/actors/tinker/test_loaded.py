@@ -82,7 +82,7 @@ async def test_what_cannot_be_loaded_is_told_by_the_result(trainer: Trainer) -> 
         folders.commit(replace(stored, info=stored.info.model_copy(update={"base": "org/other"})))
         assert "is an adapter of org/other, not of tiny" in await load(trainer, path, "s4:train:0")
         folders.commit(replace(stored, expires=5.0))
-        assert "has expired (its time was over at 1970-01-01" in await load(trainer, path)
+        assert "has expired: its time was over at 1970-01-01" in await load(trainer, path)
         none = await load(trainer, path.replace("first", "none"), "s5:train:0")
         assert "there is no checkpoint" in none
         with pytest.raises(NotFoundError, match="there is no session s1"):

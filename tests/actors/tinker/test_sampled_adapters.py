@@ -8,6 +8,7 @@ import pytest
 from tinkermq.actors.generator.engine.engine import Drawn, PromptScores, Sampling
 from tinkermq.actors.generator.engine.transformers.transformers_engine import TransformersEngine
 from tinkermq.actors.tinker.sampling.engines import SampledAdapters
+from tinkermq.actors.tinker.sampling.metered import MeteredEngine
 from tinkermq.actors.tinker.sampling.snapshots import Snapshot
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.actors.tinker.wire import schema
@@ -112,6 +113,26 @@ async def test_samples_move_on_to_newer_weights_and_never_back(base: Path) -> No
         assert set((await running).versions.tolist()) == {3, 5}
     assert freed == ["moving@3"]
     assert adapters.moving() == []
+    await engine.close()
+
+
+async def test_what_was_drawn_for_a_cancelled_sample_counts_and_its_place_is_free(
+    base: Path,
+) -> None:
+    engine = await TransformersEngine.start(str(base), max_slots=4, max_context=1000)
+    metered = MeteredEngine(engine, 1)
+    drawn: list[Drawn] = []
+    sample = metered.generate(
+        "ada", [1], Sampling(990), request_id="long", adapter="", on_token=drawn.append
+    )
+    running = asyncio.create_task(sample)
+    await until(lambda: len(drawn) > 3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert len(drawn) <= metered.tokens["ada"] < 990
+    await metered.generate("bob", [1], Sampling(2), request_id="next", adapter="")
+    assert metered.tokens["bob"] == 2
     await engine.close()
 
 

@@ -182,6 +182,15 @@ async def test_garbage_in_the_log_ends_one_model_and_nothing_else(trainer: Train
     assert "result_unreadable" in kinds
 
 
+async def test_what_computes_has_the_threads_of_the_configuration(trainer: Trainer) -> None:
+    async with trainer.running(threads=2) as service:
+        await trainer.send("create_model", 0, create())
+        await trainer.result(0)
+        thread = service.worker._thread
+        assert await asyncio.wrap_future(thread.submit(torch.get_num_threads)) == 2
+    torch.set_num_threads(1)
+
+
 async def test_a_trainer_that_another_has_replaced_neither_applies_nor_writes(
     trainer: Trainer,
 ) -> None:

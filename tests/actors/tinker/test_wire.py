@@ -169,6 +169,16 @@ CREATE = {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config"
             },
             "topk_sample_logprobs=5 is not offered",
         ),
+        (
+            SampleBody,
+            {
+                "sampling_session_id": "s",
+                "seq_id": 1,
+                "prompt": {"chunks": []},
+                "record_stability_info": True,
+            },
+            "record_stability_info=True is not offered.*\\n.*loss_fn=importance_sampling",
+        ),
     ],
 )
 def test_json_that_asks_for_what_is_not_offered_is_refused_by_name(

@@ -1,5 +1,8 @@
 """A taskset of verifiers whose tasks need more than a conversation."""
 
+# verifiers: not installed for development.
+# pyright: reportMissingImports=false
+
 import verifiers.v1 as vf
 
 

@@ -1,5 +1,8 @@
 """A taskset of verifiers with an environment of its own, of several turns."""
 
+# verifiers: not installed for development.
+# pyright: reportMissingImports=false
+
 import random
 
 import verifiers.v1 as vf

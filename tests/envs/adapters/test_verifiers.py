@@ -76,7 +76,7 @@ def climb(game, answer):
     """Play until the end; return the rewards and the last info."""
     result = game.step("yes")
     rewards = [result.reward]
-    for _ in itertools.count():
+    while True:
         if result.done:
             return rewards, result
         result = game.step(answer(result.observation))

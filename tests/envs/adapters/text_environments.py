@@ -32,5 +32,5 @@ class Sum(gymnasium.Env):
         return 0, float(sum(action)), False, False, {"is_success": bool(sum(action) == 4)}
 
 
-gymnasium.register("Echo-v0", entry_point=Echo)
-gymnasium.register("Sum-v0", entry_point=Sum)
+gymnasium.register("Echo-v0", entry_point=lambda **settings: Echo(**settings))
+gymnasium.register("Sum-v0", entry_point=lambda **settings: Sum(**settings))

@@ -1,5 +1,8 @@
 """Tasksets of verifiers, as a user's package would hold them; one class each, by environment."""
 
+# verifiers: not installed for development.
+# pyright: reportMissingImports=false
+
 import verifiers.v1 as vf
 
 

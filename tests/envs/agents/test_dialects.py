@@ -215,7 +215,7 @@ def test_each_event_and_answer_of_responses_has_the_shape_of_openais_own_types(t
     pieces, _ = pieces_of(text)
     request = read_response({"input": "go", "stream": True})
     events = response_told(request, pieces, "length").split("\n\n")[:-1]
-    read = TypeAdapter(ResponseStreamEvent)
+    read: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)  # pyright: ignore[reportArgumentType]
     numbers: list[int] = []
     for event in events:
         name, data = event.split("\n")

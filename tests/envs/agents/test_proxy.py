@@ -62,7 +62,7 @@ async def test_a_chat_is_answered(
 async def test_a_streamed_chat_says_the_same_bit_by_bit(
     proxy: ModelProxy, episode: ProgramEpisode, script: Script
 ) -> None:
-    options = {"stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}}
     script.stops_at = 2
     chunks: list[Any] = []
     async with openai_client(proxy, episode) as client:
@@ -140,7 +140,9 @@ async def test_responses_are_streamed_kept_and_continued(
         )
         assert second.output_text == "You said: More"
         assert script.asked[1].previous == 0
-        told = [item.to_dict() async for item in client.responses.input_items.list(second.id)]
+        told: list[Any] = [
+            item.to_dict() async for item in client.responses.input_items.list(second.id)
+        ]
         assert [(one["role"], one["content"][0]["text"]) for one in told] == [("user", "More")]
         await client.responses.delete(first.id)
         with pytest.raises(openai.NotFoundError, match="no response"):
@@ -272,7 +274,11 @@ async def test_what_a_response_was_asked_with_is_listed_page_by_page(
         listed = [one.type async for one in items.list(made.id, order="asc", limit=2)]
         assert listed == ["message", *kinds]
         assert [one.type async for one in items.list(made.id)] == listed[::-1]
-        for query, words in (({"limit": 0}, "not 1 to 100"), ({"after": "x"}, "no item 'x'")):
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"limit": 0}, "not 1 to 100"),
+            ({"after": "x"}, "no item 'x'"),
+        ]
+        for query, words in refused:
             with pytest.raises(openai.BadRequestError, match=words):
                 await items.list(made.id, **query)
 

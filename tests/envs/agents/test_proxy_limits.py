@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import json
-from typing import Any
+from collections.abc import AsyncIterator
 
 import httpx
 import pytest
@@ -39,7 +39,7 @@ async def test_a_body_over_the_limit_is_refused_while_it_is_read(
 ) -> None:
     sent = 0
 
-    async def endless() -> Any:
+    async def endless() -> AsyncIterator[bytes]:
         nonlocal sent
         for _ in range(100):
             sent += 1 << 20

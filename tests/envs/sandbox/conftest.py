@@ -4,13 +4,20 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tinkermq.envs.sandbox.bubblewrap import Bubblewrap
 from tinkermq.envs.sandbox.settings import Outcome, SandboxSettings
 from tinkermq.envs.sandbox.watch import descendants
 
-LIMITS = {"time_s": 8, "memory_mb": 128, "processes": 6, "disk_mb": 16, "at_once": 4}
+LIMITS: dict[str, Any] = {
+    "time_s": 8,
+    "memory_mb": 128,
+    "processes": 6,
+    "disk_mb": 16,
+    "at_once": 4,
+}
 
 
 @pytest.fixture(scope="session")

@@ -246,7 +246,9 @@ def _table(options: Options, injector: Injector, outcome: Outcome, spent_s: floa
 
 def main() -> int:
     """Parse the command line and run; the folder is kept where something is wrong."""
-    parser = argparse.ArgumentParser(prog="tests.faults.soak", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="tests.faults.soak", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--kills", type=int, default=200, help="SIGKILLs in all (default: 200)")
     parser.add_argument("--seed", type=int, help="default: drawn, and printed")
     parser.add_argument("--roles", nargs="+", choices=sorted(WEIGHTS), default=sorted(WEIGHTS))

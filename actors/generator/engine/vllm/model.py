@@ -68,8 +68,8 @@ class VllmModel:
         self._sees = bool(llm.model_config.is_multimodal_model)
         cache = llm.vllm_config.cache_config
         fits = int(cache.kv_cache_size_tokens or 0) // int(llm.model_config.max_model_len)
-        self._gate = RequestLimit(Concurrency(fits, max_requests))
-        recorder.gate = self._gate
+        self._limit = RequestLimit(Concurrency(fits, max_requests))
+        recorder.limit = self._limit
         self._requests: dict[str, VllmRequest] = {}
         self._adapters: dict[str, LoRARequest] = {}
         self._numbers = itertools.count(1)
@@ -138,12 +138,12 @@ class VllmModel:
     @property
     def inside(self) -> int:
         """Requests that vLLM works on."""
-        return self._gate.inside
+        return self._limit.inside
 
     @property
     def waiting(self) -> int:
         """Requests that wait until it has room for them."""
-        return self._gate.waiting
+        return self._limit.waiting
 
     @property
     def cache_bytes(self) -> int:
@@ -165,7 +165,7 @@ class VllmModel:
         """Generate from a prompt with an adapter, or without one; maybe with images."""
         key = f"{adapter}/{request_id}"
         version = self.versions[adapter]
-        request = self._requests[key] = VllmRequest(adapter, key, self._gate.ask(), version)
+        request = self._requests[key] = VllmRequest(adapter, key, self._limit.ask(), version)
         tokens = prompt.tolist()
         kind = RequestOutputKind.FINAL_ONLY if on_token is None else RequestOutputKind.DELTA
         parameters = parameters_of(sampling, seed, kind)
@@ -180,7 +180,7 @@ class VllmModel:
                 if not request.again:
                     return result
         finally:
-            self._gate.leave(request.place)
+            self._limit.leave(request.place)
             del self._requests[key]
         return nothing()
 
@@ -188,7 +188,7 @@ class VllmModel:
         self, adapter: str, prompt: IntVector, top_k: int, request_id: str
     ) -> PromptScores:
         """Return the log-probs of a prompt, all of them by the same weights."""
-        place = self._gate.ask()
+        place = self._limit.ask()
         tokens, parameters = prompt.tolist(), scoring_parameters(top_k)
         try:
             await asyncio.wait({place})
@@ -202,7 +202,7 @@ class VllmModel:
                 if self.versions.get(adapter, version) == version:
                     return scores_of(last, len(tokens), top_k)
         finally:
-            self._gate.leave(place)
+            self._limit.leave(place)
 
     def cancel(self, adapter: str, request_id: str) -> None:
         """End a request; `generate` returns what it has."""

@@ -98,7 +98,7 @@ class Recorder(StatLoggerBase):
 
     def __init__(self) -> None:
         self.meter = Meter()
-        self.gate: RequestLimit | None = None
+        self.limit: RequestLimit | None = None
         self._then = time.perf_counter()
         self._worked = False
 
@@ -131,9 +131,9 @@ class Recorder(StatLoggerBase):
         """Do nothing."""
 
     def _adapt(self, running: int, cache_share: float, preempted: int) -> None:
-        if self.gate is not None:
-            wanted = self.gate.waiting > 0
-            self.gate.concurrency.step(
+        if self.limit is not None:
+            wanted = self.limit.waiting > 0
+            self.limit.concurrency.step(
                 running, wanted=wanted, cache_share=cache_share, preempted=preempted
             )
-            self.gate.admit()
+            self.limit.admit()

@@ -23,6 +23,7 @@ TOOLS_TEMPLATE = "{% for tool in tools or [] %}{{ tool.function.name }} {% endfo
 async def asking(start: StartEngine, folder: Path, engine_kind: EngineKind) -> Asking:
     """Each engine with a tiny model, whose template names tools."""
     tokenizer = load_tokenizer(str(folder))
+    assert isinstance(tokenizer.chat_template, str)
     tokenizer.chat_template = TOOLS_TEMPLATE + tokenizer.chat_template
     return Asking(await start(folder), ChatTokenizer(tokenizer), folder, engine_kind)
 

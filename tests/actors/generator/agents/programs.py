@@ -89,7 +89,8 @@ def chat_of(name: str, answers: dict[str, Any] | None = None) -> ChatTokenizer:
     tokenizer.chat_template = template
     if answers is not None:
         tokenizer.response_template = answers
-    ids = [tokenizer.convert_tokens_to_ids(stop) for stop in stops]
+    ids = tokenizer.convert_tokens_to_ids(list(stops))
+    assert isinstance(ids, list)
     return ChatTokenizer(tokenizer, {}, ids)
 
 

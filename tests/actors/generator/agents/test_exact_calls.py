@@ -108,7 +108,9 @@ def ask(
     """Make a call whose tokens depend on nothing but the prompt and the text."""
     prepared = exact.prepare(history, tools)
     seed = hash(prepared.prompt_ids.tobytes()) & 0xFFFF
-    generated = RecordingEngine(exact._chat, Random(seed)).generate(prepared.prompt_ids, text)
+    generated = RecordingEngine(exact._chat, Random(seed)).generate(
+        prepared.prompt_ids.tolist(), text
+    )
     call = exact.finish(prepared, generated)
     call.delivered = True
     return call
@@ -284,10 +286,12 @@ def assert_as_rendered(chat: ChatTokenizer, exact: Any) -> None:
         told = [message.for_template() for message in history]
         text = chat.render(told, prompt=True, tools=tools)
         assert "".join(map(chat.token_text, prepared.prompt_ids)) == text
-        ids = np.array([*chat.encode(f"answer {number}"), chat.stop_token_ids[0]])
+        ids = np.array([*chat.encode(f"answer {number}"), chat.stop_token_ids[0]], np.int32)
         cut = ids[:-1] if number == 2 else ids
-        vector = np.zeros(len(cut))
-        history += [exact.finish(prepared, Generation(cut, vector, vector, "stop")).reply]
+        vector = np.zeros(len(cut), np.float32)
+        history += [
+            exact.finish(prepared, Generation(cut, vector, vector.astype(np.int32), "stop")).reply
+        ]
         history += [user("on")]
         tools = TOOLS[:1] if number == 1 else tools
 

@@ -7,7 +7,7 @@ import socket
 import sys
 
 import pytest
-from tinkermq.schemas.wire.errors import ConfigError, SandboxError
+from tinkermq.schemas.wire.errors import ConfigError, SandboxError, TinkermqError
 
 from tests.support import hostile
 from tests.support.waiting import until
@@ -53,7 +53,7 @@ async def test_the_words_of_a_command_are_filled_and_no_shell_reads_them():
     reward = ["sh", "-c", "echo 1"]
     async with hosting(command=["sh", "-c", "exit 0"], reward=reward) as host:
         host.runner._config.command[:] = command
-        with pytest.raises(Exception, match="without one answered call") as error:
+        with pytest.raises(TinkermqError, match="without one answered call") as error:
             await host.play(kwargs={"prompt": prompt})
     python = sys.executable * 2
     words = [f"{prompt}|/episode/work", "/episode/task/input.json", python]
@@ -114,6 +114,7 @@ async def test_two_programs_see_nothing_of_each_other():
             await host.begin(episode)
         episodes = list(host.endpoint.episodes.values())
         await until(lambda: all(one.num_calls for one in episodes), "both programs")
+        assert host.runner._launcher is not None
         for folder in host.runner._launcher.folders.path.glob("*/tmp"):
             (folder / "go").write_text("")
         for episode in ("e-1", "f-1"):

@@ -1,4 +1,4 @@
-"""The admission gate: how far generation may run ahead of training.
+"""The staleness gate: how far generation may run ahead of training.
 
 A credit is the right to issue one task. Each version brings `batch_size` credits, and each group
 that will never be trained (dropped, filtered, given up) gives its own back: otherwise a batch

@@ -1,9 +1,9 @@
-"""The admission gate: bounds, and no deadlock whatever is dropped."""
+"""The staleness gate: bounds, and no deadlock whatever is dropped."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tinkermq.actors.learner.tasks.admission import min_version, num_admissible
+from tinkermq.actors.learner.tasks.staleness_gate import min_version, num_admissible
 
 
 @pytest.mark.parametrize(
