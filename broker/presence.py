@@ -67,7 +67,8 @@ class PresenceBeat:
     async def _run(self) -> None:
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._hurry.wait()
             self._hurry.clear()
             try:
                 await self._bucket.put(self._key, self._beat())

@@ -347,6 +347,17 @@ def test_nothing_is_decided_by_what_an_error_says() -> None:
     assert not deciding
 
 
+def test_no_wait_swallows_a_cancellation() -> None:
+    """Python 3.11's `asyncio.wait_for` does when what it waits for comes in the same moment."""
+    swallowing = [
+        f"{short(path)}:{node.lineno}"
+        for path in modules(*ROOMS)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+    assert not swallowing, "use `async with asyncio.timeout(seconds):`"
+
+
 def test_code_of_a_model_is_trusted_only_by_those_who_say_so() -> None:
     """Every parameter and key `trust_remote_code` is false by default, and nobody passes True."""
     trusting: list[str] = []

@@ -78,9 +78,11 @@ class LearnerControl:
             future: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
             self._checkpoints.append(future)
             self._wake()
-            return {"folder": await asyncio.wait_for(future, _ANSWER_S)}
+            async with asyncio.timeout(_ANSWER_S):
+                return {"folder": await future}
         elif request.verb == "profile":
-            return {"files": await asyncio.wait_for(self._tracer.ask(request.steps), _ANSWER_S)}
+            async with asyncio.timeout(_ANSWER_S):
+                return {"files": await self._tracer.ask(request.steps)}
         self._wake()
         return {"paused": self.paused}
 

@@ -9,6 +9,7 @@ Torch runs in one thread of its own; the event loop always answers.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -254,10 +255,9 @@ class Learner:
 
     async def _look_again(self, event: asyncio.Event) -> None:
         """Wait until an event is set, but look again now and then."""
-        try:
-            await asyncio.wait_for(self.context.unless_stopping(event.wait(), None), _LOOK_S)
-        except TimeoutError:
-            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await self.context.unless_stopping(event.wait(), None)
 
     async def _record(self, entries: list[CheckedEntry]) -> BatchRecord:
         """Write down which groups the next step trains, before it does."""
@@ -391,9 +391,8 @@ class Learner:
             return
         try:
             with self.context.waiting("the evaluator's last results"):
-                await asyncio.wait_for(
-                    self.context.unless_stopping(self.evaluations.wait_all(), None), _EVALUATION_S
-                )
+                async with asyncio.timeout(_EVALUATION_S):
+                    await self.context.unless_stopping(self.evaluations.wait_all(), None)
         except TimeoutError:
             await self.context.event("evaluation_missing", f"no result in {_EVALUATION_S:.0f} s")
         self._reporter.finish()

@@ -205,7 +205,8 @@ class ActorProcess:
         finally:
             _kill_group(process.pid)
             with contextlib.suppress(TimeoutError):  # a grandchild may still hold the pipe
-                await asyncio.wait_for(reader, _PIPE_DEADLINE_S)
+                async with asyncio.timeout(_PIPE_DEADLINE_S):
+                    await reader
 
     async def _watch(self, process: Child) -> int:
         """Wait for the process's end, ending it when a stop was asked for."""
@@ -243,4 +244,5 @@ def _kill_group(pid: int) -> None:
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), seconds)
+        async with asyncio.timeout(seconds):
+            await event.wait()

@@ -43,7 +43,8 @@ class KeyChanges:
     async def wait(self, longest_s: float) -> None:
         """Return when something was written since the last call, or after `longest_s`."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), longest_s)
+            async with asyncio.timeout(longest_s):
+                await self._changed.wait()
         self._changed.clear()
 
     def _heard(self, _: Msg) -> None:

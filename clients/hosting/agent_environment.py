@@ -294,7 +294,8 @@ class AgentEpisodes(_GivesEpisodes):
                 if (await pool.find(address.scope.job)).state in FINAL_STATES:
                     return
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stopping.wait(), _LOOK_S)
+                async with asyncio.timeout(_LOOK_S):
+                    await stopping.wait()
 
     def given(self, episode: AgentEpisode, given: "GivenEpisode") -> None:
         """Let the next who asks have an episode."""

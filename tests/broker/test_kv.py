@@ -51,6 +51,18 @@ async def test_who_waits_for_keys_hears_of_writes_below_his_prefix_alone(
     assert (await bucket.changes("heard.of", revision - 1))[0].value.job == "y"
 
 
+async def test_who_waits_for_keys_ends_when_cancelled_in_the_moment_of_a_write(
+    broker: Broker,
+) -> None:
+    async with KeyChanges(broker, BUCKET_REQUESTS, "heard.of") as changes:
+        waiting = asyncio.create_task(changes.wait(AFTER_PATIENCE_S))
+        await asyncio.sleep(0)
+        changes._changed.set()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+
 async def test_the_leader_of_a_cluster_answers_what_a_replica_answers(
     bucket: Bucket[RequestRecord], broker: Broker
 ) -> None:

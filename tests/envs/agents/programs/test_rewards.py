@@ -56,7 +56,7 @@ async def test_what_a_timed_out_program_left_is_graded(play, grader):
     result = await play(
         ANSWER + "time.sleep(1000)",
         opening={"record": ROW},
-        timeout_s=2,
+        timeout_s=6,
         failed_reward=-1,
         **grader,
     )
