@@ -135,17 +135,19 @@ class ProcessGroup:
         """
         backend, self._backend = self._backend, None
         if backend is not None:
-            threading.Thread(target=backend.abort, name=f"leave {self.name}", daemon=True).start()
+            threading.Thread(
+                target=_end, args=([backend],), name=f"leave {self.name}", daemon=True
+            ).start()
 
     def _move(self, buckets: Iterable[Tensor]) -> None:
         """Broadcast one bucket after the other, of which two are on their way at a time."""
         backend = self._backend
         if backend is None:
             raise ProcessGroupFailed(f"group {self.name} was left", hint=_AGAIN)
+        flying: deque[tuple[Any, Tensor]] = deque()
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            flying: deque[tuple[Any, Tensor]] = deque()
             for bucket in buckets:
                 flying.append((_start(backend, bucket), bucket))
                 if len(flying) > 1:
@@ -154,10 +156,21 @@ class ProcessGroup:
                 _finish(flying.popleft()[0])
         except (RuntimeError, TimeoutError) as error:
             self.leave()
-            raise ProcessGroupFailed(f"group {self.name} broke: {error}", hint=_AGAIN) from error
+            # Whoever keeps the error keeps these, and gloo's connections are open as long as they.
+            backend = None
+            flying.clear()
+            raise ProcessGroupFailed(
+                f"group {self.name} broke: {error}", hint=_AGAIN
+            ) from error.with_traceback(None)
 
 
 _AGAIN = "receivers that are still there ask again and form another group"
+
+
+def _end(last: list[Any]) -> None:
+    """End a process group, held by nobody else: gloo's connections close when it is destroyed."""
+    last[0].abort()
+    last.clear()
 
 
 def _buckets(payload: Tensor) -> list[Tensor]:
