@@ -4,7 +4,12 @@ import asyncio
 
 import pytest
 import torch
-from tinkermq.actors.broadcast.group import ProcessGroup, ProcessGroupFailed, open_store, reach_store
+from tinkermq.actors.broadcast.group import (
+    ProcessGroup,
+    ProcessGroupFailed,
+    open_store,
+    reach_store,
+)
 
 from tests.support.waiting import PATIENCE_S
 
@@ -24,7 +29,7 @@ async def test_who_waits_for_a_member_that_has_failed_is_told() -> None:
     payload = torch.zeros(SIZE, dtype=torch.uint8)
     with pytest.raises(ProcessGroupFailed, match="broke") as kept:
         await asyncio.to_thread(sender.send, payload)
-    with pytest.raises(ProcessGroupFailed, match="broke: .*onnection"):
+    with pytest.raises(ProcessGroupFailed, match=r"broke: .*onnection"):
         async with asyncio.timeout(PATIENCE_S / 2):
             await asyncio.to_thread(waiting.receive, SIZE)
     assert kept.value.hint
