@@ -5,9 +5,10 @@ All of it runs in one thread, one call after the other.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from ...schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
+from ...schemas.tinker.operation import Company
 
 
 class RunningLoss(Protocol):
@@ -23,8 +24,9 @@ class RunningLoss(Protocol):
         """Tokens of the next one."""
         ...
 
-    def advance(self) -> bool:
-        """Compute the next one; return whether there are more."""
+    @property
+    def companies(self) -> list[Company]:
+        """Beside how much those were computed that are."""
         ...
 
     def result(self) -> LossResult:
@@ -48,10 +50,19 @@ class Adapters(Protocol):
         *,
         backward: bool = True,
         operation: str = "",
+        companies: Sequence[Company] | None = None,
     ) -> RunningLoss:
         """Lay out a loss, which with `backward` adds its gradients; raises DataError, ConfigError.
 
-        `operation` is what it is called when the step behind it fails because of it.
+        `operation` is what it is called when the step behind it fails because of it. With the
+        `companies` of an earlier time it comes to the same bits.
+        """
+        ...
+
+    def advance(self, losses: Sequence[Any]) -> Sequence[RunningLoss]:
+        """Compute the next micro-batch of the first loss; return of which losses one is computed.
+
+        With it those of others may be computed that fit. All of them are of `begin`.
         """
         ...
 

@@ -4,13 +4,20 @@ It is done in pieces, between which those of other models may be done.
 """
 
 import json
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import structlog
 
 from ...schemas.tinker.names import CheckpointKind, CheckpointName
-from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationKind, OperationResult
+from ...schemas.tinker.operation import (
+    ALONE,
+    Company,
+    ModelInfo,
+    ModelOperation,
+    OperationKind,
+    OperationResult,
+)
 from ...schemas.tinker.sampling import SamplerName
 from ...schemas.wire.errors import (
     ConfigError,
@@ -20,9 +27,10 @@ from ...schemas.wire.errors import (
     StateError,
     TinkermqError,
 )
-from .adapters import Adapters
+from .adapters import Adapters, RunningLoss
 from .checkpoints.kept import KeptByTrainer
 from .checkpoints.records import metadata_of
+from .doing import Pieces
 from .models import TrainedModel
 from .states import States
 from .wire.bodies import CreateModelBody, LoadWeightsBody, OptimStepBody, SaveWeightsBody
@@ -35,7 +43,7 @@ _KINDS: dict[OperationKind, CheckpointKind] = {
 }
 PIECE_TOKENS = 64
 """What a piece of work without a micro-batch counts as."""
-_Pieces = Generator[int, None, bytes]
+_Pieces = Generator[int | RunningLoss, None, OperationResult]
 _log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
@@ -61,16 +69,19 @@ class Applying:
         }
 
     def begin(
-        self, model: TrainedModel, operation: ModelOperation
-    ) -> Iterator[int | OperationResult]:
-        """Do an operation piece by piece: of each its tokens are told, at last the result.
+        self,
+        model: TrainedModel,
+        operation: ModelOperation,
+        companies: Sequence[Company] | None = None,
+    ) -> Pieces:
+        """Do an operation piece by piece, at last tell the result.
 
-        Nothing is done before the first is asked for. An error of the client's or ours is a result.
+        Nothing is done before the first is asked for. Whoever asks computes the micro-batches of
+        losses, and throws what that raises in here: an error of the client's or ours is a result.
+        With the `companies` of an earlier time, none if all were alone, they have the same bits.
         """
         try:
-            body = yield from self._pieces(model, operation)
-            is_proto = operation.kind == "forward_backward"
-            yield OperationResult(state="done", body=body, is_proto=is_proto)
+            yield (yield from self._pieces(model, operation, companies))
         except TinkermqError as error:
             yield as_failure(error)
         except Exception as error:  # noqa: BLE001  one model's operation: the others go on
@@ -78,16 +89,22 @@ class Applying:
             said = f"the trainer failed: {type(error).__name__}; its log has the details"
             yield OperationResult(state="failed", error=said, category="server")
 
-    def _pieces(self, model: TrainedModel, operation: ModelOperation) -> _Pieces:
+    def advance(self, losses: Sequence[RunningLoss]) -> Sequence[RunningLoss]:
+        """Compute the next micro-batch of the first loss, and of others with it: see `Adapters`."""
+        return self._adapters.advance(losses)
+
+    def _pieces(
+        self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
+    ) -> _Pieces:
         if model.info is None and operation.kind not in ("create_model", "load_weights"):
             raise StateError(
                 f"{operation.model} was never made", hint="see why its create_model failed"
             )
         if operation.kind == "forward_backward":
-            return (yield from self._forward_backward(model, operation))
+            return (yield from self._forward_backward(model, operation, companies))
         body = self._do[operation.kind](model, operation)
         yield PIECE_TOKENS
-        return body
+        return OperationResult(state="done", body=body)
 
     def _create(self, model: TrainedModel, operation: ModelOperation) -> bytes:
         body = CreateModelBody.parse(operation.body)
@@ -134,7 +151,9 @@ class Applying:
         told = {"type": "load_weights", "path": str(source), "model_id": operation.model}
         return _json(told)
 
-    def _forward_backward(self, model: TrainedModel, operation: ModelOperation) -> _Pieces:
+    def _forward_backward(
+        self, model: TrainedModel, operation: ModelOperation, companies: Sequence[Company] | None
+    ) -> _Pieces:
         request = self._read(model, operation)
         model.is_pending |= not request.forward_only
         loss_pass = self._adapters.begin(
@@ -144,15 +163,20 @@ class Applying:
             request.config,
             backward=not request.forward_only,
             operation=f"operation {operation.seq}",
+            companies=companies,
         )
         while loss_pass.num_left:
-            tokens = loss_pass.next_tokens
-            loss_pass.advance()
-            yield tokens
+            yield loss_pass
         result = loss_pass.result()
         model.tokens += sum(len(datum.tokens) for datum in request.data)
         model.history.passed(result.metrics, forward_only=request.forward_only)
-        return write_result(result)
+        mixed = any(one != ALONE for one in loss_pass.companies)
+        return OperationResult(
+            state="done",
+            body=write_result(result),
+            is_proto=True,
+            companies=loss_pass.companies if mixed else [],
+        )
 
     def _read(self, model: TrainedModel, operation: ModelOperation) -> ForwardBackward:
         """Read a request; the step behind one that cannot be read fails."""

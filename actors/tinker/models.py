@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...schemas.tinker.names import ModelName
-from ...schemas.tinker.operation import ModelInfo, ModelOperation, OperationResult
+from ...schemas.tinker.operation import ModelInfo, ModelOperation
 from ...schemas.wire.errors import BusyError, QuotaError, StateError
+from .doing import Doing
 from .history import ModelHistory
 from .turns import FairTurns
 
@@ -49,7 +50,7 @@ class TrainedModel:
     history: ModelHistory = field(default_factory=ModelHistory)
     is_pending: bool = False
     """Whether something of it is to be applied, or to be told, by the next `optim_step`."""
-    doing: Iterator[int | OperationResult] | None = None
+    doing: Doing | None = None
     """The operation that is being done, from one piece to the next."""
 
     @property
@@ -165,6 +166,18 @@ class Models:
         operation = chosen.next
         assert operation is not None
         return chosen, operation
+
+    def beside(
+        self, model: TrainedModel, may: Callable[[TrainedModel], bool] = lambda _: True
+    ) -> list[tuple[TrainedModel, ModelOperation]]:
+        """Return what may be computed with a model's next operation, of whoever waits longest."""
+        found = [
+            (one, one.next)
+            for one in self._models.values()
+            if one is not model and one.next is not None and may(one)
+        ]
+        found = [pair for pair in found if pair[1].kind == "forward_backward"]
+        return sorted(found, key=lambda pair: self._turns.get(pair[0].key, 0))
 
     def charge(self, model: TrainedModel, tokens: float) -> None:
         """Note that a piece of an operation was done, and what it has cost."""

@@ -55,4 +55,5 @@ def open_trainer(config: JobConfig) -> AdapterTrainer:
         device=own_device(),
         microbatch_tokens=config.tinker.micro_batch_tokens,
         max_rank=config.tinker.max_rank,
+        mixed=config.tinker.mixed_micro_batches,
     )

@@ -7,19 +7,20 @@ and its log is trimmed there.
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
 from ...broker.operations import OperationLog
 from ...schemas.tinker.names import OperationName
-from ...schemas.tinker.operation import ModelOperation, OperationResult
-from ...schemas.wire.errors import MessageError, ModelError, StateError, StorageError
+from ...schemas.tinker.operation import Company, ModelOperation, OperationResult
+from ...schemas.wire.errors import MessageError, StateError, StorageError
 from ..learner.training.parallel import torch_thread
 from ..runtime import JobContext
 from .adapters import Adapters
-from .applying import Applying, as_failure
+from .applying import Applying
 from .models import Models, TrainedModel
+from .pieces import Pieces, Turn
 from .replaying.archive import Archive
 from .residence import Residence
 from .states import States
@@ -36,6 +37,8 @@ _SWEEP_S = 30.0
 _NO_ROOM_S = 0.05
 """How soon it is looked again whether a model may leave the memory for one that waits."""
 _FULL_S = 1.0
+_MOST_BESIDE = 32
+"""Models looked at that may be computed beside another."""
 
 
 class Worker:
@@ -56,7 +59,6 @@ class Worker:
         """Do the operations that wait in `models`; `archive` keeps what was done."""
         self._context = context
         self._adapters = adapters
-        self._applying = applying
         self._states = states
         self._models = models
         self._log = log
@@ -71,6 +73,8 @@ class Worker:
             most_bytes=tinker.adapters_mb << 20,
         )
         self._idle_s = tinker.idle_s
+        self._mixed = tinker.mixed_micro_batches
+        self._pieces = Pieces(applying, self.residence, micro_tokens=tinker.micro_batch_tokens)
         self._thread = torch_thread(context.config.learner.threads)
         self._arrived = asyncio.Event()
         self._changed = asyncio.Condition()
@@ -120,7 +124,7 @@ class Worker:
         self._states.forget(model)
 
     async def _advance(self, model: TrainedModel, operation: ModelOperation) -> None:
-        """Do the next piece of an operation."""
+        """Do the next piece of an operation, and what of others can be computed with it."""
         if model.doing is None:
             result = await self._saved_before(model, operation)
             if operation.kind in _SAVES:
@@ -128,30 +132,32 @@ class Worker:
             if result is not None:
                 await self._finish(model, operation, result)
                 return
+        turn = Turn(model, operation, await self._past(model, operation))
+        others: list[Turn] = []
+        if self._mixed and operation.kind == "forward_backward":
+            beside = self._models.beside(model, self.residence.who_may_work())[:_MOST_BESIDE]
+            others = [Turn(*one, await self._past(*one)) for one in beside]
         try:
-            piece = await self._in_thread(partial(self._next_piece, model, operation))
+            done = await self._in_thread(partial(self._pieces.do, turn, others))
         except StorageError as error:  # nobody can be written down: there is no room meanwhile
             await self._context.event("trainer_has_no_room", f"{error.message} ({error.hint})")
             await asyncio.sleep(_FULL_S)
             return
-        if isinstance(piece, OperationResult):
-            await self._finish(model, operation, piece)
-        else:
-            self._models.charge(model, piece)
-            self._context.progressed()
+        for one, piece in done:
+            if isinstance(piece, OperationResult):
+                await self._finish(one.model, one.operation, piece)
+            else:
+                self._models.charge(one.model, piece)
+                self._context.progressed()
 
-    def _next_piece(self, model: TrainedModel, operation: ModelOperation) -> int | OperationResult:
-        """Compute, in the trainer's thread; raises StorageError where there is no room."""
-        if model.doing is None:
-            try:
-                self.residence.admit(model)
-            except ModelError as error:
-                return as_failure(error).model_copy(update={"category": "server"})
-            model.doing = self._applying.begin(model, operation)
-        piece = next(model.doing)
-        if isinstance(piece, OperationResult):
-            self.residence.note(model)
-        return piece
+    async def _past(
+        self, model: TrainedModel, operation: ModelOperation
+    ) -> Sequence[Company] | None:
+        """Return beside whom an operation was computed of which somebody was told the result."""
+        if model.doing is not None or operation.seq > model.logged:
+            return None
+        result = await self._stored(model, operation.name)
+        return None if result is None else result.companies
 
     async def _finish(
         self, model: TrainedModel, operation: ModelOperation, result: OperationResult

@@ -39,6 +39,10 @@ class TinkerConfig(Section):
     0: none are kept."""
     micro_batch_tokens: int = Field(default=8192, ge=16)
     """Tokens that are computed at once, of one model."""
+    mixed_micro_batches: bool = False
+    """Let micro-batches of several models be computed in one pass where they fit: faster for many
+    small ones. The last bits of a result then depend on which those were; that is kept with the
+    result, so that operations done again after a crash, and replays, come to the same bits."""
 
     @field_validator("base")
     @classmethod

@@ -1,6 +1,6 @@
 """The operations of a model under the Tinker API, their results, and what is asked about them."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -25,6 +25,20 @@ Seq = Annotated[int, Field(ge=0, le=MAX_SEQ)]
 ModelId = Annotated[str, Field(min_length=1, max_length=80)]
 
 
+class Company(NamedTuple):
+    """Beside how much of others' a micro-batch was computed, which decides its last bits."""
+
+    before: int = 0
+    """Rows of others before its own; tokens, where the attention reads all rows as one."""
+    behind: int = 0
+    """As much behind them."""
+    columns: int = 0
+    """Columns of each row."""
+
+
+ALONE = Company()
+
+
 class ModelOperation(Message):
     """One operation of one model, as its client sent it."""
 
@@ -40,6 +54,8 @@ class ModelOperation(Message):
     """Whether the body is compressed."""
     time: float = 0.0
     """When it was taken, in seconds since the epoch."""
+    companies: list[Company] = Field(default_factory=list[Company])
+    """Of its micro-batches, where it is kept for those who do it again; see `OperationResult`."""
 
     max_bytes: ClassVar[int] = MAX_BODY_BYTES + (4 << 10)
 
@@ -93,6 +109,8 @@ class OperationResult(Message):
     """Whose mistake that was."""
     queue_reason: str = ""
     """While it is pending: what it waits for."""
+    companies: list[Company] = Field(default_factory=list[Company])
+    """Of its micro-batches, if some were computed beside those of others."""
 
 
 class AboutModel(Message):

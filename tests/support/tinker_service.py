@@ -79,7 +79,8 @@ class Trainer:
                 }
             )
             context = await job_context(broker, SCOPE, "trainer", config)
-            adapters = await asyncio.to_thread(open_trainer, self._base, max_rank=16)
+            mixed = config.tinker.mixed_micro_batches
+            adapters = await asyncio.to_thread(open_trainer, self._base, max_rank=16, mixed=mixed)
             about = ModelInfo(model="-", base=BASE, folder=str(self._base), arch="qwen3", rank=1)
             kept = KeptByTrainer(self._folder, max_bytes=max_bytes)
             applying = Applying(adapters, self.states, kept, about)

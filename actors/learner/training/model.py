@@ -161,9 +161,10 @@ class Scorer:
         self.hidden_size: int = config.hidden_size
         self._window, self._masks_by_layer = _sliding_window(config)
         self._temperature = temperature
-        self._autocast = dtype == "bfloat16" and self.inside.gathered_dtype is None
+        self.autocast = dtype == "bfloat16" and self.inside.gathered_dtype is None
+        """Whether products are computed in bfloat16."""
         self._chunk_bytes = chunk_bytes
-        with torch.no_grad(), self._computing(autocast=self._autocast and self.flat_rows):
+        with torch.no_grad(), self._computing(autocast=self.autocast and self.flat_rows):
             self.full_logits = not self.inside.run(self._head_is_all)
         self._check_packing()
 
@@ -230,7 +231,7 @@ class Scorer:
             attention = {"attention_mask": self._masks(packed)}
         column_N = packed.row_N * packed.input_ids_BT.shape[1] + packed.source_col_N
         model = self._model if logits else self._decoder
-        with self._computing(autocast=self._autocast):
+        with self._computing(autocast=self.autocast):
             output = model(**self._read_in(packed), **attention, use_cache=False)
         states_BTD: Tensor = output.logits if logits else output.last_hidden_state
         column_U, place_N = cast("tuple[Tensor, Tensor]", column_N.unique(return_inverse=True))
@@ -263,7 +264,7 @@ class Scorer:
         """Return the logits of hidden states, or of logits where `full_logits` says so."""
         if self.full_logits:
             return states_UD
-        with self._computing(autocast=self._autocast):
+        with self._computing(autocast=self.autocast):
             return self._head(states_UD)
 
     def _vocab(self) -> int:
@@ -295,11 +296,11 @@ class Scorer:
     @torch.no_grad()
     def _check_packing(self) -> None:
         """Prove that sequences of one row do not see each other; refuse the model otherwise."""
-        autocast, self._autocast = self._autocast, self._autocast and self.flat_rows
+        autocast, self.autocast = self.autocast, self.autocast and self.flat_rows
         worst = self._packing_error()
-        in_bf16 = self._autocast or self.inside.gathered_dtype is torch.bfloat16
+        in_bf16 = self.autocast or self.inside.gathered_dtype is torch.bfloat16
         tolerance = _BF16_TOLERANCE if in_bf16 else _PACKING_TOLERANCE
-        self._autocast = autocast
+        self.autocast = autocast
         if not worst <= tolerance:
             kind = cast(Any, self._model).config.model_type
             raise ModelError(

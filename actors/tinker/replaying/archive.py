@@ -51,7 +51,7 @@ class Archive:
         """Keep an operation that has taken effect; raises OSError."""
         if not self._max_bytes:
             return
-        body = operation.to_bytes()
+        body = operation.model_copy(update={"companies": result.companies}).to_bytes()
         packed = len(body).to_bytes(_LENGTH_BYTES) + digest_of(result) + body
         segment = self._segment(user, operation)
         with segment.open("ab") as file:

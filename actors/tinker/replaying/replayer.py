@@ -13,6 +13,7 @@ from ....schemas.wire.errors import NotFoundError
 from ..applying import Applying
 from ..checkpoints.folders import CheckpointFolders
 from ..checkpoints.kept import KeptByTrainer
+from ..doing import Doing
 from ..models import TrainedModel
 from ..states import SavedState, States
 from ..training.folders import read_adapter
@@ -102,10 +103,16 @@ class Replayer:
         return found
 
     def _done(self, model: TrainedModel, kept: KeptOperation) -> OperationResult:
-        for piece in self._applying.begin(model, kept.operation):
-            if isinstance(piece, OperationResult):
-                return piece
-        raise AssertionError
+        operation = kept.operation
+        doing = Doing(self._applying.begin(model, operation, operation.companies))
+        while not isinstance(piece := doing.next(), OperationResult):
+            if piece is None:
+                try:
+                    self._applying.advance([doing.loss])
+                except Exception as error:  # noqa: BLE001  it is the operation's result
+                    return doing.failed(error)
+                doing.computed()
+        return piece
 
     def _compare_state(self, model: TrainedModel, state: SavedState, found: ModelReplay) -> None:
         what = f"the state behind operation {state.applied}"

@@ -152,6 +152,16 @@ class Adapter:
         for one in self._places:
             self._parameters[one.name].grad = one.of(row)
 
+    def gradients(self) -> Tensor | None:
+        """Return a copy of the gradients, None while there are none."""
+        return None if self._weights.grad is None else self._weights.grad.clone()
+
+    def put_gradients(self, row: Tensor | None) -> None:
+        """Take back what `gradients` returned."""
+        self.clear()
+        if row is not None:
+            cast(Tensor, self._weights.grad).copy_(row)
+
     def clear(self) -> None:
         """Forget gradients."""
         if self._weights.grad is not None:

@@ -1,18 +1,19 @@
 """Linear layers that add an adapter to what they compute: whichever is in use at the moment.
 
 A model is wrapped once. Any number of adapters, of different ranks and on different layers, are
-used with it one after the other, and nothing of them stays behind: in use is a table from a layer's
-name to two tensors.
+used with it one after the other, or each with some of the rows, and nothing of them stays behind:
+in use is a table from a layer's name to two tensors.
 """
 
 # torch and transformers leave some of their methods untyped.
 # pyright: reportUnknownMemberType=false
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,20 +32,78 @@ class LowRank:
     scale: float
 
 
-@dataclass
-class AdapterInUse:
-    """Which adapter the layers of one model add."""
+@dataclass(frozen=True)
+class RowShare:
+    """Some rows of what layers compute, and the adapter that is added to them."""
 
-    by_layer: Mapping[str, LowRank] = field(default_factory=dict[str, LowRank])
+    num: int
+    """Rows, of all that a layer is given."""
+    by_layer: Mapping[str, LowRank]
+
+
+class AdapterInUse:
+    """Which adapter the layers of one model add, or which to which rows."""
+
+    def __init__(self) -> None:
+        """Begin with none: the layers compute their base."""
+        self._by_layer: Mapping[str, LowRank] = {}
+        self._shares: Sequence[RowShare] = ()
 
     @contextlib.contextmanager
     def using(self, by_layer: Mapping[str, LowRank]) -> Iterator[None]:
         """Use an adapter for a while; the layers that it does not name compute their base."""
-        before, self.by_layer = self.by_layer, by_layer
+        with self._set(by_layer, ()):
+            yield
+
+    @contextlib.contextmanager
+    def sharing(self, shares: Sequence[RowShare]) -> Iterator[None]:
+        """Use each adapter for its rows, in this order, for a while; they are all rows."""
+        with self._set({}, shares):
+            yield
+
+    @contextlib.contextmanager
+    def _set(self, *new: Any) -> Iterator[None]:
+        before = self._by_layer, self._shares
+        self._by_layer, self._shares = new
         try:
             yield
         finally:
-            self.by_layer = before
+            self._by_layer, self._shares = before
+
+    def add(self, layer: str, rows: Tensor, whole: Tensor) -> Tensor:
+        """Return a layer's products float[rows, out] with what is in use added to them.
+
+        `whole` is nobody else's and may be written over. Raises RuntimeError where the layer is
+        given other rows than those that are shared out.
+        """
+        if not self._shares:
+            own = self._by_layer.get(layer)
+            return whole if own is None else _added(own, rows, whole)
+        named = [share.by_layer.get(layer) for share in self._shares]
+        if not any(named):
+            return whole
+        sizes = [share.num for share in self._shares]
+        if sum(sizes) != len(rows):
+            raise RuntimeError(f"layer {layer} computes {len(rows)} rows of {sum(sizes)}")
+        parts = cast("tuple[Tensor, ...]", rows.split(sizes))
+        return whole + torch.cat(
+            [_product(own, part, whole) for own, part in zip(named, parts, strict=True)]
+        )
+
+
+def _added(own: LowRank, rows: Tensor, whole: Tensor) -> Tensor:
+    low = functional.linear(rows, own.a) * own.scale
+    if whole.dtype == own.b.dtype:
+        return whole.addmm_(low, own.b.t())
+    # under autocast, which passes over products in place
+    return whole + functional.linear(low, own.b)
+
+
+def _product(own: LowRank | None, rows: Tensor, whole: Tensor) -> Tensor:
+    """Return what an adapter adds to some rows, in the type of all; nothing without one."""
+    if own is None:
+        return whole.new_zeros(len(rows), whole.shape[1])
+    return functional.linear(functional.linear(rows, own.a) * own.scale, own.b)
 
 
 @dataclass(frozen=True)
@@ -77,17 +136,9 @@ class AdaptedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute float[..., out] of float[..., in]."""
-        added = self._in_use.by_layer.get(self._name)
-        if added is None:
-            return self.base(x)
         rows = x.flatten(0, -2)
-        whole = self.base(rows)
-        low = functional.linear(rows, added.a) * added.scale
-        if whole.dtype == added.b.dtype:
-            whole.addmm_(low, added.b.t())  # the base's product is nobody else's
-        else:  # under autocast, which passes over products in place
-            whole = whole + functional.linear(low, added.b)
-        return whole.unflatten(0, x.shape[:-1])
+        whole = self._in_use.add(self._name, rows, self.base(rows))
+        return cast(Tensor, whole.unflatten(0, x.shape[:-1]))
 
 
 def adapt(model: nn.Module) -> tuple[AdapterInUse, dict[str, LayerShape]]:

@@ -1,4 +1,4 @@
-"""One call of forward_backward on its way: micro-batch by micro-batch, each of one adapter.
+"""One call of forward_backward on its way: micro-batch by micro-batch.
 
 Shape letters: P positions of data, E targets, U columns of a micro-batch.
 """
@@ -6,7 +6,7 @@ Shape letters: P positions of data, E targets, U columns of a micro-batch.
 # torch leaves some of its methods untyped.
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,29 +16,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ....schemas.tinker.datum import LossResult
+from ....schemas.tinker.operation import ALONE, Company
 from ...learner.packing.layout import ranges
 from ...learner.packing.micro_batch import MicroBatch
-from ...learner.training.model import Scorer
 from .adapter import Adapter
 from .inputs import DatumBatch
-from .layers import AdapterInUse
 from .losses import LossFunction, Targets
-from .output_layer import OutputLayer, PlacedTargets, TargetScores
+from .output_layer import OutputLayer, PlacedTargets
 from .rows import pack_data
+from .shared_base import SharedBase
 
 
 @dataclass(frozen=True)
-class SharedBase:
-    """The model that all adapters share, and how it is computed."""
+class NextMicroBatch:
+    """What is computed next of a call."""
 
-    scorer: Scorer
-    in_use: AdapterInUse
-    microbatch_tokens: int
-    """Columns of one forward and backward pass; a longer datum is one of its own."""
-    logits_columns: int
-    """Columns whose logits are held at once."""
-    share_prompts: bool
-    """Whether what data begin with in common is computed once."""
+    micro: MicroBatch
+    index_E: NDArray[np.int64]
+    """Which of the call's targets it predicts."""
+    targets: Targets
+    backward: bool
+    """Whether gradients come of it."""
 
 
 class LossPass:
@@ -57,13 +55,19 @@ class LossPass:
         config: Mapping[str, float],
         *,
         at_end: Callable[[], None] | None,
+        companies: Sequence[Company] | None = None,
     ) -> None:
         """Lay the data out; nothing is computed yet.
 
-        `at_end` is called once all gradients are added; without it there are none.
+        `at_end` is called once all gradients are added; without it there are none. `companies` are
+        those of its micro-batches, none if all were alone, where it is computed as it once was.
         """
         self._base = base
-        self._adapter = adapter
+        self.adapter = adapter
+        """Whose loss it is."""
+        self.companies: list[Company] = []
+        """Of the micro-batches that are computed."""
+        self._past = companies
         self._batch = batch
         self._loss = loss
         self._output = OutputLayer(base.scorer, loss, config, base.logits_columns)
@@ -74,30 +78,67 @@ class LossPass:
             hidden_size=base.scorer.hidden_size,
             share_prompts=base.share_prompts,
         )
-        self._done = 0
+        self._next: NextMicroBatch | None = None
         self._first_P = np.cumsum(batch.count_P) - batch.count_P
         self._logprobs_E, self._loss_E = np.zeros((2, len(batch.targets_E)), dtype=np.float32)
-        self._num_clipped = 0
+        self._num_clipped = self._num_clipped_next = 0
 
     @property
     def num_left(self) -> int:
         """Micro-batches that are still to be computed."""
-        return len(self._micros) - self._done
+        return len(self._micros) - len(self.companies)
 
     @property
     def next_tokens(self) -> int:
         """Tokens of the next micro-batch, those in common counted once; 0 behind the last one."""
-        return self._micros[self._done].num_tokens if self.num_left else 0
+        return self._micros[len(self.companies)].num_tokens if self.num_left else 0
 
-    def advance(self) -> bool:
-        """Compute the next micro-batch; return whether there are more."""
-        if self.num_left:
-            with self._base.in_use.using(self._adapter.by_layer):
-                self._compute(self._micros[self._done])
-            self._done += 1
-            if not self.num_left and self._at_end is not None:
-                self._at_end()
-        return self.num_left > 0
+    @property
+    def past_company(self) -> Company | None:
+        """The company that the next micro-batch had when it was computed before, if it was."""
+        if self._past is None:
+            return None
+        done = len(self.companies)
+        return self._past[done] if done < len(self._past) else ALONE
+
+    def next(self) -> NextMicroBatch:
+        """Return what is to be computed next, on the base's device; IndexError behind the last."""
+        if self._next is None:
+            micro = self._micros[len(self.companies)]
+            index_P = micro.index_N.numpy()
+            index_E = ranges(self._first_P[index_P], self._batch.count_P[index_P])
+            targets = self._targets(index_E)
+            backward = self._at_end is not None and bool(self._loss.active_E(targets).any())
+            device = self._base.scorer.device
+            self._next = NextMicroBatch(micro.to(device), index_E, targets, backward)
+        return self._next
+
+    def read(self, states_UD: Tensor, place_P: Tensor) -> Tensor | None:
+        """Compute the next one's loss of its hidden states; return their gradient, if any.
+
+        `place_P` says which of the states predicts each position's targets. The gradients of the
+        output layer's adapter, which is to be in use, are added to what is there.
+        """
+        some = self.next()
+        count_P = self._batch.count_P[some.micro.index_N.cpu().numpy()]
+        placed = PlacedTargets(
+            token_E=self._tensor(self._batch.targets_E[some.index_E]),
+            place_E=place_P.repeat_interleave(self._tensor(count_P)),
+            targets=some.targets,
+        )
+        scores, gradient_UD = self._output.read(states_UD, placed, backward=some.backward)
+        self._logprobs_E[some.index_E] = scores.logprobs_E.cpu().numpy()
+        self._loss_E[some.index_E] = scores.loss_E.cpu().numpy()
+        self._num_clipped_next = int(scores.clipped_E.sum())
+        return gradient_UD
+
+    def done(self, company: Company) -> None:
+        """Note that the next micro-batch is computed, and beside whom."""
+        self._num_clipped += self._num_clipped_next
+        self._next = None
+        self.companies.append(company)
+        if not self.num_left and self._at_end is not None:
+            self._at_end()
 
     def result(self) -> LossResult:
         """Return log-probs and metrics; RuntimeError unless all is computed."""
@@ -111,27 +152,6 @@ class LossPass:
             metrics["clipped:sum"] = float(self._num_clipped)
         return LossResult(self._batch.by_datum(self._logprobs_E), metrics)
 
-    def _compute(self, micro: MicroBatch) -> None:
-        scorer, index_P = self._base.scorer, micro.index_N.numpy()
-        count_P = self._batch.count_P[index_P]
-        index_E = ranges(self._first_P[index_P], count_P)
-        targets = self._targets(index_E)
-        backward = self._at_end is not None and bool(self._loss.active_E(targets).any())
-        if backward:
-            self._adapter.begin_gradients()
-        micro = micro.to(scorer.device)
-        with torch.set_grad_enabled(backward):
-            states_UD, place_P = scorer.states_UD(micro, logits=scorer.full_logits)
-        placed = PlacedTargets(
-            token_E=self._tensor(self._batch.targets_E[index_E]),
-            place_E=place_P.repeat_interleave(self._tensor(count_P)),
-            targets=targets,
-        )
-        scores, gradient_UD = self._output.read(states_UD, placed, backward=backward)
-        if gradient_UD is not None:
-            states_UD.backward(gradient_UD)
-        self._keep(index_E, scores)
-
     def _targets(self, index_E: NDArray[np.int64]) -> Targets:
         """Return what the loss reads of some targets."""
         batch = self._batch
@@ -143,8 +163,3 @@ class LossPass:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._base.scorer.device)
-
-    def _keep(self, index_E: NDArray[np.int64], scores: TargetScores) -> None:
-        self._logprobs_E[index_E] = scores.logprobs_E.cpu().numpy()
-        self._loss_E[index_E] = scores.loss_E.cpu().numpy()
-        self._num_clipped += int(scores.clipped_E.sum())

@@ -13,13 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+import structlog
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ....schemas.config.job import LearnerConfig, ModelConfig
 from ....schemas.tinker.datum import AdamParams, Datum, LoraSpec, LossResult
+from ....schemas.tinker.operation import Company
 from ....schemas.wire.errors import (
+    ModelError,
     NotFoundError,
     StateError,
     TinkermqError,
@@ -29,13 +33,17 @@ from .adapter import Adapter, Moments, check_adam, num_bytes_of
 from .folders import read_adapter, write_adapter
 from .inputs import DataReader
 from .layers import adapt, linear_names
-from .loss_pass import LossPass, SharedBase
+from .loss_pass import LossPass
 from .losses import find_loss, read_config
 from .offer import MAX_RANK, AdapterOffer
+from .shared_base import SharedBase
 from .suspended import read_suspended, write_suspended
+from .together import compute, those_that_fit
 from .window import PendingWindow
 
 _LOGITS_BYTES = 64 * 2**20
+_MIXED_TOLERANCE, _BF16_TOLERANCE = 1e-3, 0.1
+_log: structlog.stdlib.BoundLogger = structlog.get_logger()
 
 
 class AdapterTrainer:
@@ -52,14 +60,15 @@ class AdapterTrainer:
         share_prompts: bool = True,
         dtype: Literal["float32", "bfloat16"] = "float32",
         logits_bytes: int = _LOGITS_BYTES,
+        mixed: bool = False,
     ) -> None:
         """Take over a model, which is frozen and whose linear layers are wrapped.
 
         `base_model` is its name, by which folders of adapters are told apart; `base_path` the
         folder that they name for PEFT. `microbatch_tokens` bounds the columns of one forward and
         backward pass, `logits_bytes` the logits that are held at once. `dtype` is computed in;
-        weights are kept as they are. Raises ModelError for a model that cannot be trained in packed
-        rows.
+        weights are kept as they are. With `mixed` a pass may hold micro-batches of several
+        adapters. Raises ModelError for a model that cannot be trained in packed rows, or mixed.
         """
         self.base_model = base_model
         self._base_path = base_path or base_model
@@ -69,7 +78,7 @@ class AdapterTrainer:
         self._offer = AdapterOffer(base_model, self._base_path, layers, linear, max_rank)
         scorer = Scorer(model, temperature=1.0, dtype=dtype)
         config: Any = cast(Any, model).config.get_text_config()
-        vocab = int(config.vocab_size)
+        vocab = self._vocab = int(config.vocab_size)
         self._base = SharedBase(
             scorer,
             in_use,
@@ -82,6 +91,9 @@ class AdapterTrainer:
         )
         self._adapters: dict[str, Adapter] = {}
         self._windows: dict[str, PendingWindow] = {}
+        self._mixed = mixed
+        if mixed:
+            self._check_mixed()
 
     @classmethod
     def open(
@@ -190,12 +202,14 @@ class AdapterTrainer:
         *,
         backward: bool = True,
         operation: str = "",
+        companies: Sequence[Company] | None = None,
     ) -> LossPass:
         """Check a call and lay it out; whoever asked computes it by its micro-batches.
 
         With `backward` its gradients add up with those since the last optim_step, and if it fails
-        that optim_step will; `operation` is how it is called there. Raises DataError or ConfigError
-        that says what is wrong, before anything is computed.
+        that optim_step will; `operation` is how it is called there. With the `companies` that it
+        once had it comes to the same bits. Raises DataError or ConfigError that says what is wrong,
+        before anything is computed.
         """
         adapter, window = self._of(model_id), self._windows[model_id]
         name = window.begin(operation) if backward else ""
@@ -204,11 +218,32 @@ class AdapterTrainer:
             loss = find_loss(loss_fn)
             batch = self._reader.read(data, loss_fn, loss, backward=backward)
             at_end = partial(window.end, name) if backward else None
-            return LossPass(self._base, adapter, batch, loss, settings, at_end=at_end)
+            return LossPass(
+                self._base, adapter, batch, loss, settings, at_end=at_end, companies=companies
+            )
         except TinkermqError as error:
             if backward:
                 window.fail(name, error.message)
             raise
+
+    def advance(self, losses: Sequence[LossPass]) -> list[LossPass]:
+        """Compute the next micro-batch of the first loss; return of which losses one is computed.
+
+        Where micro-batches are mixed, those of other adapters are computed with it that fit. A pass
+        of several that fails changes nothing: then the first is computed alone.
+        """
+        chosen = those_that_fit(self._base, losses) if self._mixed else list(losses[:1])
+        if len(chosen) > 1:
+            gradients = [one.adapter.gradients() for one in chosen]
+            try:
+                compute(self._base, chosen)
+                return chosen
+            except Exception:  # noqa: BLE001  whoever is to blame fails alone
+                _log.exception("mixed_pass_failed", losses=len(chosen))
+                for one, before in zip(chosen, gradients, strict=True):
+                    one.adapter.put_gradients(before)
+        compute(self._base, chosen[:1])
+        return chosen[:1]
 
     def refuse(self, model_id: str, *, operation: str, reason: str) -> None:
         """Let a model's next optim_step fail: a call before it could not even be read."""
@@ -227,8 +262,8 @@ class AdapterTrainer:
     ) -> LossResult:
         """Compute a loss, and with `backward` add its gradients to the model's; see `begin`."""
         some = self.begin(model_id, data, loss_fn, config, backward=backward, operation=operation)
-        while some.advance():
-            pass
+        while some.num_left:
+            self.advance([some])
         return some.result()
 
     def optim_step(self, model_id: str, params: AdamParams) -> dict[str, float]:
@@ -290,6 +325,48 @@ class AdapterTrainer:
 
     # -- checks --------------------------------------------------------------------------------
 
+    def _check_mixed(self) -> None:
+        """Prove that adapters beside each other add to their own rows; else raises ModelError."""
+        worst = max(_differences(self._two_alone(), self._two_mixed()))
+        tolerance = _BF16_TOLERANCE if self._base.scorer.autocast else _MIXED_TOLERANCE
+        if not worst <= tolerance:
+            raise ModelError(
+                f"micro-batches of several adapters change each other's log-probs by {worst:.2g} "
+                f"on {self.base_model}",
+                hint="set tinker.mixed_micro_batches=false for it",
+            )
+
+    def _two_alone(self) -> list[LossPass]:
+        alone = self._two_passes()
+        for one in alone:
+            compute(self._base, [one])
+        return alone
+
+    def _two_mixed(self) -> list[LossPass]:
+        mixed = self._two_passes()
+        compute(self._base, mixed)
+        return mixed
+
+    def _two_passes(self) -> list[LossPass]:
+        """Return passes of two adapters that each change something, over other tokens."""
+        found: list[LossPass] = []
+        for at in range(2):
+            adapter = self._fresh(f"mixed-{at}", LoraSpec(rank=4))
+            generator = torch.Generator().manual_seed(at)
+            adapter.put(
+                {
+                    name: 0.02 * torch.randn(tensor.shape, generator=generator)
+                    for name, tensor in adapter.tensors().items()
+                },
+                None,
+            )
+            tokens = np.arange(at, at + 6 + at, dtype=np.int32) % self._vocab
+            datum = Datum(tokens, {"target_tokens": tokens.astype(np.int64)})
+            loss = find_loss("cross_entropy")
+            batch = self._reader.read([datum], "cross_entropy", loss, backward=False)
+            found.append(LossPass(self._base, adapter, batch, loss, {}, at_end=None))
+        return found
+
     def _of(self, model_id: str) -> Adapter:
         if model_id not in self._adapters:
             raise NotFoundError(
@@ -299,3 +376,12 @@ class AdapterTrainer:
 
     def _fresh(self, model_id: str, spec: LoraSpec) -> Adapter:
         return Adapter(model_id, spec, self._offer.layers_of(spec), self._base.scorer.device)
+
+
+def _differences(some: Sequence[LossPass], others: Sequence[LossPass]) -> list[float]:
+    """Return the largest difference of a log-prob for each pair of passes."""
+    pairs = zip(some, others, strict=True)
+    return [
+        float(np.abs(one.result().logprobs[0] - other.result().logprobs[0]).max())
+        for one, other in pairs
+    ]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tinkermq.actors.models.tiny_model import make_model, make_tokenizer
+from tinkermq.actors.tinker.training.loss_pass import LossPass
 from tinkermq.actors.tinker.training.trainer import AdapterTrainer
 from tinkermq.schemas.tinker.datum import AdamParams, Datum, LoraSpec
 from torch import Tensor
@@ -333,11 +334,19 @@ def test_a_shared_prompt_takes_its_columns_once_and_long_datums_their_own(base: 
     assert (some.num_left, some.next_tokens) == (2, 60)
     with pytest.raises(RuntimeError, match="2 micro-batches are not computed"):
         some.result()
-    assert some.advance()
-    assert not some.advance()
-    assert (some.num_left, some.next_tokens, some.advance()) == (0, 0, False)
+    assert trainer.advance([some]) == [some]
+    assert (some.num_left, some.next_tokens) == (1, 40)
+    assert trainer.advance([some]) == [some]
+    assert (some.num_left, some.next_tokens) == (0, 0)
     longer = trainer.begin("m", [supervised(rng, 100), *data], "cross_entropy", backward=False)
     assert longer.num_left == 3
+
+
+def take_turns(trainer: AdapterTrainer, passes: list[LossPass]) -> None:
+    """Compute all passes, a micro-batch of each in turn."""
+    while passes := [one for one in passes if one.num_left]:
+        for one in passes:
+            trainer.advance([one])
 
 
 def test_other_adapters_change_nothing_to_the_bit(base: Path) -> None:
@@ -349,16 +358,14 @@ def test_other_adapters_change_nothing_to_the_bit(base: Path) -> None:
     crowd.create("m", SPEC)
     crowd.create("z", LoraSpec(16, train_unembed=False))
     passes = [crowd.begin(model, group(0), "ppo") for model in ("m", "z", "a")]
-    while [one for one in passes if one.advance()]:
-        pass
+    take_turns(crowd, passes)
     for seed in (1, 2, 3):
         for model in ("a", "m", "z"):
             passes = [
                 crowd.begin(model, group(seed), "importance_sampling"),
                 crowd.begin("a", group(9), "cispo", backward=False),
             ]
-            while [one for one in passes if one.advance()]:
-                pass
+            take_turns(crowd, passes)
             crowd.optim_step(model, AdamParams(1e-2))
             if (model, seed) == ("m", 3):
                 for one, other in zip(expected, passes[0].result().logprobs, strict=True):
