@@ -4,7 +4,8 @@
 
 Trainers run as a user has them, in a stack of processes; clients speak to them over the broker,
 with bodies as the SDK sends them (protobuf, zstd). Compared are tenants on one base with as many
-services that have a base each; models mixed in one pass with the same alone; a light tenant alone and beside one with ten times the load; and
+services that have a base each; models mixed in one pass with the same alone; a light tenant alone
+and beside one with ten times the load; and
 sessions on room for fewer adapters with the same sessions on room for all.
 """
 
