@@ -131,6 +131,7 @@ class TrainerService:
             return taken.model_copy(update={"is_new": False})
         if model is not None and model.broken is not None:
             raise self._broken(model, model.broken)
+        self._kept.sessions.check_open(context.user, name.model.session)
         if operation.kind == "forward_backward":
             self.shares.check(context.user)
         self.models.check_room(context.user, operation)

@@ -196,6 +196,13 @@ class StateError(TinkermqError, ValueError):
     status = 409
 
 
+class SessionOverError(StateError):
+    """An operation for a session of the Tinker API that its client has finished."""
+
+    code = "session_over"
+    status = 410
+
+
 class JobFailedError(TinkermqError, RuntimeError):
     """A job that a client waited for has failed or was stopped; the message is the pool's."""
 

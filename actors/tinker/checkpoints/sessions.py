@@ -13,7 +13,7 @@ from ....schemas.tinker.checkpoints import (
     TinkerSession,
 )
 from ....schemas.tinker.names import session_name
-from ....schemas.wire.errors import MessageError, NotFoundError
+from ....schemas.wire.errors import MessageError, NotFoundError, SessionOverError
 from .records import read_record, write_record
 from .runs import TrainingRuns
 
@@ -77,6 +77,16 @@ class TinkerSessions:
                 del mine[old], self._owners[old]
                 self._file(user, old).unlink(missing_ok=True)
         return SessionState(state="over" if now.reason else "live")
+
+    def check_open(self, user: str, session: str) -> None:
+        """Raise SessionOverError for a session that was finished."""
+        with self._lock:
+            known = self._users.get(user, {}).get(session)
+        if known is not None and known.reason:
+            raise SessionOverError(
+                f"session {session} is over: {known.reason}",
+                hint="begin another one; what was saved of it can be loaded there",
+            )
 
     def is_over(self, user: str, session: str, used: float) -> bool:
         """Whether nobody will go on with a session.

@@ -19,7 +19,7 @@ from tinkermq.schemas.tinker.checkpoints import (
     TinkerCheckpoint,
 )
 from tinkermq.schemas.tinker.names import CheckpointName
-from tinkermq.schemas.wire.errors import NotFoundError, QuotaError
+from tinkermq.schemas.wire.errors import NotFoundError, QuotaError, SessionOverError
 
 from tests.support.models import make_tiny_model
 from tests.support.tinker_service import MODEL, SCOPE, Trainer, create
@@ -104,6 +104,12 @@ async def test_models_of_sessions_that_are_over_make_room(trainer: Trainer) -> N
         with pytest.raises(QuotaError, match="user 'ada' has 2 models here"):
             await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
         await tell("s1", "finish")
+        assert not (await trainer.send("create_model", 0, create("s1"))).is_new  # sent once more
+        for model in ("s1:train:0", "s1:train:1"):
+            kind, seq = ("optim_step", 2) if model == "s1:train:0" else ("create_model", 0)
+            with pytest.raises(SessionOverError, match="session s1 is over: finished") as error:
+                await trainer.send(kind, seq, create("s1"), model=model)
+            assert (error.value.status, (await trainer.log.read_all())[1]) == (410, [])
         await trainer.send("create_model", 0, create("s3"), model="s3:train:0")
         assert (await trainer.result(0, model="s3:train:0")).state == "done"
         with pytest.raises(NotFoundError, match="there is no model s1:train:0"):
