@@ -23,7 +23,7 @@ quickstart: $(VENV)/worker.stamp  ## Train a tiny model on this machine and watc
 
 venv: $(VENV)/dev.stamp  ## Make .venv with everything that development needs
 
-test: $(VENV)/dev.stamp programs  ## Run the whole default suite, linters included
+test: $(VENV)/dev.stamp programs  ## Run the whole default suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn

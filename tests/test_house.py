@@ -218,12 +218,6 @@ def test_the_rooms_arrows_hold() -> None:
     run("lint-imports", "--no-logo")
 
 
-@pytest.mark.timeout(600)
-def test_pyright_has_nothing_to_say() -> None:
-    # the tests' own types, which take as long again, are for `make lint`, which CI runs
-    run("pyright", *ROOMS, "benchmarks", "docs", "examples", timeout_s=590)
-
-
 # -- sizes and docstrings --------------------------------------------------------------------------
 
 
