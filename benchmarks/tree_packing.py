@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from tinkermq.actors.acceptance.measuring.learner_step import timed
+from tinkermq.actors.acceptance.measuring.sizes import SIZES
 from tinkermq.actors.learner.algorithms.training_batch import TrainingBatch, assemble
 from tinkermq.actors.learner.packing.packing import pack
 from tinkermq.actors.learner.training.model import load_model
@@ -29,7 +31,6 @@ from tinkermq.schemas.task import Task
 from transformers import Qwen2ForCausalLM
 from transformers.utils import logging
 
-from benchmarks.learner import SIZES, timed
 from benchmarks.report import Report, parser
 
 

@@ -1,0 +1,1 @@
+"""How fast a learner's step is, beside what it could be."""
