@@ -12,7 +12,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip -qq
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart venv programs test test-long test-vllm test-vllm-engine \
+.PHONY: help quickstart venv programs accept-gpu test test-long test-vllm test-vllm-engine \
   test-vllm-stack extras agents test-agents tinker test-tinker lint format check docs screenshots bench bench-quick
 
 help:  ## List the targets
@@ -28,6 +28,11 @@ test: $(VENV)/dev.stamp programs  ## Run the whole default suite
 
 test-long: $(VENV)/dev.stamp programs  ## Run the tests that take longer: more games and ways to learn
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m long
+
+# A machine with GPUs: install what its extras need first (docs/gpu.md). DEVICE=cpu is the small form.
+DEVICE := gpu
+accept-gpu: $(VENV)/worker.stamp  ## Check what holds on this machine's GPUs, and write a report
+	$(BIN)/tinkermq doctor --gpu --device $(DEVICE)
 
 # vLLM's CPU build pins other packages than development does. Two of them do not fit its torch, which
 # keeps it from being imported, and are only for sound: they are taken out again. Of torchvision the

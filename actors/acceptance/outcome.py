@@ -63,6 +63,9 @@ def found_outcome(name: str, found: Found, remedy: str) -> CheckOutcome:
 
 def error_outcome(name: str, error: Exception, remedy: str) -> CheckOutcome:
     """Say what an error of a check means: a reason to skip it, or its failure."""
+    inner: Sequence[Exception] = getattr(error, "exceptions", ())
+    if len(inner) == 1:  # what a TaskGroup makes of one error
+        return error_outcome(name, inner[0], remedy)
     if isinstance(error, TinkermqError):
         state: State = "skipped" if isinstance(error, CheckSkipped) else "failed"
         remedy = error.hint or remedy

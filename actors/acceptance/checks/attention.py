@@ -5,7 +5,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    parts = zip(*(each.split(_LENGTHS) for each in (q, k, v)), strict=True)
+    parts = zip(*(cast("Any", each).split(_LENGTHS) for each in (q, k, v)), strict=True)
     made = [
         scaled_dot_product_attention(
             *(each.transpose(0, 1)[None] for each in part), is_causal=True, enable_gqa=True

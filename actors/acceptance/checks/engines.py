@@ -1,5 +1,8 @@
 """Engines: that they generate, agree with the learner, and take new weights in between."""
 
+# torch leaves some of its functions untyped.
+# pyright: reportUnknownMemberType=false
+
 import asyncio
 import contextlib
 import time

@@ -13,6 +13,7 @@ from ..measuring.learner_step import StepSequences
 _LONGEST = (96, 80, 88)
 """Tokens of the longest sequence of each step."""
 _NUM_SEQUENCES = 9
+_ROLLOUT = {"max_prompt_tokens": 16, "max_turn_tokens": 96, "max_response_tokens": 96}
 
 
 def fsdp(setting: Setting) -> Found:
@@ -24,14 +25,18 @@ def fsdp(setting: Setting) -> Found:
     num_ranks = num_gpus if setting.on_gpu else 2
     # one GPU divides nothing; its weights pass through FSDP2 from the machine's memory
     divided = {"ranks": num_ranks, "slots": num_ranks, "cpu_offload": num_gpus == 1}
-    norms, weights = _train(policy.config(learner=learner), policy.vocab_size)
-    others, made = _train(policy.config(learner=learner | divided), policy.vocab_size)
+    one, several = (
+        policy.config(rollout=_ROLLOUT, learner=more) for more in (learner, learner | divided)
+    )
+    norms, weights = _train(one, policy.vocab_size)
+    others, made = _train(several, policy.vocab_size)
     apart = max(float((made[name] - weights[name]).abs().max()) for name in weights)
-    off = max(abs(one / other - 1) for one, other in zip(others, norms, strict=True))
+    off = max(abs(ours / alone - 1) for ours, alone in zip(others, norms, strict=True))
     tolerance = 1e-4 if setting.on_gpu else 1e-5
     return Found(
         [
             Figure("processes", num_ranks),
+            Figure("smallest gradient norm", min(norms), at_least=1e-4),
             Figure("weights differ by", apart, at_most=tolerance),
             Figure("gradient norms differ by", off, at_most=10 * tolerance),
         ]

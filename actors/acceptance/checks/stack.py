@@ -75,7 +75,7 @@ async def _run(url: str, setting: Setting) -> Found:
     async with await connect(url, name="acceptance") as broker:
         calls = SchedulerCalls(broker)
         submitted = await calls.submit(_job(setting))
-        record = await _until_ended(calls, submitted.id)
+        record = await _until_ended(calls, submitted.scope.job)
         if record.state != "COMPLETED":
             raise InternalError(
                 f"the run ended as {record.state}: {record.reason}", hint=_last_lines(record)

@@ -54,7 +54,7 @@ async def _send(url: str, setting: Setting, device: str, num_bytes: int) -> list
         for version in range(_NUM_VERSIONS):
             words[: 1 << 20] += 1
             await store.publish(
-                version, {"weights": TensorBytes("uint8", (num_bytes,), memoryview(words))}
+                version, {"weights": TensorBytes("bfloat16", (num_bytes // 2,), words.data)}
             )
             seconds = await asyncio.to_thread(_told, pipe, version)
             took.append(seconds)

@@ -5,6 +5,7 @@ import contextlib
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ....broker.calls.scheduler import SchedulerCalls
 from ....broker.client.connection import Broker, connect
@@ -23,7 +24,7 @@ from ....broker.programs.server import binary_path
 from ....envs.sandbox.bubblewrap import Bubblewrap
 from ....envs.sandbox.settings import SandboxSettings
 from ....schemas.metric import Presence
-from ....schemas.wire.errors import NotFoundError, SandboxError, TinkermqError
+from ....schemas.wire.errors import ConfigError, NotFoundError, SandboxError, TinkermqError
 from ...home import Home, find_url
 from ...sync.quiet import quiet_logs
 from ..options import COMMON, Common
@@ -47,13 +48,52 @@ class Finding(NamedTuple):
     hint: str = ""
 
 
-def doctor(*, common: Common = COMMON) -> int:
-    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk."""
+def doctor(
+    *,
+    gpu: bool = False,
+    device: Literal["gpu", "cpu"] = "gpu",
+    only: list[str] | None = None,
+    report: Path | None = None,
+    common: Common = COMMON,
+) -> int:
+    """Check Python, packages, broker, scheduler, nodes, clock, model cache, GPU and disk.
+
+    Parameters
+    ----------
+    gpu
+        Check instead what holds on this machine's GPUs: kernels, engines, ranks, speed and one run.
+        Ten minutes at most.
+    device
+        With --gpu: `cpu` runs the same checks, small, without a GPU.
+    only
+        With --gpu: the name of a check to run; may be repeated.
+    report
+        With --gpu: the JSON file to attach to an issue; default: tinkermq-acceptance.json.
+    """
+    if gpu:
+        return _accept(device, only or [], report, as_json=common.json)
     quiet_logs()
     findings = [_python(), _packages(), _server_binary(), _gpu(), _model_cache(), _sandbox()]
     findings += [_disk(), *_pool(common.nats_url)]
     show_findings(findings, as_json=common.json)
     return 0 if all(finding.ok for finding in findings) else FAILED
+
+
+def _accept(
+    device: Literal["gpu", "cpu"], only: Sequence[str], report: Path | None, *, as_json: bool
+) -> int:
+    """Run the checks of GPUs, which need torch, in a process of their own; return its code."""
+    if find_spec("torch") is None:
+        raise ConfigError(
+            "torch is not installed, which the checks of GPUs run",
+            hint="on a machine of the pool: pip install 'tinkermq[worker]'",
+        )
+    command = [sys.executable, "-m", "tinkermq.actors.acceptance", "--device", device]
+    for name in only:
+        command += ["--only", name]
+    command += ["--report", str(report)] if report else []
+    command += ["--json"] if as_json else []
+    return subprocess.run(command, check=False).returncode
 
 
 def show_findings(findings: list[Finding], *, as_json: bool) -> None:
